@@ -22,7 +22,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 MAX_PARTS: Final = 256  # parts of a sum
 _PARTS: Final = 8  # default parts of a sum that several processes share
 
-GONE_OPTIONS: Final = {  # removed options, and what replaces them
+REMOVED_OPTIONS: Final = {  # removed options, and what replaces them
     "ngram_max": "longer matches are always tried first",
     "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",
 }
@@ -403,8 +403,8 @@ def new_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     renamed: dict[str, Any] = {}
     for old, value in options.items():
-        if old in GONE_OPTIONS:
-            raise ConfigError(f"{old} is no longer an option: {GONE_OPTIONS[old]}; leave it out")
+        if old in REMOVED_OPTIONS:
+            raise ConfigError(f"{old} is no longer an option: {REMOVED_OPTIONS[old]}; leave it out")
         name = OLD_OPTIONS.get(old, old)
         if name == "lookup":
             value = renamed.get(name) or value

@@ -224,8 +224,8 @@ class LLM:
         return self._open.engine.explains
 
     @explains.setter
-    def explains(self, wanted: bool) -> None:
-        self._open.engine.explains = wanted
+    def explains(self, enabled: bool) -> None:
+        self._open.engine.explains = enabled
 
     def statistics(self) -> Statistics:
         """Return the engine's counters and its number of requests, without waiting for a step."""

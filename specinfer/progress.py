@@ -54,13 +54,13 @@ class ProgressBar(Progress):
         show_after: float = SHOW_AFTER,
         clock: Callable[[], float] = time.monotonic,
         *,
-        says: bool = True,
+        shows_lines: bool = True,
     ) -> None:
-        """Write to `stream`, by default stderr; without `says`, `say` shows nothing, as the log does it."""
+        """Write to `stream`, by default stderr; without `shows_lines`, `say` does nothing."""
         self._stream = sys.stderr if stream is None else stream
         self._show_after = show_after
         self._clock = clock
-        self._says = says
+        self._shows_lines = shows_lines
         self._terminal = self._stream.isatty()
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
@@ -103,7 +103,7 @@ class ProgressBar(Progress):
     def say(self, line: str) -> None:
         """Write the line; ends a task that still runs."""
         self.finish()
-        if self._says:
+        if self._shows_lines:
             print(line, file=self._stream, flush=True)
 
     def _open_bar(self) -> None:
@@ -149,10 +149,10 @@ class ProgressBar(Progress):
         return format_bytes(units) if self._unit == "B" else f"{units} {self._unit}"
 
 
-def default_progress(*, says: bool = True) -> Progress:
+def default_progress(*, shows_lines: bool = True) -> Progress:
     """Return a ProgressBar if stderr is a terminal, else NoProgress."""
     on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
-    return ProgressBar(says=says) if on_terminal else NoProgress()
+    return ProgressBar(shows_lines=shows_lines) if on_terminal else NoProgress()
 
 
 def format_bytes(n: int) -> str:

@@ -117,16 +117,16 @@ def find_difference(
     text = [*expected.prompt_token_ids, *expected.token_ids[:index]]
     logits = target.logits_after([text])[0]
     tolerance = rounding(logits, target.model.dtype)
-    ours = expected.token_ids[index] if index < len(expected.token_ids) else None
-    theirs = got.token_ids[index] if index < len(got.token_ids) else None
-    if ours is None or theirs is None:
-        return Difference(index, ours, theirs, None, tolerance, explained=False)
+    own = expected.token_ids[index] if index < len(expected.token_ids) else None
+    other = got.token_ids[index] if index < len(got.token_ids) else None
+    if own is None or other is None:
+        return Difference(index, own, other, None, tolerance, explained=False)
     explained = all(
         _choice_with(logits, token, tolerance, params, expected.seed, len(text)) == token
-        for token in (ours, theirs)
+        for token in (own, other)
     )
-    gap = _preference(logits, (ours, theirs), params, expected.seed, len(text))
-    return Difference(index, ours, theirs, gap, tolerance, explained)
+    gap = _preference(logits, (own, other), params, expected.seed, len(text))
+    return Difference(index, own, other, gap, tolerance, explained)
 
 
 def rounding(logits: NDArray[np.float32], dtype: torch.dtype) -> float:
@@ -191,9 +191,9 @@ class TargetAlone:
         found: list[NDArray[np.float32]] = []
         for first in range(0, len(text), _MAX_ROWS):
             chunk = text[first : first + _MAX_ROWS]
-            wanted = min(max(start - 1 - first, 0), len(chunk))
-            logits = runner.forward([Rows(chunk, first, [0], wanted)])
-            if wanted < len(chunk):
+            logits_from = min(max(start - 1 - first, 0), len(chunk))
+            logits = runner.forward([Rows(chunk, first, [0], logits_from)])
+            if logits_from < len(chunk):
                 found.append(as_rows(logits))
         return np.concatenate(found)
 

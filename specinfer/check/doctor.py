@@ -59,7 +59,7 @@ _WRITE: Final = 1 << 24  # bytes per write
 # they determine the kernels and the number of threads
 VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")
 
-Standing = Literal["used", "not needed", "refused", "not wanted", "not on this CPU"]
+Standing = Literal["used", "not needed", "refused", "not selected", "not on this CPU"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +235,12 @@ def _large_file(folder: Path) -> Path | None:
 def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFact]:
     """Return the standing of each level of this architecture, best first."""
     reasons = {fault.level: fault.reason for fault in refused}
-    wanted: tuple[Level, ...] = ()
-    unwanted = f"{VARIABLE} is {os.environ.get(VARIABLE)!r}"
+    allowed: tuple[Level, ...] = ()
+    unselected = f"{VARIABLE} is {os.environ.get(VARIABLE)!r}"
     try:
-        wanted = levels_here()
+        allowed = levels_here()
     except ConfigError:
-        unwanted += ", which is no level this CPU has"
+        unselected += ", which this CPU does not support"
 
     def fact(level: Level) -> tuple[Standing, str | None]:
         if missing := level.needs - cpu_features():
@@ -249,7 +249,7 @@ def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFac
             return "refused", reasons[level]
         if level == used:
             return "used", None
-        return ("not needed", None) if level in wanted else ("not wanted", unwanted)
+        return ("not needed", None) if level in allowed else ("not selected", unselected)
 
     here = [level for level in reversed(LEVELS) if level.architecture == architecture()]
     return [LevelFact(level.name, level.words, *fact(level)) for level in here]

@@ -105,10 +105,10 @@ def check_repetition(
     first_answers, second_answers = [first for first, _ in answers], [second for _, second in answers]
     verdict = compare_texts(name, target, params, first_answers, second_answers)
     cached = sum(second.cached_tokens for second in second_answers)
-    asked = sum(map(len, prompts))
+    total = sum(map(len, prompts))
     reuse = speculative.config.cache
     if cached:
-        words = f"the second time behind {cached} of {asked} prompt tokens from the cache"
+        words = f"the second time behind {cached} of {total} prompt tokens from the cache"
     elif reuse.prefix_reuse:
         words = f"nothing came from the cache: give prompts longer than a block of {reuse.block_size} tokens"
     else:
@@ -142,12 +142,12 @@ def compare_texts(
     figures = SpeculationFigures()
     differences: list[tuple[int, Difference]] = []
     misread: list[int] = []  # equal tokens, different text
-    for number, (ours, theirs) in enumerate(zip(expected, got, strict=True), start=1):
-        figures.add(theirs.figures)
+    for number, (ours, other) in enumerate(zip(expected, got, strict=True), start=1):
+        figures.add(other.figures)
         judged_by = target if judge is None else judge(ours)
-        if (difference := find_difference(judged_by, params, ours, theirs)) is not None:
+        if (difference := find_difference(judged_by, params, ours, other)) is not None:
             differences.append((number, difference))
-        elif ours.text != theirs.text:
+        elif ours.text != other.text:
             misread.append(number)
     unexplained = [(number, d) for number, d in differences if not d.explained]
     explained = len(differences) - len(unexplained)

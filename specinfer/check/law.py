@@ -53,10 +53,10 @@ def check_law(
     progress: Progress,
 ) -> Verdict:
     """Answer `prompts` in turn until there are `texts` answers, seeds 0, 1, ..., and test their quantiles."""
-    asked = [prompts[i % len(prompts)] for i in range(texts)]
+    chosen = [prompts[i % len(prompts)] for i in range(texts)]
     with progress.showing(texts, name, "texts"):
         outputs = engine.generate(
-            asked,
+            chosen,
             [replace(params, seed=seed) for seed in range(texts)],
             on_output=lambda output: progress.advance(int(output.finished)),
         )

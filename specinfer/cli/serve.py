@@ -16,7 +16,7 @@ import click
 
 from specinfer.cli.help import FILE, Command
 from specinfer.cli.options import DEFAULT_MODEL, complete_model, engine_config, flags
-from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, EngineConfig, new_names
+from specinfer.config import ENGINE_OPTIONS, OLD_OPTIONS, REMOVED_OPTIONS, EngineConfig, new_names
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
@@ -212,7 +212,7 @@ def read_options(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds {type(found).__name__}; allowed: options, like `port: 8000`")
-    known = {"model", *OPTIONS, *OLD_OPTIONS, *GONE_OPTIONS, "speculative_config"}
+    known = {"model", *OPTIONS, *OLD_OPTIONS, *REMOVED_OPTIONS, "speculative_config"}
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")

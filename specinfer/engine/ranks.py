@@ -110,7 +110,7 @@ class Ranks:
         layout, peers = self.layout, self._followers
         width, hosts, addresses = layout.width, peers.hosts, peers.addresses
         shared = [native and len(set(hosts[one : one + width])) == 1 for one in self._stages()]
-        peers.tell(
+        peers.send_settings(
             [
                 asdict(
                     Settings(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from huggingface_hub.utils.tqdm import tqdm
 
 
-WANTED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 def offline() -> bool:
@@ -90,9 +90,9 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
         return folder
     if (what := foreign_files(files)) is not None:
         raise ModelError(f"{repository} is {what}")
-    suffixes = (*WANTED_SUFFIXES, ".py") if code else WANTED_SUFFIXES
-    wanted = {name: size for name, size in files.items() if "/" not in name and name.endswith(suffixes)}
-    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+    suffixes = (*MODEL_SUFFIXES, ".py") if code else MODEL_SUFFIXES
+    selected = {name: size for name, size in files.items() if "/" not in name and name.endswith(suffixes)}
+    if "config.json" not in selected or not any(name.endswith(".safetensors") for name in selected):
         ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         if ggufs:
             raise ModelError(
@@ -100,7 +100,7 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
                 f"choose one: {', '.join(f'{repository}:{name}' for name in ggufs[:12])}"
             )
         own = [name for name in files if "/" not in name]
-        if "config.json" in wanted and any(name.endswith(PICKLES) for name in own):
+        if "config.json" in selected and any(name.endswith(PICKLES) for name in own):
             raise ModelError(
                 f"{repository} has no *.safetensors; {instead(own)}; then give a folder with "
                 "the result and its config.json"
@@ -110,9 +110,9 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
             "give another repository"
         )
     # Skip a consolidated copy of the same weights under other names.
-    if "model.safetensors.index.json" in wanted or "model.safetensors" in wanted:
-        wanted = {name: size for name, size in wanted.items() if not name.startswith("consolidated")}
-    return _fetch(repository, revision, wanted, progress)["config.json"].parent
+    if "model.safetensors.index.json" in selected or "model.safetensors" in selected:
+        selected = {name: size for name, size in selected.items() if not name.startswith("consolidated")}
+    return _fetch(repository, revision, selected, progress)["config.json"].parent
 
 
 def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path, progress: Progress) -> None:

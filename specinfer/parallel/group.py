@@ -298,15 +298,15 @@ class Group:
             rank, words = self._lost
         return PeerLostError(f"{words}; the group is shut down: start the model again", rank)
 
-    def watch(self, tell: Callable[[PeerLostError], object]) -> None:
-        """Call `tell` in a thread if a rank ends while no exchange is in progress."""
+    def watch(self, on_lost: Callable[[PeerLostError], object]) -> None:
+        """Call `on_lost` in a thread if a rank ends while no exchange is in progress."""
         if self._peers is not None:
-            self._peers.on_end = lambda: tell(self.lose())
+            self._peers.on_end = lambda: on_lost(self.lose())
 
     def read_times(self) -> None:
         """Read the times requested from followers; called by rank 0."""
         like = torch.empty(len(DOING), dtype=torch.float64)
-        self.times.hear([self.answered(rank, like).tolist() for rank in range(1, self.size)])
+        self.times.record([self.answered(rank, like).tolist() for rank in range(1, self.size)])
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
         """Median time of an exchange of sums of `rows` rows; all ranks call it at once."""

@@ -108,8 +108,8 @@ class Followers:
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
         here = count if listener is None else count - len(listener.ranks)
         # Linux treats the end of the thread that started a process as the end of its parent.
-        self._keeper = threading.Thread(target=self._keep, args=(here,), daemon=True)
-        self._keeper.start()
+        self._heartbeats = threading.Thread(target=self._keep, args=(here,), daemon=True)
+        self._heartbeats.start()
         self._started.wait()
         try:
             if self._failure is not None:
@@ -131,7 +131,7 @@ class Followers:
         pairs = [link.hosts for link in self.links]
         return ["", *("" if pair is None or pair[0] == pair[1] else pair[1] for pair in pairs)]
 
-    def tell(self, settings: Sequence[Mapping[str, object]]) -> None:
+    def send_settings(self, settings: Sequence[Mapping[str, object]]) -> None:
         """Send each follower its settings (parallel/follower.py) as JSON."""
         for one, given in zip(self._all, settings, strict=True):
             with contextlib.suppress(OSError):  # it has ended, and `ready` raises the error
@@ -205,16 +205,16 @@ class Followers:
 
     def wait(self) -> None:
         """Wait until all followers on this host have ended, after `close`."""
-        self._keeper.join()
+        self._heartbeats.join()
 
     def _keep(self, count: int) -> None:
         """The thread that starts the followers on this host and waits for their ends."""
         try:
             for rank in range(1, count + 1):
-                ours, its = socket.socketpair()
-                with its:
-                    process = spawn(its.fileno(), self._model, self._memory)
-                self._all.append(_Follower(rank, Link(ours), "", process))
+                parent, child = socket.socketpair()
+                with child:
+                    process = spawn(child.fileno(), self._model, self._memory)
+                self._all.append(_Follower(rank, Link(parent), "", process))
         except OSError as error:
             self._failure = error
         self._started.set()

@@ -54,13 +54,13 @@ class Link:
     hosts: tuple[str, str] | None  # addresses of this host and of the other; None: both ends are on this host
     lost_another: bool  # the other end has reported that it lost another rank
 
-    def __init__(self, ours: socket.socket) -> None:
+    def __init__(self, connected: socket.socket) -> None:
         """Raises OSError for a connection that has ended."""
         self.hosts, self.lost_another = None, False
-        if ours.family in (socket.AF_INET, socket.AF_INET6):  # must be read before a reset
-            self.hosts = ours.getsockname()[0], ours.getpeername()[0]
-        self._socket = ours
-        self._limit = ours.gettimeout()  # timeout of a message, in seconds
+        if connected.family in (socket.AF_INET, socket.AF_INET6):  # must be read before a reset
+            self.hosts = connected.getsockname()[0], connected.getpeername()[0]
+        self._socket = connected
+        self._limit = connected.gettimeout()  # timeout of a message, in seconds
         self._sending = threading.Lock()
 
     @classmethod
@@ -247,15 +247,15 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
         connection.close()
         raise ConnectionRefusedError("no process listens there")
     with closed_on_error(connection, "the listener closed the connection"):
-        link = _over(connection)
-        theirs, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
-        if len(theirs) != _NONCE:
+        link = _link_over(connection)
+        their_nonce, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
+        if len(their_nonce) != _NONCE:
             raise ValueError("the listener is not specinfer")
-        link.send(own + _proof(key, "dials", purpose, theirs, own))
+        link.send(own + _proof(key, "dials", purpose, their_nonce, own))
         answer = link.receive(_PROOF)
         if answer == _OTHER_KEY:
             raise KeyRefusedError(f"{host}:{port} has another key")
-        if not hmac.compare_digest(answer, _proof(key, "listens", purpose, theirs, own)):
+        if not hmac.compare_digest(answer, _proof(key, "listens", purpose, their_nonce, own)):
             raise KeyRefusedError(f"{host}:{port} has not proved the key")
     link.within(None)
     return link
@@ -268,15 +268,15 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
     """
     connection.settimeout(limit)
     with closed_on_error(connection, "it closed the connection before proving the key"):
-        link = _over(connection)
+        link = _link_over(connection)
         own = secrets.token_bytes(_NONCE)
         link.send(own)
         message = link.receive(_NONCE + _PROOF)
-        theirs, proof = message[:_NONCE], message[_NONCE:]
-        if not hmac.compare_digest(proof, _proof(key, "dials", purpose, own, theirs)):
+        their_nonce, proof = message[:_NONCE], message[_NONCE:]
+        if not hmac.compare_digest(proof, _proof(key, "dials", purpose, own, their_nonce)):
             link.send(_OTHER_KEY)
             raise KeyRefusedError("it has not proved the key")
-        link.send(_proof(key, "listens", purpose, own, theirs))
+        link.send(_proof(key, "listens", purpose, own, their_nonce))
     link.within(None)
     return link
 
@@ -322,7 +322,7 @@ def _proof(key: bytes, role: str, purpose: str, listener: bytes, dialer: bytes) 
     return hmac.digest(key, message + listener + dialer, hashlib.sha256)
 
 
-def _over(connection: socket.socket) -> Link:
+def _link_over(connection: socket.socket) -> Link:
     """A link that sends small messages without delay, and ends when the other host is unreachable.
 
     This detects a lost host while idle (see Link.expect_acknowledgements).

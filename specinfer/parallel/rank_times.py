@@ -60,7 +60,7 @@ class RankTimes:
         """True if rank 0 should request the followers' times."""
         return time.monotonic() - self._reported_at > _INTERVAL
 
-    def hear(self, times: list[Sequence[float]]) -> None:
+    def record(self, times: list[Sequence[float]]) -> None:
         """Store the followers' times, in order of rank."""
         self._reported = times
         self._reported_at = time.monotonic()

@@ -33,10 +33,10 @@ def exchange_seconds(ranks: int, library: Library | None) -> list[float]:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(1, ranks):
-            ours, its = socket.socketpair()
-            links.append(Link(ours))
-            with its:
-                files = [its.fileno(), *memory]
+            parent, child = socket.socketpair()
+            links.append(Link(parent))
+            with child:
+                files = [child.fileno(), *memory]
                 command = [sys.executable, "-m", "specinfer.parallel.trial", *map(str, (rank, ranks, *files))]
                 processes.append(subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL))
         return _timed(0, ranks, links, library, *memory)

@@ -98,12 +98,12 @@ class FillInTokens:
         prefix: str,
         suffix: str,
         files: Sequence[tuple[str, str]] = (),
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The FIM prompt for the text between `prefix` and `suffix`, as token ids.
 
         `files` are names and texts of other files as context; the first ones are left out if the prompt would
-        have more than `most` tokens. Names of FIM tokens inside the texts are encoded as text.
+        have more than `max_tokens` tokens. Names of FIM tokens inside the texts are encoded as text.
         """
         before = [self.prefix, *self._ids(tokenizer, prefix)]
         behind = [self.suffix, *self._ids(tokenizer, suffix, continues=True)]
@@ -117,7 +117,7 @@ class FillInTokens:
             body = [*self._named(tokenizer, _FILE, ""), *body]
         for name, text in reversed(files):
             more = self._named(tokenizer, name or _FILE, text)
-            if most is not None and len(begin) + len(more) + len(body) > most:
+            if max_tokens is not None and len(begin) + len(more) + len(body) > max_tokens:
                 break
             body = [*more, *body]
         return [*begin, *body]

@@ -105,12 +105,12 @@ class Tokenizer:
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
 
     def encode_fill_in(
-        self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), most: int | None = None
+        self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), max_tokens: int | None = None
     ) -> list[int]:
         """The token ids of a fill-in-the-middle prompt; `fill_in.ends` are the tokens that end the answer.
 
         `files` are names and texts of other files as context; the first ones are left out if the prompt would
-        have more than `most` tokens. Raises RequestError if the vocabulary has no such tokens, and as
+        have more than `max_tokens` tokens. Raises RequestError if the vocabulary has no such tokens, and as
         `encode`.
         """
         if self.fill_in is None:
@@ -118,7 +118,7 @@ class Tokenizer:
                 "the model has no fill-in-the-middle tokens in its vocabulary; looked for "
                 f"{KNOWN_PREFIXES}; use a code model that has them"
             )
-        return self.fill_in.encode(self, prefix, suffix, files, most)
+        return self.fill_in.encode(self, prefix, suffix, files, max_tokens)
 
     @cached_property
     def fill_in(self) -> FillInTokens | None:

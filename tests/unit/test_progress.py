@@ -129,7 +129,7 @@ def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monk
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_what_is_said_is_not_shown_where_the_log_is(says: bool) -> None:
+def test_what_is_said_is_not_shown_where_the_log_is(shows_lines: bool) -> None:
     stream = io.StringIO()
-    ProgressBar(stream, says=says).say("half of it")
-    assert stream.getvalue() == ("half of it\n" if says else "")
+    ProgressBar(stream, shows_lines=shows_lines).say("half of it")
+    assert stream.getvalue() == ("half of it\n" if shows_lines else "")

@@ -112,7 +112,7 @@ class EngineProcess:
         commands: dict[str, Callable[[Any], None]] = {
             "add": self._add,
             "abort": self._abort,
-            "ask": self._ask,
+            "ask": self._send_statistics,
         }
         while True:
             try:
@@ -226,7 +226,7 @@ class EngineProcess:
                 if answer.admitted is not None:
                     self._llm.loop.cancel([answer.admitted])
 
-    def _ask(self, number: int) -> None:
+    def _send_statistics(self, number: int) -> None:
         self._outbox.put(("answer", number, self._llm.statistics()))
 
     def _send(self) -> None:
@@ -316,7 +316,7 @@ def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) ->
     from specinfer.llm import LLM
 
     try:
-        llm = LLM(config, progress=default_progress(says=False))  # the log shows the progress
+        llm = LLM(config, progress=default_progress(shows_lines=False))  # the log shows the progress
     except SpecInferError as error:
         connection.send(("failed", str(error)))
         return 2

@@ -139,7 +139,7 @@ class Replica:
     async def renew(self) -> None:
         """End the engine, which should have no works, and start another in the background."""
         engine = self._engine
-        await self._ask()  # takes its last statistics
+        await self._read_statistics()  # takes its last statistics
         if engine is None or engine is not self._engine:
             return  # it died, and `_died` starts the next one
         self._lose(f"{self.name} is replaced")
@@ -176,14 +176,14 @@ class Replica:
 
         If the engine does not reply, the state is the last one known.
         """
-        answer = await self._ask()
+        answer = await self._read_statistics()
         trouble = self.trouble or ("" if answer else f"{self.name} does not answer")
         if self.draining:
             trouble = trouble or f"{self.name} is being replaced"
         state = answer or self._state.after(self._counted)
         return ReplicaHealth(state, self.restarts, trouble, runs=self.runs, answers=answer is not None)
 
-    async def _ask(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
+    async def _read_statistics(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
         """Query the statistics, summed with earlier engines'; None if no reply comes in `timeout` seconds."""
         if self._engine is None:
             return None
@@ -238,7 +238,7 @@ class Replica:
         """
         while engine is self._engine:
             for _ in range(_QUESTIONS):
-                answer = await self._ask(self._timeout / _QUESTIONS)
+                answer = await self._read_statistics(self._timeout / _QUESTIONS)
                 if answer is not None or engine is not self._engine:
                     break
             else:

@@ -52,13 +52,13 @@ class StreamOptions(Fields):
     )
 
 
-def check_strings(name: str, given: Sequence[str], most: int) -> None:
+def check_strings(name: str, given: Sequence[str], limit: int) -> None:
     """Raise ApiError for a list of stop strings or bad words that is too long."""
     longest = max(map(len, given), default=0)
-    if len(given) > most or longest > _MAX_STOP_LENGTH:
+    if len(given) > limit or longest > _MAX_STOP_LENGTH:
         raise ApiError(
             f"{name} has {len(given)} strings, the longest of {longest} characters; allowed: at most "
-            f"{most}, of at most {_MAX_STOP_LENGTH}; send fewer or shorter ones",
+            f"{limit}, of at most {_MAX_STOP_LENGTH}; send fewer or shorter ones",
             param=name,
         )
 

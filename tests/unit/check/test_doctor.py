@@ -65,9 +65,9 @@ def standings(used: str | None, refused: Sequence[str] = ()) -> dict[str, str]:
         (ALL, "", "avx512bf16", ["amx"], "refused, used, not needed, not needed, not needed"),
         (V4, "", "avx512", [], "not on this CPU, not on this CPU, used, not on this CPU, not needed"),
         (V3, "", "avx2", [], "not on this CPU, not on this CPU, not on this CPU, not on this CPU, used"),
-        (ALL, "avx512", "avx512", [], "not wanted, not wanted, used, not needed, not needed"),
+        (ALL, "avx512", "avx512", [], "not selected, not selected, used, not needed, not needed"),
         (ALL, "", None, X86, "refused, refused, refused, refused, refused"),
-        (V3, "amx", None, [], ", ".join(["not on this CPU"] * 4 + ["not wanted"])),
+        (V3, "amx", None, [], ", ".join(["not on this CPU"] * 4 + ["not selected"])),
         ("sse2", "", None, [], ", ".join(["not on this CPU"] * 5)),
     ],
 )
@@ -87,13 +87,15 @@ def test_each_level_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "x86-64", V4 + "avx512_bf16 amx_tile", "avx512")
     assert level_facts(LEVEL["avx2"], [Refused(LEVEL["avx512"], "it crashed")]) == [
         LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8, avx512_fp16"),
-        LevelFact("avx512bf16", "AVX-512 with VNNI and bfloat16", "not wanted", "SPECINFER_CPU is 'avx512'"),
+        LevelFact(
+            "avx512bf16", "AVX-512 with VNNI and bfloat16", "not selected", "SPECINFER_CPU is 'avx512'"
+        ),
         LevelFact("avx512", "AVX-512 with VNNI", "refused", "it crashed"),
         LevelFact("avxvnni", "AVX2 with VNNI", "not on this CPU", "it lacks avx_vnni"),
         LevelFact("avx2", "AVX2", "used", None),
     ]
     pretend(monkeypatch, "x86-64", V3, "avx9")
-    assert level_facts(None, [])[-1].reason == "SPECINFER_CPU is 'avx9', which is no level this CPU has"
+    assert level_facts(None, [])[-1].reason == "SPECINFER_CPU is 'avx9', which this CPU does not support"
 
 
 def test_levels_are_those_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ def test_what_was_begun_ends_where_the_settings_cannot_be_told(
     def fail(*_: object) -> None:
         raise OSError("it was reset")
 
-    monkeypatch.setattr(launch.Followers, "tell", fail)
+    monkeypatch.setattr(launch.Followers, "send_settings", fail)
     with pytest.raises(OSError, match="it was reset"):
         LLM(folder / "target", tensor_parallel=2, **INT8)
     assert soon(lambda: not followers())

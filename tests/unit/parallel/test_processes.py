@@ -238,7 +238,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     }
     begun, ended = Followers(1, tmp_path / "none", {}), threading.Event()
     begun.on_end = ended.set
-    begun.tell([settings])
+    begun.send_settings([settings])
     with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
         begun.ready({})
     with pytest.raises(PeerLostError, match=r"rank 1 .* has ended with status 2 before it was ready"):

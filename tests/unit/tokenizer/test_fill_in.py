@@ -75,7 +75,7 @@ def test_other_files_stand_before_with_their_names() -> None:
     assert written(made, ids) == (
         "<|repo_name|>myproject\n<|file_sep|>one.py\nA = 1\n<|file_sep|>filename\nB = 2\n" + behind
     )
-    fewer = made.encode_fill_in("a", "b", files, most=len(ids) - 1)
+    fewer = made.encode_fill_in("a", "b", files, max_tokens=len(ids) - 1)
     assert written(made, fewer) == "<|repo_name|>myproject\n<|file_sep|>filename\nB = 2\n" + behind
 
 
