@@ -142,12 +142,12 @@ def compare_texts(
     figures = SpeculationFigures()
     differences: list[tuple[int, Difference]] = []
     misread: list[int] = []  # equal tokens, different text
-    for number, (ours, other) in enumerate(zip(expected, got, strict=True), start=1):
+    for number, (reference, other) in enumerate(zip(expected, got, strict=True), start=1):
         figures.add(other.figures)
-        judged_by = target if judge is None else judge(ours)
-        if (difference := find_difference(judged_by, params, ours, other)) is not None:
+        judged_by = target if judge is None else judge(reference)
+        if (difference := find_difference(judged_by, params, reference, other)) is not None:
             differences.append((number, difference))
-        elif ours.text != other.text:
+        elif reference.text != other.text:
             misread.append(number)
     unexplained = [(number, d) for number, d in differences if not d.explained]
     explained = len(differences) - len(unexplained)

@@ -56,7 +56,7 @@ def test_chunks_are_read(name: str) -> None:
     assert exchange.error == ""
 
 
-def test_what_a_server_says_of_speculation_is_kept() -> None:
+def test_speculation_figures_of_the_server_are_kept() -> None:
     report = {"num_spec_steps": 3}
     assert (
         taken(text("a"), {"choices": [], "metrics": {"speculative_decoding": report}}).speculation == report

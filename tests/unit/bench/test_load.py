@@ -67,7 +67,7 @@ def test_each_user_asks_when_the_answer_is_there() -> None:
     assert (seconds, len(over)) == (5, 5)
 
 
-def test_arrivals_wait_for_nobody() -> None:
+def test_arrivals_do_not_wait_for_earlier_answers() -> None:
     log: list[tuple[float, int]] = []
     exchanges, seconds = run_virtual(send(SINGLE, Traffic(rate=2.0, seed=3), server(log, {0: 100.0})))
     assert [number for _, number in log] == [0, 1, 2, 3, 4]

@@ -41,7 +41,7 @@ def test_every_figure_of_a_table_of_times() -> None:
     assert "speculative_decoding" not in result
 
 
-def test_without_usage_chunks_are_counted_and_it_is_said() -> None:
+def test_without_usage_chunks_are_counted_and_reported() -> None:
     result = figures([*ANSWERED, UNCOUNTED], duration=10.0)
     assert result["total_output_tokens"] == 5 + 1 + 3
     assert (result["total_input_tokens"], result["total_token_throughput"]) == (None, None)
@@ -58,7 +58,7 @@ def test_requests_that_end_as_others_begin_were_not_at_work_together() -> None:
     assert result["max_concurrent_requests"] == 3
 
 
-def test_nothing_answered_is_zeros_and_the_first_reason() -> None:
+def test_without_answers_figures_are_zero_and_the_first_error_is_shown() -> None:
     result = figures([FAILED, FAILED], duration=2.0)
     assert (result["completed"], result["failed"], result["output_throughput"]) == (0, 2, 0)
     assert milliseconds(result, "ttft") == (0, 0, 0, 0)
@@ -103,7 +103,7 @@ def test_speculation_is_added_up_over_answers() -> None:
     )
 
 
-def test_where_nobody_guessed_rates_are_zero() -> None:
+def test_rates_are_zero_without_guesses() -> None:
     idle = Exchange(0.0, [1.0], 1.0, completion_tokens=1, speculation=report(0, 0, 0))
     speculation = figures([idle], duration=1.0)["speculative_decoding"]
     assert (speculation["mean_acceptance_length"], speculation["draft_acceptance_rate"]) == (0, 0)

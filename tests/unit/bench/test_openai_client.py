@@ -166,7 +166,7 @@ def test_an_answer_that_takes_too_long_is_failed() -> None:
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), options=options).error == ""
 
 
-def test_what_is_asked() -> None:
+def test_the_body_of_requests() -> None:
     talk = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
     plain = {"model": "m", "max_tokens": 8, "temperature": 0, "seed": 8, "stream": True}
     plain["stream_options"] = {"include_usage": True}
@@ -194,7 +194,7 @@ def test_what_is_asked() -> None:
         ({"body": {"n": 2}}, "body has n = 2; one text per request is measured"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(options: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         RequestOptions(params=GREEDY, **options)
 
@@ -244,7 +244,7 @@ def test_a_server_without_models_is_refused(reply: Reply, says: str) -> None:
         models(reply)
 
 
-def test_what_a_url_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_client, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--url needs httpx; .* pip install 'specinfer\[serve\]'"):
         connect("http://localhost:1", None)

@@ -32,7 +32,7 @@ def result_of(pair: Any, dataset: Dataset, load: Load, **options: Any) -> dict[s
     return plain_values
 
 
-def test_the_json_holds_what_a_reader_needs(pair: Any, dataset: Dataset) -> None:
+def test_the_json_has_figures_and_settings(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset, GREEDY)
     baseline, speculative = result["baseline"], result["speculative"]
     assert (result["requests"], result["identical"], result["differences"]) == (6, 6, [])
@@ -123,7 +123,7 @@ def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
     assert ("please report" in text) == (explained != [] and not excused)
 
 
-def test_what_other_programs_took_is_said(pair: Any, dataset: Dataset) -> None:
+def test_cpu_use_of_other_programs_is_reported(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset, GREEDY)
     result["hardware"]["cores"] = 4
     result["busy_elsewhere_cores"] = 1.5
@@ -150,9 +150,7 @@ def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix:
     assert path.stat().st_size > 5000
 
 
-def test_a_run_in_which_nobody_could_guess_has_a_picture_too(
-    pair: Any, dataset: Dataset, tmp_path: Path
-) -> None:
+def test_a_run_without_guesses_has_a_plot(pair: Any, dataset: Dataset, tmp_path: Path) -> None:
     plain, speculative = pair()
     load = Load(params=SamplingParams(temperature=0, max_tokens=1), chat=False)
     result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)

@@ -44,7 +44,7 @@ def test_both_engines_answer_everything_alike(
     assert len(comparison.group_speedups) == len(baseline.group_rates)
 
 
-def test_every_request_has_a_seed_of_its_own_and_the_same_in_both_runs(pair: Any, dataset: Dataset) -> None:
+def test_seeds_differ_by_request_and_are_equal_in_both_runs(pair: Any, dataset: Dataset) -> None:
     comparison = compare(*pair(), dataset, Load(params=SEEDED, chat=False))
     for run in (comparison.baseline, comparison.speculative):
         assert [run.outputs[key].seed for key in sorted(run.outputs)] == [40, 41, 42, 43, 44, 45]
@@ -59,7 +59,7 @@ def test_a_second_turn_follows_the_models_own_answer(pair: Any, dataset: Dataset
         assert list(second.prompt_token_ids) == plain.tokenizer.encode(asked)
 
 
-def test_as_many_requests_are_in_flight_as_were_asked_for(
+def test_the_batch_size_is_the_number_of_requests_in_flight(
     pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, speculative = pair(max_batch_size=8)  # the engines would take all of them at once
@@ -71,7 +71,7 @@ def test_as_many_requests_are_in_flight_as_were_asked_for(
     assert max(seen) == 2
 
 
-def test_what_cannot_be_served_is_counted_as_failed_with_the_turns_after_it(pair: Any) -> None:
+def test_a_refused_request_fails_with_the_later_turns(pair: Any) -> None:
     conversations = (Conversation(("x" * 200, "next")), Conversation(("fine",)))
     dataset = Dataset("made up", conversations, duplicates=0)
     comparison = compare(*pair(), dataset, Load(params=GREEDY, chat=False))

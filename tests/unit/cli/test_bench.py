@@ -58,7 +58,7 @@ def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_
     assert result["options"]["sampling"]["seed"] == 3
 
 
-def test_what_cannot_be_measured_is_refused(pair: list[str], tmp_path: Path) -> None:
+def test_invalid_comparisons_are_refused(pair: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculation is off"):
         run(*pair[:2], "--no-ngram", "--kv-cache-memory", "64MB")
     with pytest.raises(ConfigError, match="batch size is 0"):
@@ -160,7 +160,7 @@ def test_arrivals_at_a_rate_to_the_other_endpoint(rows: str) -> None:
     assert {received.body["model"] for received in server.received} == {"mine"}
 
 
-def test_nothing_answered_is_status_1(rows: str) -> None:
+def test_the_status_is_1_without_answers(rows: str) -> None:
     with FakeServer(lambda received: error("500 Internal Server Error", "no")) as server:
         done = run_load("--url", server.url, "--dataset", rows, "--warmup", "0")
         assert done.exit_code == 1
@@ -200,7 +200,7 @@ BAD: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), BAD)
-def test_what_cannot_be_asked_of_a_server_is_refused(arguments: list[str], says: str) -> None:
+def test_options_that_need_an_engine_are_refused_with_a_url(arguments: list[str], says: str) -> None:
     with pytest.raises(Exception, match=says) as caught:
         run_load(*arguments)
     assert isinstance(caught.value, ValueError)

@@ -21,7 +21,7 @@ def write_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_chat_needs_a_template_and_says_what_else_to_use(models: Path, run: Run) -> None:
+def test_chat_needs_a_template_and_suggests_generate(models: Path, run: Run) -> None:
     status, _, err = run("chat", "-m", models / "target")
     assert status == 2
     assert "no chat template; use `specinfer generate --raw`" in err

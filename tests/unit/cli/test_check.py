@@ -94,7 +94,7 @@ def test_too_little_to_say_is_no_broken_promise(pair: list[str], tmp_path: Path)
         ("--suite parameters", "--samples is for the suite promise, not for parameters"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(pair: list[str], options: str, refusal: str) -> None:
+def test_invalid_checks_are_refused(pair: list[str], options: str, refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
         run(*pair, *options.split())
 

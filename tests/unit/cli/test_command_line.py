@@ -141,7 +141,7 @@ def test_a_prompt_on_standard_input(models: Path, run: Run, monkeypatch: pytest.
     assert piped == given
 
 
-def test_a_mistyped_command_is_told_the_nearest(run: Run) -> None:
+def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
     status, _, err = run("serv")
     assert (status, err) == (2, "specinfer: error: there is no command 'serv'; did you mean 'serve'?\n")
 
@@ -171,7 +171,9 @@ def test_pull_lists_the_catalogue(run: Run) -> None:
     assert (status, err.count("\n")) == (2, 1)
 
 
-def test_an_internal_error_says_so(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_reported_as_one(
+    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: Engine) -> None:
         raise IntegrityError("two and two make five")
 
@@ -257,7 +259,7 @@ def test_without_a_command_it_shows_the_help(run: Run) -> None:
     assert re.search(r"\n  generate +Answer one prompt\.\n", out)
 
 
-def test_no_colour_where_the_user_wants_none(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colour_with_no_color(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     event = TreeEvent(1, "r", single_node(65), Acceptance((), 66))
     llm = LLM(str(models / "target"))
 

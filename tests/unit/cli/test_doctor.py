@@ -57,7 +57,7 @@ def found(*arguments: str) -> dict[str, Any]:
     return values
 
 
-def test_the_text_says_what_runs_and_how_fast(model: str) -> None:
+def test_the_report_has_levels_and_speeds(model: str) -> None:
     kernels("native")  # or skip
     lines = run("--model", model, "--quantization", "none", "--quantization", "int8").splitlines()
     report = {line.split()[0]: line for line in lines if line}
@@ -131,7 +131,7 @@ def test_a_disk_that_cannot_be_timed_is_a_finding(
     assert (disk["rate"], disk["fault"]) == (None, "no file can be made there: Read-only file system")
 
 
-def test_without_a_compiler_it_says_so_and_times_the_twins(no_compiler: None, model: str) -> None:
+def test_without_a_compiler_pytorch_is_timed(no_compiler: None, model: str) -> None:
     report = run()
     assert "PyTorch's, which are slow: no C++ compiler: no-such-compiler not found" in report
     assert "CXX=no-such-compiler" in report
@@ -156,7 +156,9 @@ def test_a_compilers_last_words_stay_in_their_column(
     assert lines.count("           second") == 1
 
 
-def test_a_wish_that_cannot_be_is_told_and_stops_models(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_an_impossible_setting_is_reported_and_stops_models(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     monkeypatch.setenv(VARIABLE, "avx9")
     assert "kernels    none: SPECINFER_CPU is 'avx9'; allowed here: " in run()
     assert found()["kernels"] == "nothing"

@@ -13,7 +13,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from tests.unit.cli.conftest import Run
 
 
-def test_explain_says_of_each_step_who_guessed_and_why(models: Path, run: Run) -> None:
+def test_explain_lists_speculators_and_reasons_by_step(models: Path, run: Run) -> None:
     arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--tree-size", "fixed"]
     arguments += ["--no-ngram", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
     status, out, err = run(*arguments)
@@ -54,7 +54,7 @@ EXPLAINED = re.compile(
 )
 
 
-def test_explain_says_what_was_expected_at_which_cost(
+def test_explain_lists_expected_tokens_and_costs(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A target's pass takes 10 ms, and 1 ms per further row; a draft's pass takes 1 ms.

@@ -33,7 +33,7 @@ def knocks(monkeypatch: pytest.MonkeyPatch, *words: str, **variables: str) -> ob
     return asked[0] if asked else found.exception if found.exit_code == 1 else found.output
 
 
-def test_what_launchers_set_is_read_and_an_option_is_stronger(
+def test_options_override_the_environment_of_launchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, model = tmp_path / "key", tmp_path / "model.gguf"
@@ -58,7 +58,7 @@ def test_what_launchers_set_is_read_and_an_option_is_stronger(
     assert isinstance(knocks(monkeypatch, *own), ConfigError)
 
 
-def test_a_model_that_is_not_there_is_told_before_any_engine_is_waited_for(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused_before_waiting_for_an_engine(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch(0o600)
     key.write_text("a key of tests alone")
@@ -97,7 +97,7 @@ def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waite
 
 
 @pytest.mark.parametrize("address", [("::1", 7), ("10.0.0.1", 29500), ("host", 1)])
-def test_an_address_is_told_as_it_is_read(address: tuple[str, int]) -> None:
+def test_an_address_is_printed_in_the_form_that_is_read(address: tuple[str, int]) -> None:
     assert parse_address("master", name_of_address(address)) == address
 
 

@@ -54,7 +54,7 @@ def test_it_fits_a_screen(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SHORTENED)
-def test_what_it_leaves_out_is_in_help_all(path: str) -> None:
+def test_help_all_has_the_options_that_help_omits(path: str) -> None:
     command = SHORTENED[path]
     short, everything = help_of(path), help_of(path, "--help-all")
     names = {one.name for one in command.params}

@@ -22,7 +22,7 @@ def large(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> l
     return ["--model", str(write_large(tmp_path / "large")), *FLAGS]
 
 
-def test_generate_says_what_was_decided_and_what_was_streamed(large: list[str], run: Run) -> None:
+def test_generate_reports_the_plan_and_streamed_weights(large: list[str], run: Run) -> None:
     status, _, err = run("generate", *large, "--max-tokens", 12, "ab")
     assert status == 0, err
     [decided] = [line for line in err.splitlines() if "layers streamed" in line]
@@ -43,7 +43,7 @@ def test_the_figures_of_chat_have_the_last_answers_stream(
     assert "\n6 passes, 1.00 tokens per pass | " in err
 
 
-def test_bench_gives_each_side_what_was_streamed_in_its_turns(large: list[str], run: Run) -> None:
+def test_bench_counts_streamed_weights_by_side(large: list[str], run: Run) -> None:
     limits = ("--limit", 3, "--max-tokens", 12)
     status, out, err = run("bench", *large, *limits, "--json", "-")
     assert status == 0, err
@@ -72,9 +72,7 @@ def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: R
     assert [verdict["accepted_tokens"] > 0 for verdict in found["verdicts"][:6]] == [True] * 6
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_streaming_would_take(
-    large: list[str], run: Run
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_the_streamed_size(large: list[str], run: Run) -> None:
     few = ("--memory", 3_000_000, "--kv-cache-memory", "256KB")
     status, _, err = run("generate", *large, *few, "--offload", "never", "ab")
     assert status == 2
@@ -110,7 +108,7 @@ def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(
     assert re.search(message, line), line
 
 
-def test_where_every_layer_fits_without_the_rest_none_is_streamed(large: list[str], run: Run) -> None:
+def test_no_layer_is_streamed_if_all_layers_fit(large: list[str], run: Run) -> None:
     few = ("--memory", "5200000", "--kv-cache-memory", "256KB", "--max-tokens", 4)
     status, _, err = run("generate", *large, *few, "ab")
     assert status == 0, err

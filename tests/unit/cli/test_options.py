@@ -101,7 +101,7 @@ def test_every_field_of_a_config_is_an_option() -> None:
         assert known == {field.name for field in fields(kind)} - (parts if kind is EngineConfig else set())
 
 
-def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) -> None:
+def test_the_file_and_the_defaults_fill_missing_options(tmp_path: Path) -> None:
     assert CliRunner().invoke(config_of, ["--port", "1", "--no-ngram", "--api-key", "a"]).output.strip() == (
         "{'port': 1, 'lookup': False, 'api_key': ('a',)}"
     )
@@ -237,7 +237,7 @@ def test_vllms_config_is_understood(given: Any, meant: str) -> None:
         ({"model": "x", "draft_tensor_parallel_size": 2}, "runs in one process here"),
     ],
 )
-def test_what_of_vllms_is_not_here(given: Any, message: str) -> None:
+def test_unsupported_options_of_vllm_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         speculative_config(given)
     assert message in str(error.value)

@@ -60,7 +60,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_a_recorded_trace_says_what_was_recorded(trace: Path) -> None:
+def test_record_prints_the_size_of_the_trace(trace: Path) -> None:
     read = read_trace(trace)
     assert (read.model, list(read.drafts), read.drafts["draft"].model) == ("target", ["draft"], "draft")
     assert [len(text.output) for text in read.texts] == [20, 20]
@@ -101,7 +101,7 @@ def test_a_table_has_a_row_for_each_policy(trace: Path) -> None:
     assert [line.split()[:2] for line in lines[1:]] == [["off", "80"], ["fixed", "80"], ["cost", "80"]]
 
 
-def test_what_was_chosen_over_time_is_drawn(priced_trace: Path, tmp_path: Path) -> None:
+def test_choices_over_time_are_plotted(priced_trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "chosen.svg"
     done = run("policy", "replay", priced_trace, priced_trace, "--policy", "off", "--plot", picture)
     assert done.exit_code == 0, done.output
@@ -110,7 +110,7 @@ def test_what_was_chosen_over_time_is_drawn(priced_trace: Path, tmp_path: Path) 
     assert "allowed: a file that ends in .png, .svg or .pdf" in str(refused.exception)
 
 
-def test_what_is_no_trace_is_refused(trace: Path) -> None:
+def test_an_invalid_trace_is_refused(trace: Path) -> None:
     refused = run("policy", "replay", trace.with_name("prompts.jsonl"))
     assert isinstance(refused.exception, UserError)
     assert "is not a policy trace" in str(refused.exception)
@@ -139,7 +139,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return policies_dir()
 
 
-def test_what_was_learnt_is_shown(kept: Path) -> None:
+def test_learned_figures_are_shown(kept: Path) -> None:
     shown = run("policy", "show").output
     assert shown.count("draft: small, int8") == 2
     assert "target     large, int8" in shown
@@ -152,7 +152,7 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     assert f"{kept / 'x.json'}\n  cannot be used: it is not a complete JSON file" in shown
 
 
-def test_what_was_learnt_is_shown_as_json(kept: Path) -> None:
+def test_learned_figures_are_shown_as_json(kept: Path) -> None:
     shown = json.loads(run("policy", "show", "--json").output)
     assert shown["folder"] == str(kept)
     assert [one.get("error", "") for one in shown["policies"]] == ["", "", "it is not a complete JSON file"]
@@ -166,7 +166,7 @@ def test_a_file_with_a_number_that_cannot_be_is_shown_as_such(kept: Path) -> Non
     assert run("policy", "show").output.count("cannot be used: expected an integer") == 2
 
 
-def test_what_was_learnt_is_forgotten_of_one_or_all(kept: Path) -> None:
+def test_learned_figures_of_one_or_all_models_are_deleted(kept: Path) -> None:
     assert run("policy", "reset", "larger").output.count("removed") == 2  # the broken one too
     [file] = kept.iterdir()
     assert read_policy(file).key["target"] == "large, int8"

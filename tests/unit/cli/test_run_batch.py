@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
         (["-i", "in", "-o", "out", "--expansion", "0"], "expansion is '0'"),
     ],
 )
-def test_what_cannot_be_run_is_one_line(
+def test_an_invalid_run_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -31,7 +31,7 @@ def event() -> TreeEvent:
     return TreeEvent(3, "r", builder.build(), Acceptance((1, 3), 5))
 
 
-def test_a_tree_shows_who_guessed_what_and_what_was_accepted() -> None:
+def test_a_tree_shows_speculators_and_accepted_nodes() -> None:
     lines = draw_tree(event(), WORDS.__getitem__)
     assert [line.plain() for line in lines] == DRAWING.strip().splitlines()
 

@@ -48,7 +48,7 @@ def test_expressions_are_written_as_rusts(pattern, parts, left_out):
         ("a\\", "backslash"),
     ],
 )
-def test_what_no_automaton_can_follow_is_said(pattern, why):
+def test_unsupported_regular_expressions_are_named(pattern, why):
     with pytest.raises(UnreadableError, match=why):
         read_ecma(pattern)
 

@@ -33,7 +33,7 @@ def test_forced_tokens_are_legal_and_spell_the_text(text):
     assert state.forced(forced, 3) == ()
 
 
-def test_long_forced_text_is_found_once_and_checked_no_further_than_asked(monkeypatch):
+def test_long_forced_text_is_computed_once_and_checked_on_demand(monkeypatch):
     text, asked, query = "yes " * 6000, [], Cursor.query  # more than one automaton can follow
     state, expected = grammar_of(choice=[text]).state(), ids(text)
     monkeypatch.setattr(Cursor, "query", lambda *args: asked.append(len(args[1])) or query(*args))
@@ -44,7 +44,7 @@ def test_long_forced_text_is_found_once_and_checked_no_further_than_asked(monkey
     assert asked == [0, *[8] * 100]
 
 
-def test_forced_text_that_is_left_for_another_spelling_is_found_anew():
+def test_forced_text_is_computed_again_after_another_spelling():
     text = "yes " * 600
     state = grammar_of(choice=[text]).state()
     assert list(state.forced((), 4)) == ids("yes yes ")

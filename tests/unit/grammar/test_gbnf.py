@@ -81,7 +81,7 @@ def test_a_recursive_grammar_is_written_character_by_character():
         ('root ::= "a" )', "line 1: expected a rule"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(text, message):
+def test_syntax_errors_name_their_line(text, message):
     with pytest.raises(RequestError, match=message) as caught:
         read_gbnf(text)
     assert "\n" not in str(caught.value)

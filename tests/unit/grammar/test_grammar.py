@@ -140,7 +140,7 @@ def test_masks_are_kept_as_bits():
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, *range(END + 1, END + 10), 1000])
-def test_masks_are_the_librarys_bit_for_bit_but_for_what_is_no_text_and_the_end(vocab):
+def test_masks_equal_the_librarys_except_for_special_tokens_and_the_end(vocab):
     grammar = GrammarCompiler(TOKENIZER, vocab).compile(structured_output(regex="(yes|no|(?s:.)\u00d6l?)*"))
     state = grammar.state()
     textless = [i for i in range(vocab) if not grammar.vocabulary.is_text(i)]

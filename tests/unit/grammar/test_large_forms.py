@@ -91,7 +91,7 @@ def test_a_grammar_that_becomes_too_complex_fails_one_request_and_no_other():
 @pytest.mark.parametrize(
     "regex", ["(([ab]{1,30}c?){1,40}){1,40}", "(a?){500}a{500}", "((a|ab|ba){1,50}){50}"]
 )
-def test_a_grammar_that_breaks_after_a_commit_says_so_when_it_is_next_asked(regex):
+def test_a_grammar_that_fails_after_a_commit_raises_at_the_next_query(regex):
     state = grammar_of(regex=regex).state()
     with pytest.raises(RequestError, match="regex is too complex to follow"):
         commit_one_by_one(state, [byte_id(ord("a"))] * 600)
@@ -104,7 +104,7 @@ def commit_one_by_one(state, text):
         state.allowed()
 
 
-def test_what_one_request_wears_out_another_does_not_notice():
+def test_a_worn_automaton_does_not_affect_other_requests():
     grammar, a = grammar_of(regex="((a|ab|ba){1,50}){50}"), byte_id(ord("a"))
     greedy, modest = grammar.state(), grammar.state()
     with pytest.raises(RequestError, match="regex is too complex to follow"):

@@ -84,7 +84,7 @@ def test_schemas_that_are_malformed_or_cannot_be_met_are_refused(schema, message
         (json.loads('{"items":' * 150 + "{}" + "}" * 150), "recursion limit", None),
     ],
 )
-def test_what_cannot_be_held_is_refused_where_it_is_strict_and_else_left_out(schema, keyword, at, caplog):
+def test_unsupported_parts_are_refused_if_strict_and_dropped_otherwise(schema, keyword, at, caplog):
     message = keyword if at is None else f"{keyword} at {at} cannot be enforced during generation; "
     with pytest.raises(RequestError, match="leave out strict to enforce the rest") as caught:
         grammar_of(response_format=schema_format(schema, strict=True))
@@ -100,7 +100,7 @@ def test_what_cannot_be_held_is_refused_where_it_is_strict_and_else_left_out(sch
     assert len(line) < 800
 
 
-def test_a_vocabulary_that_lacks_what_must_come_is_refused():
+def test_a_vocabulary_without_the_forced_text_is_refused():
     tokenizer = tokenizer_of(byte_level_header())
     tokenizer.eos_token_ids = frozenset({7})
     with pytest.raises(RequestError, match="response_format cannot be met: nothing can follow ''"):

@@ -69,7 +69,7 @@ def test_a_form_that_takes_long_holds_up_no_other(compiler, monkeypatch):
         assert waiting[1].result() is waiting[0].result()
 
 
-def test_each_thread_is_told_what_is_wrong(compiler):
+def test_each_thread_gets_the_error(compiler):
     def query(number):
         with pytest.raises(RequestError, match=r"regex cannot be used: .*unclosed group") as caught:
             compiler.compile(structured_output(regex="(a"))

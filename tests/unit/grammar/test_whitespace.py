@@ -73,12 +73,12 @@ PRETTY = {
         ("none", {"compact"}),
     ],
 )
-def test_what_may_stand_between_parts_is_what_is_asked_for(form, whitespace, taken):
+def test_white_space_follows_the_option(form, whitespace, taken):
     grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
     assert {name for name, text in PRETTY.items() if accepts(grammar, text)} == taken
 
 
-def test_a_grammar_may_say_itself_what_stands_between_parts():
+def test_a_grammar_may_set_its_white_space():
     own = {**NUMBERS, "x-guidance": {"whitespace_pattern": "_"}}
     grammar = grammar_of(grammar=f"start: %json {json.dumps(own)}")
     assert accepts(grammar, '{_"a":_[1],"b":null_}')
@@ -94,5 +94,5 @@ def test_a_grammar_may_say_itself_what_stands_between_parts():
         ('start: "x" # %json {"a": 1}', "x"),
     ],
 )
-def test_what_only_looks_like_a_schema_is_left_as_it_is(lark, text):
+def test_text_that_looks_like_a_schema_is_unchanged(lark, text):
     assert accepts(grammar_of(grammar=lark), text)

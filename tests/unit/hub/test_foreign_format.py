@@ -57,7 +57,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("files", FOLDERS, ids=" ".join)
-def test_a_folder_is_told_in_one_line(files: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_folder_is_described_in_one_line(files: tuple[str, ...], tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"{}")
@@ -79,7 +79,7 @@ def test_a_folder_is_told_in_one_line(files: tuple[str, ...], tmp_path: Path) ->
     ],
     ids=" ".join,
 )
-def test_what_lies_beside_a_model_changes_nothing(files: tuple[str, ...]) -> None:
+def test_other_files_of_a_model_have_no_effect(files: tuple[str, ...]) -> None:
     assert foreign_files(files) is None
 
 
@@ -119,7 +119,7 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("quantization", "method"), QUANTIZED)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
-def test_an_announced_quantization_is_told_by_its_name(
+def test_a_declared_quantization_is_named(
     quantization: dict[str, Any], method: str, key: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llama(tmp_path)

@@ -75,7 +75,7 @@ def test_a_missing_part_is_named(name: str, split: Path) -> None:
         resolve(str(split / NAMES[0]))
 
 
-def test_parts_that_were_renamed_say_what_they_are(split: Path) -> None:
+def test_renamed_parts_are_recognized(split: Path) -> None:
     (split / NAMES[1]).rename(split / "second.gguf")
     with pytest.raises(
         ModelFileError, match=r"second\.gguf is one of 4 parts of a model, but its name has another form"

@@ -127,7 +127,7 @@ def hub(tmp_path, monkeypatch):
     fake.close()
 
 
-def test_a_repository_becomes_a_folder_with_what_a_model_needs(hub):
+def test_a_pulled_folder_has_the_files_of_a_model(hub):
     progress = Recorder()
     files = resolve("org/model", progress=progress)
     assert (files.name, [file.name for file in files.weights]) == ("org/model", ["model.safetensors"])
@@ -221,7 +221,7 @@ def test_revisions_are_honoured(hub):
         resolve("org/model@v9")
 
 
-def test_missing_gated_and_useless_repositories_are_told_apart(hub):
+def test_missing_gated_and_unsupported_repositories_have_different_errors(hub):
     with pytest.raises(ModelNotFoundError, match="the hub has no public model org/typo"):
         resolve("org/typo")
     hub.gated.add("org/secret")
@@ -265,7 +265,7 @@ def test_without_a_network_a_model_of_which_a_part_is_cached_is_not_used(hub, tm
         resolve(f"org/ggufs:{parts[0]}")
 
 
-def test_offline_uses_the_cache_and_asks_nobody(hub, monkeypatch):
+def test_offline_uses_only_the_cache(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
         resolve("org/model")

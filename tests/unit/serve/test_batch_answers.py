@@ -39,7 +39,7 @@ def test_answers_are_lines_in_openais_shape(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_there_is_known(tmp_path: Path) -> None:
+def test_existing_answers_are_read(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     fill(path)
     before = path.read_bytes()
@@ -62,7 +62,7 @@ def test_a_line_that_broke_off_is_removed(tmp_path: Path, kept: int) -> None:
     assert [record["custom_id"] for record in lines(path)] == ["a", "b", None, "c"]
 
 
-def test_what_failed_here_is_asked_again(tmp_path: Path) -> None:
+def test_failed_requests_are_repeated(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with BatchAnswers(path) as answers:
         answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=RESPONSE)
@@ -85,7 +85,7 @@ def test_what_failed_here_is_asked_again(tmp_path: Path) -> None:
         "[" * 10_000 + "\n",
     ],
 )
-def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_kind_is_unchanged(tmp_path: Path, text: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=r"line 1 of .* is not the answer of a batch"):

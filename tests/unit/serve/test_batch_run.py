@@ -111,7 +111,7 @@ def test_a_bad_line_costs_no_other_anything(
         assert fault in bad["error"]["message"]
 
 
-def test_what_an_endpoint_refuses_is_told_as_it_tells_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_refusals_are_written_like_the_endpoints_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     wrong = CHAT | {"temperature": -1}
     batch = Batch(
         tmp_path,
@@ -138,7 +138,7 @@ def test_a_body_is_read_by_its_endpoint_alone(tmp_path: Path, tokenizer: Tokeniz
     assert repr(found.request.body) == repr(body)
 
 
-def test_what_was_told_to_come_again_is_asked_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_answers_with_retry_after_are_repeated(tmp_path: Path, tokenizer: Tokenizer) -> None:
     batch = Batch(tmp_path, ask("a"))
     with BatchAnswers(batch.target) as answers:
         refused = {"status_code": 429, "request_id": "r", "body": {}}
@@ -147,7 +147,7 @@ def test_what_was_told_to_come_again_is_asked_again(tmp_path: Path, tokenizer: T
         assert [one.name for one in BatchInput(batch.source, 1 << 20).left(answers)] == ["a"]
 
 
-def test_a_run_goes_on_from_what_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_run_continues_an_existing_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(
         tmp_path, *(ask(str(i), body={"messages": [{"role": "user", "content": str(i)}]}) for i in range(9))
     )
@@ -165,7 +165,7 @@ def test_a_run_goes_on_from_what_is_there(tokenizer: Tokenizer, tmp_path: Path) 
     assert first.items() <= {name: record["id"] for name, record in batch.by_name.items()}.items()
 
 
-def test_so_many_are_asked_at_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(tmp_path, *(ask(str(i)) for i in range(40)))
     most = 0
 
@@ -210,6 +210,6 @@ def test_an_answer_that_cannot_be_written_ends_the_run(
         asyncio.run(run())
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
         BatchInput(tmp_path / "nothing.jsonl", 1 << 20)

@@ -67,7 +67,7 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
         served.wait_idle()
 
 
-def test_whoever_comes_when_all_connections_are_taken_is_told_to_come_again(folder: Path) -> None:
+def test_requests_over_the_connection_limit_get_retry_after(folder: Path) -> None:
     with Served(folder, *FLAGS, "--max-connections", "3") as served:
         address = (urlsplit(served.url).hostname, urlsplit(served.url).port)
         taken = [socket.create_connection(address) for _ in range(3)]
@@ -124,7 +124,7 @@ def error_when_killed(served: Served) -> str:
     return ""
 
 
-def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:
+def test_under_mss_a_started_text_ends_with_the_reason(folder: Path) -> None:
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
         # On a busy machine the first token may arrive after the last one was computed.
         message = next(filter(None, (error_when_killed(served) for _ in range(10))), "no text was cut off")
@@ -164,7 +164,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
         (["--api-key-file", "/nowhere"], "cannot read api_key_file /nowhere"),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(
+def test_a_failed_start_is_explained_in_one_line(
     folder: Path, flags: list[str], message: str, taken_port: int
 ) -> None:
     port = str(taken_port)

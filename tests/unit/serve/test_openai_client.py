@@ -148,7 +148,7 @@ def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
     assert cut.choices[0].text in ("ab", "abc", "abcc", "abccc")
 
 
-def test_speculation_can_be_asked_for_and_left_out(client: openai.OpenAI) -> None:
+def test_speculation_options_of_requests(client: openai.OpenAI) -> None:
     def ask(**more: object) -> tuple[str, int]:
         answer = client.chat.completions.create(
             model="tiny", messages=HI, temperature=1, seed=3, max_tokens=40, extra_body=more
@@ -162,7 +162,7 @@ def test_speculation_can_be_asked_for_and_left_out(client: openai.OpenAI) -> Non
     assert ask(speculation={"speculators": ["lookup"], "max_nodes": 2})[0] == text
 
 
-def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Served) -> None:
+def test_models_tokens_and_unsupported_endpoints(client: openai.OpenAI, served: Served) -> None:
     assert [card.id for card in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     reply = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
@@ -178,7 +178,7 @@ def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Se
     assert error.value.body["param"] == "model"
 
 
-def test_what_the_engine_refuses_is_an_error_of_its_own_also_of_a_stream(client: openai.OpenAI) -> None:
+def test_refusals_of_the_engine_are_client_errors_also_in_streams(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="names 'eagle'; this engine has") as error:
         client.chat.completions.create(
             model="tiny", messages=HI, stream=True, extra_body={"speculation": {"speculators": ["eagle"]}}
@@ -201,7 +201,7 @@ def test_a_client_that_goes_away_frees_its_blocks(client: openai.OpenAI, served:
     assert served.get("/metrics").text.count('request_success_total{finished_reason="abort"') == 1
 
 
-def test_what_is_seen_from_outside(served: Served) -> None:
+def test_metrics_health_and_version(served: Served) -> None:
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/ready").json()["status"] == "ready"
     names = {line.split("{")[0].split(" ")[0] for line in served.get("/metrics").text.splitlines()}

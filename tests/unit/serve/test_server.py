@@ -72,7 +72,7 @@ def test_comments_of_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
         read_keys(ServeConfig(api_key_file=str(file)))
 
 
-def test_out_of_descriptors_one_line_is_said_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_running_out_of_descriptors_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.new_event_loop()
     handle = _AcceptErrors()
     error = OSError(24, "Too many open files")
@@ -160,7 +160,7 @@ def test_a_stream_behind_others_begins_at_once_and_is_kept_alive(folder: Path) -
 
 
 @pytest.mark.thorough
-def test_a_request_that_waits_too_long_is_told_to_come_again(folder: Path) -> None:
+def test_a_request_that_waits_too_long_gets_retry_after(folder: Path) -> None:
     with Served(folder, *FLAGS, "--max-batch-size", "1", "--max-wait", "0.2") as served:
         url = f"{served.url}/v1/completions"
         with httpx.stream("POST", url, json={**LONG, "n": 16, "stream": True}, timeout=60) as first:
@@ -211,7 +211,7 @@ def test_with_few_descriptors_probes_are_answered_beside_a_flood(folder: Path) -
 @pytest.mark.parametrize(
     ("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7"), (("10.0.0.1",), "127.0.0.1")]
 )
-def test_of_a_proxy_that_is_trusted_the_client_is_believed(trusted: tuple[str, ...], client: str) -> None:
+def test_the_client_address_of_a_trusted_proxy_is_used(trusted: tuple[str, ...], client: str) -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

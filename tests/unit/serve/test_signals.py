@@ -28,9 +28,7 @@ def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 
 
 @pytest.mark.parametrize("waiting", [0, 10_000])  # messages of an engine, while the loop is kept from looking
-def test_a_signal_is_heard_even_while_the_pipe_that_wakes_the_loop_is_full(
-    number: signal.Signals, waiting: int
-) -> None:
+def test_a_signal_works_while_the_wakeup_pipe_is_full(number: signal.Signals, waiting: int) -> None:
     async def is_heard() -> bool:
         config = uvicorn.Config("none:app", log_config=None, lifespan="off")
         server = _Server(config, cast(Service, SimpleNamespace()))

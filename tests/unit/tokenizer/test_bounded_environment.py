@@ -133,13 +133,13 @@ def test_a_template_ends_after_some_seconds(monkeypatch):
         render("{% for i in range(100) %}{% endfor %}")
 
 
-def test_bounds_grow_with_what_a_template_is_given():
+def test_limits_grow_with_the_size_of_the_input():
     long = "word " * 4_000_000  # 20 million characters
     source = "{% for m in messages %}{{ m.content | trim }}{{ m.content.split('x')[-1] + '.' }}{% endfor %}"
     assert len(render(source, [{"role": "user", "content": long}])) == 2 * len(long)
 
 
-def test_each_rendering_and_each_thread_has_bounds_of_its_own(monkeypatch):
+def test_each_rendering_and_each_thread_has_separate_limits(monkeypatch):
     monkeypatch.setattr(template_budget, "MAX_STEPS", 150)
     template = ChatTemplate("{% for i in range(100) %}{{ i % 10 }}{% endfor %}", {})
     source = "0123456789" * 10

@@ -32,7 +32,7 @@ def test_arguments_become_objects(given, arguments):
     assert message["content"] == ""
 
 
-def test_what_is_given_stays_as_it_is():
+def test_input_messages_are_unchanged():
     given = [calling(call("{}"), content="so:"), {"role": "tool", "tool_call_id": "c1", "content": "4"}]
     read = messages_for_template(given)
     assert given[0]["tool_calls"][0]["function"]["arguments"] == "{}"
@@ -122,7 +122,7 @@ def test_a_template_that_reads_parts_alone_gets_them():
     assert [m["content"] for m in read] == [[{"type": "text", "text": "hi"}], [{"type": "text", "text": "a"}]]
 
 
-def test_what_is_ready_stays_as_it_is():
+def test_normalized_messages_are_unchanged():
     given = [
         *(
             {"role": "developer", "content": "s"},

@@ -31,12 +31,12 @@ def test_special_tokens_and_loop_controls_are_there():
     assert render(source, messages, bos_token="<s>") == "<s>hi"
 
 
-def test_tojson_keeps_unicode_and_html_as_they_are():
+def test_tojson_does_not_escape_unicode_and_html():
     assert render("{{ {'k': '<\u00e9>'} | tojson }}") == '{"k": "<\u00e9>"}'
     assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
 
 
-def test_what_nests_too_deep_to_be_written_is_refused():
+def test_deeply_nested_values_are_refused():
     deep = []
     for _ in range(100_000):
         deep = [deep]
@@ -64,7 +64,7 @@ def test_tools_and_variables_reach_the_template():
         render("", variables={"tools": tools})
 
 
-def test_what_the_template_refuses_comes_with_its_own_words():
+def test_refusals_of_the_template_keep_its_message():
     source = (
         "{% if messages[0].role != 'system' %}"
         "{{ raise_exception('System message must come first') }}{% endif %}"

@@ -24,7 +24,7 @@ def of_header(header):
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_of_a_gguf_file(kind, tmp_path):
+def test_export_of_a_gguf_file(kind, tmp_path):
     source = of_header(HEADERS[kind])
     write_tokenizer(source, tmp_path)
     ours, theirs = Tokenizer.load(source), Tokenizer.load(tmp_path)
@@ -47,7 +47,7 @@ def test_two_templates_of_a_gguf_file(tmp_path):
     assert (written.chat_template, written.tool_template) == ("plain", "with tools")
 
 
-def test_of_a_folder_its_files_are_copied(tmp_path):
+def test_the_files_of_a_folder_are_copied(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "copy"
     source.mkdir()
     folder.mkdir()

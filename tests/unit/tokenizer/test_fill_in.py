@@ -40,7 +40,7 @@ def written(made: Tokenizer, ids: list[int]) -> str:
     return "".join(names)
 
 
-def test_the_middle_is_asked_for_behind_prefix_and_suffix() -> None:
+def test_the_middle_follows_prefix_and_suffix() -> None:
     made = tokenizer(*QWEN)
     ids = made.encode_fill_in("a = ", "\nprint(a)")
     assert written(made, ids) == "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"
@@ -85,7 +85,7 @@ def test_without_a_token_for_files_their_texts_stand_before() -> None:
     assert written(made, ids) == "\n\n--- snippet ---\n\nA = 1<fim_prefix>a<fim_suffix>b<fim_middle>"
 
 
-def test_what_looks_like_these_tokens_in_a_text_is_text() -> None:
+def test_names_of_fill_in_tokens_in_texts_are_text() -> None:
     made = tokenizer(*QWEN)
     code = 'x = "<|fim_suffix|>"  # <|fim_middle|><|fim_pad|>'
     ids = made.encode_fill_in(code, "")

@@ -132,7 +132,7 @@ def test_runs_of_spaces_that_are_user_defined_are_cut_out_longest_first(spaces):
     assert tokenizer.decode(tokenizer.encode("a     a")) == "a     a"
 
 
-def test_what_cannot_be_read_is_refused_with_what_can():
+def test_unsupported_vocabularies_are_refused_with_the_supported_ones():
     with pytest.raises(ModelFileError, match=r"'mystery'; known: gpt-2, .*qwen2"):
         read_vocabulary(byte_level_header("mystery"))
     with pytest.raises(ModelFileError, match=r"'t5'; supported: 'gpt2'"):

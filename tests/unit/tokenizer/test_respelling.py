@@ -31,7 +31,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_what_the_reader_makes_of_the_whole_text(reader: Tokenizer, seed: int) -> None:
+def test_respelling_equals_tokenizing_the_whole_text(reader: Tokenizer, seed: int) -> None:
     tokens, chance = WRITER.encode(TEXT), random.Random(seed)
     text = Respelling(WRITER, reader, {})
     head = len(text.ids)
@@ -46,7 +46,7 @@ def test_it_is_what_the_reader_makes_of_the_whole_text(reader: Tokenizer, seed: 
         assert text.ids[head:] == reader.encode(TEXT, add_special=False)
 
 
-def test_what_lies_far_back_is_not_spelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_tokens_are_not_spelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = READERS["coarser"]
     text = Respelling(WRITER, reader, {})
     lengths = list[int]()
@@ -57,7 +57,7 @@ def test_what_lies_far_back_is_not_spelled_again(monkeypatch: pytest.MonkeyPatch
     assert max(lengths) < 100
 
 
-def test_an_end_that_goes_on_is_spelled_anew() -> None:
+def test_an_incomplete_end_is_spelled_again() -> None:
     text = Respelling(WRITER, READERS["coarser"], {})
     [hel], [ell], [o] = map(WRITER.encode, ("hel", "l", "o"))
     assert text.extend([hel, ell]) == 0

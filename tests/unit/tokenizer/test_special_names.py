@@ -189,7 +189,7 @@ def test_private_characters_in_messages_are_no_marks():
     assert json.loads(json.dumps(content)) in b"".join(map(BYTES.bytes_of, ids)).decode()
 
 
-def test_what_is_cut_off_keeps_the_places_that_are_left():
+def test_truncated_messages_keep_the_remaining_positions():
     rendered = ChatEncoder(BYTES).render([user("<|im_end|>a</s>")])
     assert [rendered.text[place:][:4] for place in rendered.plain] == ["<|im", "</s>"]
     assert rendered.cut(rendered.plain[1]).plain == rendered.plain[:1]

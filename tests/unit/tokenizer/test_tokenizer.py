@@ -107,7 +107,7 @@ def test_a_text_that_the_tokenizers_own_rules_do_not_end_with_is_refused(tmp_pat
         tokenizer.encode("a" * 40 + "b")
 
 
-def test_a_post_processor_adds_what_it_adds(tmp_path):
+def test_the_post_processors_tokens_are_added(tmp_path):
     from tokenizers import processors
 
     folder = write_folder(tmp_path)
@@ -168,7 +168,7 @@ def test_without_a_template_chat_points_to_generate(tmp_path):
         ChatEncoder(tokenizer).token_ids([{"role": "user", "content": "hi"}])
 
 
-def test_folders_that_cannot_be_read_say_what_to_do(tmp_path):
+def test_unreadable_folders_are_refused_with_a_remedy(tmp_path):
     with pytest.raises(ModelFileError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").touch()
@@ -232,7 +232,7 @@ def test_a_decoder_that_is_not_understood_is_refused(tmp_path):
         Tokenizer.load(write_folder(tmp_path, backend=backend))
 
 
-def test_torch_and_what_few_need_stay_out():
+def test_torch_and_optional_packages_are_not_imported():
     code = "import sys, specinfer.tokenizer, specinfer.hub, specinfer.progress; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -41,7 +41,7 @@ PAD = len(TOKENS) - 1
         ([token.replace("<tool>", "\u2581<tool>") for token in TOKENS], False),
     ],
 )
-def test_what_counts_is_the_token_behind_every_id(tokens: list[str], same: bool) -> None:
+def test_vocabularies_are_compared_by_the_token_of_each_id(tokens: list[str], same: bool) -> None:
     one, other = of_header(byte_level_header()), of_header(byte_level_header(tokens=tokens))
     assert one.same_ids(other) is same
     assert other.same_ids(one) is same

@@ -31,11 +31,11 @@ def read(schema, **root):
         ({"minLength": 2.0, "maxItems": 10**30}, {"minLength": 2, "maxItems": 2**31 - 1}),
     ],
 )
-def test_older_drafts_are_read_as_they_are_meant(given, form):
+def test_older_drafts_keep_their_meaning(given, form):
     assert read(given) == form
 
 
-def test_what_stands_beside_a_reference_counts_since_draft_2019():
+def test_siblings_of_a_reference_count_since_draft_2019():
     beside = {"$ref": "#/$defs/a", "minLength": 2}
     assert read(beside) == beside
     assert read(beside, draft="http://json-schema.org/draft-07/schema#") == {"$ref": "#/$defs/a"}
@@ -66,7 +66,7 @@ TEXT, NUMBER = {"type": "string"}, {"type": "number"}
         ("other.json#/$defs/a", {"$defs": {"a": TEXT}}, None),
     ],
 )
-def test_a_reference_leads_to_what_it_names(reference, root, target):
+def test_references_are_resolved(reference, root, target):
     document = SchemaDocument({"properties": {"x": {"$ref": reference}}, **root})
     node = document.node(document.root["properties"]["x"], "")
     found = document.target(node["$ref"])

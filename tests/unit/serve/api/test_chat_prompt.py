@@ -59,7 +59,7 @@ def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(
     assert held.preamble.startswith("preamble: close gap?")
 
 
-def test_reasoning_that_the_template_closed_is_not_begun_anew(tokenizer: Tokenizer) -> None:
+def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:
     backend = ScriptedBackend(says('{"a": 1}'))
     closed = {"chat_template_kwargs": {"closed": True}}
     message = ask(tokenizer, backend, response_format={"type": "json_object"}, **closed)["choices"][0][
@@ -70,9 +70,7 @@ def test_reasoning_that_the_template_closed_is_not_begun_anew(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_reasoning_before_calls_is_held_to_what_the_template_closed(
-    tokenizer: Tokenizer, closed: bool
-) -> None:
+def test_no_reasoning_precedes_calls_if_the_template_closed_it(tokenizer: Tokenizer, closed: bool) -> None:
     called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     backend = ScriptedBackend(says(called if closed else f"hm</think>{called}"))
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -110,7 +108,7 @@ def test_schemas_are_compiled_while_others_are_answered(
 
 
 @pytest.mark.parametrize("param", ["messages", "tools", "chat_template_kwargs"])
-def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, param: str
 ) -> None:
     def never(*given: Any, **more: Any) -> Any:

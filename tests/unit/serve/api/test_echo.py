@@ -94,7 +94,7 @@ def test_a_stream_has_the_same(served: Served) -> None:
     assert [streamed[number]["logprobs"] for number in range(6)] == [choice["logprobs"] for choice in whole]
 
 
-def test_prompt_logprobs_beside_them_have_as_many_as_were_asked_for(served: Served) -> None:
+def test_prompt_logprobs_have_the_requested_number(served: Served) -> None:
     body = HARNESS | {"prompt": PROMPTS[0], "max_tokens": 0, "logprobs": 4, "prompt_logprobs": 1}
     [choice] = served.post("/v1/completions", body).json()["choices"]
     # Tokens that are written alike, as parts of characters are, have one entry.
@@ -105,7 +105,7 @@ def test_prompt_logprobs_beside_them_have_as_many_as_were_asked_for(served: Serv
     assert all(len(one) in (5, 6) for one in other["prompt_logprobs"][1:])
 
 
-def test_no_token_may_be_asked_for_without_echo_and_in_a_conversation(served: Served) -> None:
+def test_zero_tokens_are_allowed_without_echo_and_in_a_conversation(served: Served) -> None:
     [choice] = served.post("/v1/completions", {"prompt": "ab", "max_tokens": 0}).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0, "prompt_logprobs": 1}
@@ -130,7 +130,7 @@ def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
     assert shape.add(ids[3:], [None, None])["text_offset"] == [2, 2]
 
 
-def test_of_tokens_that_are_written_alike_the_likelier_is_told(tmp_path: Path) -> None:
+def test_the_likelier_of_tokens_with_equal_text_is_reported(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, 256)
     shape = CompletionLogprobs(3, Tokenizer.load(tmp_path))
     likeliest = {200: Logprob(-1.0, 1, "\ufffd"), 201: Logprob(-3.0, 2, "\ufffd")}

@@ -186,7 +186,7 @@ def test_samplers_that_are_not_listed_are_off(
     ask(tokenizer, [says("1")], do)
 
 
-def test_an_answer_has_the_fields_that_are_wanted(tokenizer: Tokenizer) -> None:
+def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
     async def do(server: Filling) -> None:
         answer = await server.post(response_fields=["content", "timings/prompt_n", "nothing/there"])
         assert answer.json() == {"content": "1", "prompt_n": 16}
@@ -208,7 +208,7 @@ def test_an_answer_has_the_fields_that_are_wanted(tokenizer: Tokenizer) -> None:
         ({"input_prefix": "x" * 100_000}, "input_prefix"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
+def test_unsupported_values_are_refused(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
     async def do(server: Filling) -> None:
         answer = await server.post(**body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -255,7 +255,7 @@ def test_completions_take_a_suffix(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("1"), says("2")], do)
 
 
-def test_a_model_that_fills_in_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_a_model_without_fill_in_tokens_is_refused(tmp_path: Path) -> None:
     async def do(server: Filling) -> None:
         refused = await server.http.post("/completions", json={"prompt": "a", "suffix": "b"})
         error = refused.json()["error"]
@@ -267,7 +267,7 @@ def test_a_model_that_fills_in_nothing_says_what_was_looked_for(tmp_path: Path) 
     ask(byte_tokenizer(tmp_path), [says("1")], do)
 
 
-def test_an_answer_that_is_cut_says_so(tokenizer: Tokenizer) -> None:
+def test_a_cut_answer_is_marked(tokenizer: Tokenizer) -> None:
     async def do(server: Filling) -> None:
         assert (await server.post(n_predict=1)).json()["stop_type"] == "limit"
         tree = Delta("", "1", (49,), trees=({"step": 1},), finish_reason=FinishReason.STOP)

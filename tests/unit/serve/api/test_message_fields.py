@@ -50,7 +50,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         {"output_config": {"effort": "high"}},
     ],
 )
-def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     async def do(server: MessagesServer) -> None:
         headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
         usual = {"max_tokens": 5, "messages": HI}
@@ -106,7 +106,7 @@ def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any
         ({"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "regex"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_place(
+def test_unsupported_values_are_refused_with_their_path(
     tokenizer: Tokenizer, body: dict[str, Any], place: str
 ) -> None:
     async def do(server: MessagesServer) -> None:

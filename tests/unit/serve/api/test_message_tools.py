@@ -42,7 +42,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
 
 
-def test_thoughts_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
+def test_reasoning_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         message = await server.message(tools=[WEATHER, TIME])
         thoughts, text, first, second = message["content"]
@@ -64,7 +64,7 @@ def test_thoughts_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*written)], do)
 
 
-def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
+def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
     async def do(server: MessagesServer) -> None:
@@ -112,7 +112,7 @@ def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*written)], do)
 
 
-def test_of_a_call_that_breaks_off_the_whole_arguments_are_told(tokenizer: Tokenizer) -> None:
+def test_the_arguments_of_a_broken_call_are_complete(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         message = await server.message(tools=[WEATHER], max_tokens=72)
         assert message["stop_reason"] == "max_tokens"
@@ -148,7 +148,7 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(written), says("Rain.")], do)
 
 
-def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
+def test_redacted_reasoning_is_empty(tokenizer: Tokenizer) -> None:
     locked = {
         "role": "assistant",
         "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "One."}],
@@ -169,7 +169,7 @@ def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
         ({"type": "none"}, ()),
     ],
 )
-def test_who_may_be_called_is_the_callers_to_say(
+def test_tool_choice_selects_the_tools(
     tokenizer: Tokenizer, choice: dict[str, Any], calls: tuple[str, ...]
 ) -> None:
     async def do(server: MessagesServer) -> None:
@@ -181,7 +181,7 @@ def test_who_may_be_called_is_the_callers_to_say(
     ask(tokenizer, [says("Rain.")], do)
 
 
-def test_one_call_at_most_where_parallel_ones_are_not_wanted(tokenizer: Tokenizer) -> None:
+def test_parallel_calls_can_be_disabled(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         for parallel in (None, False, True):
             choice = {"type": "any", "disable_parallel_tool_use": parallel}
@@ -221,7 +221,7 @@ def test_examples_of_a_tools_input_are_shown(tokenizer: Tokenizer) -> None:
         (None, "assistant: "),
     ],
 )
-def test_the_templates_switch_of_thoughts_is_turned(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
+def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
     async def do(server: MessagesServer) -> None:
         message = await server.message(thinking=thinking)
         assert server.prompts[0].endswith(ends)
@@ -233,7 +233,7 @@ def test_the_templates_switch_of_thoughts_is_turned(tokenizer: Tokenizer, thinki
     ask(tokenizer, [says("Hm.</think>Four." if ends == "<think>\n" else "Four.")], do)
 
 
-def test_thoughts_may_be_left_out(tokenizer: Tokenizer) -> None:
+def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
         message = await server.message(**hidden)
@@ -247,7 +247,7 @@ def test_thoughts_may_be_left_out(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("<think>Hm.</think>Four.")], do)
 
 
-def test_an_answer_that_has_begun_has_no_thoughts_before_it(tokenizer: Tokenizer) -> None:
+def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         begun = [*HI, {"role": "assistant", "content": "It is"}]
         message = await server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
@@ -257,7 +257,7 @@ def test_an_answer_that_has_begun_has_no_thoughts_before_it(tokenizer: Tokenizer
     ask(tokenizer, [says(" four.")], do)
 
 
-def test_a_model_that_always_thinks_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_reasoning_cannot_be_disabled_without_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
 
     async def do(server: MessagesServer) -> None:

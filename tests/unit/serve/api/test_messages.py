@@ -95,7 +95,7 @@ def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
         (says("Hel", stopped_by="lo"), "stop_sequence", "lo"),
     ],
 )
-def test_why_a_message_ended_is_said(
+def test_messages_have_a_stop_reason(
     tokenizer: Tokenizer, script: list[Delta], reason: str, sequence: str | None
 ) -> None:
     async def do(server: MessagesServer) -> None:
@@ -116,7 +116,7 @@ def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("Hello")], do)
 
 
-def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -> None:
+def test_max_tokens_may_exceed_the_context(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         await server.message(max_tokens=10**9)
         assert server.backend.works[0].params.max_tokens == FACTS.max_length - 20
@@ -214,7 +214,7 @@ def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> No
     ask(tokenizer, [says("hello")], do)
 
 
-def test_trees_come_along_where_they_are_wanted(tokenizer: Tokenizer) -> None:
+def test_trees_are_sent_on_request(tokenizer: Tokenizer) -> None:
     first, second = says("Hel", "lo")
     script = [
         Delta("", first.text, first.token_ids, trees=({"step": 1},)),
@@ -248,7 +248,7 @@ def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
         (Delta("", finish_reason=FinishReason.ABORT), 500, "api_error"),
     ],
 )
-def test_an_answer_that_fails_says_so(
+def test_a_failed_answer_has_an_error(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, kind: str
 ) -> None:
     async def do(server: MessagesServer) -> None:
@@ -269,7 +269,7 @@ def test_an_answer_that_fails_says_so(
         ("/messages", {"Authorization": "Bearer key"}, 413, "request_too_large"),
     ],
 )
-def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
+def test_refusals_before_the_endpoint_have_the_same_format(
     tokenizer: Tokenizer, path: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
     async def do(server: MessagesServer) -> None:
@@ -283,7 +283,7 @@ def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
     ask(tokenizer, [says("Hello")], do, keys=["key"], max_body=1024)
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         for path in ("/messages", "/messages/count_tokens"):
             told = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
@@ -304,7 +304,7 @@ def test_other_models_are_not_found(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-def test_a_message_says_what_chat_completions_say(served: Served, speculation: bool) -> None:
+def test_messages_and_chat_completions_have_equal_text(served: Served, speculation: bool) -> None:
     body = {"messages": HI, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": speculation}
     chat = served.post("/v1/chat/completions", body).json()
     text = chat["choices"][0]["message"]["content"]

@@ -43,7 +43,7 @@ def test_all_names_are_listed(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_has_the_name_that_was_asked_for(tokenizer: Tokenizer, path: str) -> None:
+def test_an_answer_has_the_requested_model_name(tokenizer: Tokenizer, path: str) -> None:
     async def do(http: httpx.AsyncClient) -> None:
         for asked, told in (*((name, name) for name in NAMES), ("", "qwen"), (None, "qwen")):
             answer = await http.post(path, json=BODIES[path] | {"model": asked})
@@ -68,7 +68,7 @@ def test_another_name_is_not_found(tokenizer: Tokenizer, path: str, name: str) -
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_adapter_is_asked_for_by_its_name(tokenizer: Tokenizer, path: str) -> None:
+def test_an_adapter_is_selected_by_its_name(tokenizer: Tokenizer, path: str) -> None:
     backend = ScriptedBackend(says("Hello"))
     app = scripted_app(tokenizer, backend, models=NAMES, adapters=("sql", "org/poems"))
 

@@ -144,7 +144,7 @@ def tokenized(tokenizer: Tokenizer, messages: Messages) -> str:
 
 
 @pytest.mark.parametrize(("template", "messages", "prompt"), TABLE)
-def test_all_doors_make_one_prompt(
+def test_library_and_endpoints_render_the_same_prompt(
     tokenizers: dict[str, Tokenizer], template: str, messages: Messages, prompt: str
 ) -> None:
     asked = prompt + ("<|im_start|>assistant\n" if template == "chatml" else "")
@@ -152,7 +152,7 @@ def test_all_doors_make_one_prompt(
         assert door(tokenizers[template], messages) == asked, door
 
 
-def test_items_of_responses_come_through_the_same_door(tokenizers: dict[str, Tokenizer]) -> None:
+def test_items_of_responses_render_the_same_prompt(tokenizers: dict[str, Tokenizer]) -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
         {
@@ -186,7 +186,7 @@ def test_items_of_responses_come_through_the_same_door(tokenizers: dict[str, Tok
         ({"role": "tool", "tool_call_id": "a", "content": {"a": 1}}, "messages[1].content"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_place(
+def test_content_other_than_text_is_refused_with_its_path(
     tokenizers: dict[str, Tokenizer], message: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(RequestError) as error:

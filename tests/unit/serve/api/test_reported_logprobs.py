@@ -29,7 +29,7 @@ def test_bytes_are_those_of_the_token_and_of_a_special_ones_name(tmp_path: Path)
     assert tokenizer.decode([65, 257]) == "A"
 
 
-def test_a_token_without_text_that_ends_an_answer_is_a_chunk_of_its_own(tmp_path: Path) -> None:
+def test_a_final_token_without_text_is_a_separate_chunk(tmp_path: Path) -> None:
     """Some clients take a chunk's tokens for its text, which would have `</s>` in it."""
     folder = write_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_values_are_refused_by_name(
     tokenizer: Tokenizer, body: dict[str, Any], param: str
 ) -> None:
     async def do(server: ResponsesServer) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     ask(tokenizer, [], do)
 
 
-def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
+def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
     nothing: dict[str, Any] = {
         "tools": [],
         "tool_choice": "auto",

@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
-def test_thoughts_are_an_item_before_the_message(tokenizer: Tokenizer) -> None:
+def test_reasoning_is_an_item_before_the_message(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="2+2?")
         Response.model_validate(answer.model_dump())
@@ -46,7 +46,7 @@ def test_thoughts_are_an_item_before_the_message(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*ANSWER)], do)
 
 
-def test_thoughts_are_streamed_before_the_message(tokenizer: Tokenizer) -> None:
+def test_reasoning_is_streamed_before_the_message(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         events, types = await server.stream(input="2+2?")
         assert types == [
@@ -88,7 +88,7 @@ def test_the_clients_own_accumulation_has_both(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*ANSWER)], do)
 
 
-def test_thoughts_that_are_cut_off_are_all_there_is(tokenizer: Tokenizer) -> None:
+def test_an_answer_may_end_within_its_reasoning(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
         [reasoning_item] = answer.output
@@ -103,7 +103,7 @@ def test_thoughts_that_are_cut_off_are_all_there_is(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_earlier_thoughts_are_told_to_the_template(tokenizer: Tokenizer, kept: bool) -> None:
+def test_earlier_reasoning_is_passed_to_the_template(tokenizer: Tokenizer, kept: bool) -> None:
     async def do(server: ResponsesServer) -> None:
         first = await server.responses.create(model=MODEL, input="2+2?", store=kept)
         more: Any = {"role": "user", "content": "And 3?"}
@@ -120,7 +120,7 @@ def test_earlier_thoughts_are_told_to_the_template(tokenizer: Tokenizer, kept: b
     ask(tokenizer, [says(*ANSWER), says("Five.")], do)
 
 
-def test_the_template_may_open_the_thoughts_and_hear_how_much(tokenizer: Tokenizer) -> None:
+def test_the_template_may_open_the_reasoning_and_gets_the_effort(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL,

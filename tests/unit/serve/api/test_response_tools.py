@@ -49,7 +49,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
 
 
-def test_a_call_is_an_item_of_its_own(tokenizer: Tokenizer) -> None:
+def test_a_call_is_a_separate_item(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
@@ -71,7 +71,7 @@ def test_a_call_is_an_item_of_its_own(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(f"<think>Hm.</think>Let me see.\n{CALL}")], do)
 
 
-def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
+def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
     async def do(server: ResponsesServer) -> None:
@@ -146,7 +146,7 @@ def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_results_are_told_and_earlier_calls_stay(tokenizer: Tokenizer, kept: bool) -> None:
+def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept: bool) -> None:
     """By the id of the answer, or by sending its items back: the prompts are the same."""
 
     async def do(server: ResponsesServer) -> None:
@@ -189,7 +189,7 @@ def test_a_result_needs_its_call(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("ok")], do)
 
 
-def test_a_function_may_be_chosen_or_none(tokenizer: Tokenizer) -> None:
+def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:
     both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER, TIME]}
 
     async def do(server: ResponsesServer) -> None:
@@ -255,7 +255,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_values_are_refused_by_name(
     tokenizer: Tokenizer, body: dict[str, Any], param: str
 ) -> None:
     async def do(server: ResponsesServer) -> None:

@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Tokenizer) -> None:
+def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL,
@@ -139,7 +139,7 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
         (Delta("", finish_reason=FinishReason.ABORT), 500, "server_error"),
     ],
 )
-def test_an_answer_that_fails_says_so_and_is_not_kept(
+def test_a_failed_answer_has_an_error_and_is_not_stored(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, code: str
 ) -> None:
     async def do(server: ResponsesServer) -> None:
@@ -185,7 +185,7 @@ def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("two"), says("four"), says("SIX")], do)
 
 
-def test_an_answer_belongs_to_the_key_that_asked_for_it(tokenizer: Tokenizer) -> None:
+def test_an_answer_belongs_to_the_key_of_its_request(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         app = scripted_app(tokenizer, ScriptedBackend(says("two"), says("four")), keys=["own", "other"])
         async with http_client(app) as client:
@@ -227,7 +227,7 @@ def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("two", logprobs=True), says("four")], do)
 
 
-def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
+def test_store_false_is_honoured(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         names = []
         for store in (True, False, None, None):
@@ -262,7 +262,7 @@ def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("o", "k", logprobs=True)], do)
 
 
-def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
+def test_trees_are_sent_if_requested(tokenizer: Tokenizer) -> None:
     tree = {"tokens": [1, 2]}
 
     async def do(server: ResponsesServer) -> None:
@@ -313,7 +313,7 @@ def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says("ok")], do)
 
 
-def test_what_has_ended_is_not_cancelled(tokenizer: Tokenizer) -> None:
+def test_a_finished_answer_is_not_cancelled(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="One")
         with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):

@@ -51,7 +51,7 @@ def asked(tokenizer: Tokenizer, sampling: dict[str, float], path: str, **more: A
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_does_not_say_the_model_does(tokenizer: Tokenizer, path: str) -> None:
+def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer, path: str) -> None:
     def law(params: SamplingParams) -> dict[str, float]:
         return {name: getattr(params, name) for name in SAMPLING}
 
@@ -72,7 +72,7 @@ def test_what_a_request_does_not_say_the_model_does(tokenizer: Tokenizer, path: 
         ({"samplers": ["top_p", "temperature", "top_k", "penalties"]}, "samplers"),
     ],
 )
-def test_what_a_request_asks_for_is_held_against_them(
+def test_parameters_of_a_request_override_the_recommendation(
     tokenizer: Tokenizer, more: dict[str, Any], param: str
 ) -> None:
     async def run(sampling: dict[str, float]) -> httpx.Response:
@@ -94,7 +94,7 @@ def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
     assert params.repetition_penalty == 1
 
 
-def test_models_are_listed_with_what_they_recommend(tokenizer: Tokenizer) -> None:
+def test_models_are_listed_with_their_recommendation(tokenizer: Tokenizer) -> None:
     async def run() -> Any:
         app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=SAMPLING)
         async with http_client(app) as client:

@@ -70,7 +70,7 @@ def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
     return Service(config, backend, tokenizer, FACTS, dialect, models=["m"], batch=1, metrics=Metrics("m"))
 
 
-def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None:
+def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         backend = Slow()
         service = service_of(backend, tokenizer)
@@ -118,7 +118,7 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(
     assert error.value.body["error"]["param"] == param
 
 
-def test_nobody_is_let_in_while_the_server_drains(tokenizer: Tokenizer) -> None:
+def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         service = service_of(Slow(), tokenizer)
         service.draining = True
@@ -146,7 +146,7 @@ def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer)
 @pytest.mark.parametrize(
     ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
 )
-def test_whose_fault_an_error_is_shows_in_its_status(
+def test_the_status_separates_client_and_server_errors(
     tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
 ) -> None:
     class Failing(Slow):
@@ -239,7 +239,7 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     assert asyncio.run(run()) == ["", "a", "a"]
 
 
-def test_who_may_ask_again_is_told_so(tokenizer: Tokenizer) -> None:
+def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async for _ in service_of(Scripted(UnavailableError("it waited")), tokenizer).answer(
             [(1,)], [GREEDY]
@@ -279,7 +279,7 @@ class Scored(Slow):
             yield Delta(work.id, "b", (98,), finish_reason=FinishReason.LENGTH)
 
 
-def test_every_completion_begins_with_what_the_first_computed_of_its_prompt(tokenizer: Tokenizer) -> None:
+def test_all_completions_start_with_the_prompt_figures_of_the_first(tokenizer: Tokenizer) -> None:
     async def run() -> list[tuple[int, str, bool]]:
         service = service_of(Scored(), tokenizer, max_waiting=8)
         params = [SamplingParams(n=3, prompt_logprobs=1), SamplingParams(n=3)]
@@ -386,7 +386,7 @@ def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) ->
     assert error.value.body["error"]["param"] == "prompt"
 
 
-def test_metrics_count_what_was_said(tokenizer: Tokenizer) -> None:
+def test_metrics_count_output_tokens(tokenizer: Tokenizer) -> None:
     async def run() -> str:
         backend = Slow()
         backend.more.set()

@@ -121,9 +121,7 @@ AGENT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_clients_send_becomes_what_transformers_renders_of_ready_messages(
-    form: str, tmp_path: Path
-) -> None:
+def test_client_messages_render_like_normalized_ones_in_transformers(form: str, tmp_path: Path) -> None:
     template, style = FORMS[form]
     tokenizer = byte_tokenizer(tmp_path, template)
     ready = messages_for_template(AGENT, style)

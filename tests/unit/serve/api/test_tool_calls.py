@@ -176,7 +176,7 @@ def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) 
     assert "leave out strict to enforce the rest" in reply["message"]
 
 
-def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:
+def test_a_named_tool_is_called_and_its_result_is_accepted(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     answer = client.chat.completions.create(
         model="tiny",
@@ -202,7 +202,7 @@ def test_a_model_that_may_call_may_as_well_talk(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_comes_in_a_field_of_its_own(client: openai.OpenAI, stream: bool) -> None:
+def test_reasoning_is_in_a_separate_field(client: openai.OpenAI, stream: bool) -> None:
     options: dict[str, Any] = {
         "model": "tiny",
         "messages": HI,

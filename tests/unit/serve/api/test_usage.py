@@ -6,7 +6,7 @@ from specinfer.request import Delta
 from specinfer.serve.api.reports import Tally
 
 
-def test_what_was_cached_of_each_prompt_is_counted_once() -> None:
+def test_cached_tokens_of_each_prompt_are_counted_once() -> None:
     tally = Tally(30, n=2)
     for number, cached in ((0, 4), (1, 16), (2, 0), (3, 16), (2, 8), (0, 4)):
         tally.add(Delta("", token_ids=(1,), cached_tokens=cached), number)

@@ -68,7 +68,7 @@ def test_replicas_share_the_cpus_of_a_cluster(
         ([], 1, 1, None, r"have 0 free CPUs, room for 0"),
     ],
 )
-def test_replicas_that_do_not_fit_are_refused_with_what_there_is(
+def test_replicas_that_do_not_fit_are_refused_with_the_free_cpus(
     free: list[float], count: int, ranks: int, requested: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -140,7 +140,7 @@ def test_a_cluster_that_cannot_be_started_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it_dies(
+def test_a_private_cluster_ends_with_the_block_and_restarts_after_a_crash(
     installed: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
@@ -170,7 +170,7 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refused_start_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
     wide: dict[str, Any] = {"threads": 5}
     with pytest.raises(ConfigError, match="--replicas 1 with at least 5 CPUs each do not fit"):
@@ -188,7 +188,7 @@ def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_
         ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
     ],
 )
-def test_what_actors_have_not_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_actors_lack_are_refused(options: dict[str, Any], message: str) -> None:
     given, config = configs({"cluster": "ray", **options}, None)
     with pytest.raises(ConfigError, match=message):
         _engine(given, config)

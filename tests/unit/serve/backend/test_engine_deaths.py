@@ -70,7 +70,7 @@ def threads() -> list[str]:
     return sorted(one.name for one in threading.enumerate() if one.name.startswith("engine-"))
 
 
-def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
+def test_an_engine_that_dies_when_it_is_ready_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
@@ -166,7 +166,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", DEATHS)
-def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[Handle]) -> None:
+def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handles: list[Handle]) -> None:
     case = DEATHS[name]
     ended: dict[str, str] = {}
     lengths: dict[str, int] = {}
@@ -213,7 +213,7 @@ def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[H
     assert lengths == {name: 3 for name in "abcd" if name not in case.blamed}
 
 
-def test_nobody_waits_for_an_engine_that_cannot_be_started(
+def test_requests_fail_if_no_engine_can_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", StartsOnce)

@@ -62,7 +62,7 @@ def ends(name: str) -> Any:
     )
 
 
-def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) -> None:
+def test_busy_works_are_reported_before_anything_is_computed(folder: Path) -> None:
     with LLM(folder, **ENGINE, max_batch_size=1) as llm, serving(llm) as server:
         assert server.recv()[0] == "ready"
         server.send(("add", [Work("a", (65, 66), LONG)]))
@@ -80,7 +80,9 @@ def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) 
     assert steps[-1] == done
 
 
-def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_that_cannot_be_serialized_ends_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(event: TreeEvent, tokenizer: Any) -> Any:
         raise ValueError("a bug in reporting trees")
 
@@ -107,7 +109,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [Panic("it panics"), ValueError("a bug")])
-def test_a_work_that_cannot_be_begun_is_answered_whatever_was_raised(
+def test_a_work_that_cannot_be_started_is_answered_for_any_exception(
     llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **more: Any) -> None:
@@ -137,7 +139,7 @@ def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pyte
     assert ended == [70]
 
 
-def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
+def test_a_step_is_reported_while_one_of_its_requests_ends(llm: LLM) -> None:
     """The loop takes requests away without the lock: one that was there a moment ago may be gone."""
     server, engine = Pipe()
     process = EngineProcess(llm, engine)

@@ -56,7 +56,7 @@ def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
     run_virtual(run())
 
 
-def test_a_work_that_has_begun_goes_on_only_with_an_engine_of_its_fingerprint(
+def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -123,7 +123,7 @@ class OfItsOwnKind(Handle):
         self.fingerprint = f"kind {number}"
 
 
-def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_starts(
+def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
@@ -266,7 +266,7 @@ def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
     assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
 
 
-def test_all_replicas_together_are_counted_and_each_has_figures_of_its_own(handles: list[Handle]) -> None:
+def test_replicas_are_counted_together_and_separately(handles: list[Handle]) -> None:
     one = Statistics(running=2, waiting=1, steps=10, kv_cache_usage=0.5, cost_factors={"target": 1.5})
     other = Statistics(running=1, steps=5, prefix_queries=8, prefix_hits=6, speculation_on=False)
 

@@ -48,7 +48,7 @@ class Books:
         return {name: str(one.waiter.failure) for name, one in self.works.items() if one.waiter.failure}
 
 
-def test_another_replica_goes_on_behind_what_was_said() -> None:
+def test_another_replica_continues_after_the_sent_tokens() -> None:
     books = Books("ab")
     assert books.give(0, "ab") == "ab"
     assert books.due(0) == ""
@@ -67,7 +67,7 @@ def test_another_replica_goes_on_behind_what_was_said() -> None:
     assert books.ledger.load(1) == 0
 
 
-def test_engines_are_told_of_the_end_of_works_that_they_have() -> None:
+def test_engines_abort_works_that_ended() -> None:
     books = Books("abcd")
     books.give(0, "a")
     books.give(1, "b")
@@ -86,7 +86,7 @@ def test_engines_are_told_of_the_end_of_works_that_they_have() -> None:
         (MSS, "coupled", False),
     ],
 )
-def test_under_mss_a_text_that_has_begun_ends_with_its_engine(
+def test_under_mss_a_started_text_ends_with_its_engine(
     params: SamplingParams, verifier: str, moves: bool
 ) -> None:
     books = Books("ab", params, verifier)
@@ -132,7 +132,7 @@ def test_with_the_last_suspect_gone_all_that_is_held_is_sent() -> None:
     assert books.due(0) == "bc"
 
 
-def test_whoever_was_not_sent_is_not_blamed_even_where_nothing_is_known() -> None:
+def test_unsent_works_are_never_blamed() -> None:
     books = Books("abc")
     for _ in range(2):
         books.give(0, "a")
@@ -143,7 +143,7 @@ def test_whoever_was_not_sent_is_not_blamed_even_where_nothing_is_known() -> Non
     assert [books.works[name].deaths for name in "bc"] == [0, 0]
 
 
-def test_whoever_has_a_token_between_is_not_blamed_and_who_waited_is_not_either() -> None:
+def test_works_with_a_token_in_between_and_waiting_works_are_not_blamed() -> None:
     books = Books("ab")
     for replica in range(6):
         books.give(replica, "ab")

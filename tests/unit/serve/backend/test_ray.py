@@ -115,7 +115,7 @@ def test_a_cluster_of_the_servers_own_that_ends_is_started_again(two: Served, ex
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_a_server_and_its_cluster(folder: Path, stop: signal.Signals) -> None:
+def test_a_server_and_its_cluster_leave_no_processes(folder: Path, stop: signal.Signals) -> None:
     with of_its_own(folder, "--replicas", "2") as served:
         if stop == signal.SIGKILL:
             whole(served)  # else the second one is being started

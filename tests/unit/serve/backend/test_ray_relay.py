@@ -41,7 +41,7 @@ def method(call: Callable[..., object]) -> Any:
 
 
 @pytest.mark.parametrize(("lost", "status"), [(False, 0), (True, 75)])
-def test_what_an_engine_says_behind_its_servers_end_is_no_loss(
+def test_messages_after_the_servers_end_are_dropped(
     ray_relay: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

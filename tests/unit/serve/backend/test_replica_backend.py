@@ -20,7 +20,7 @@ from tests.unit.serve.backend.handles import WORK, Handle
 from tests.virtual_time import run_virtual
 
 
-def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handle]) -> None:
+def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Handle]) -> None:
     got: list[Delta] = []
 
     async def ask(backend: ReplicaBackend) -> None:
@@ -47,7 +47,7 @@ def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handl
     assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
 
 
-def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
+def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
     """A counter never falls, whenever an engine dies and whenever it is read."""
     first = Statistics(
         running=2,
@@ -172,7 +172,7 @@ class Late(Handle):
 REFUSED = "the request has waited for 5 seconds (--max-wait) and has not started; try again later"
 
 
-def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
+def test_max_wait_ends_only_requests_without_a_started_step(handles: list[Handle]) -> None:
     async def ask(backend: ReplicaBackend, *names: str) -> list[tuple[str, float]]:
         """Return the results and their times."""
         received: list[tuple[str, float]] = []

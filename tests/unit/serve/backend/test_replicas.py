@@ -77,7 +77,7 @@ def test_a_session_may_be_as_long_as_a_header_and_no_longer(two: Served) -> None
     assert two.post("/v1/completions", asked).status_code == 200
 
 
-def test_a_server_that_is_told_to_end_while_a_replica_starts_leaves_nothing(folder: Path) -> None:
+def test_a_server_that_ends_while_a_replica_starts_leaves_no_processes(folder: Path) -> None:
     with Served(folder, *FLAGS, "--replicas", "2") as served:
         until(lambda: len(engines(served.process.pid)) == 2)
         pids = engines(served.process.pid)
@@ -87,7 +87,7 @@ def test_a_server_that_is_told_to_end_while_a_replica_starts_leaves_nothing(fold
         until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_a_server_that_is_told_to_end_while_the_first_engine_starts_leaves_nothing(folder: Path) -> None:
+def test_a_server_that_ends_while_the_first_engine_starts_leaves_no_processes(folder: Path) -> None:
     command = [sys.executable, "-m", "specinfer", "serve", str(folder), "--port", "0", "--replicas", "2"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         until(lambda: len(engines(server.pid)) == 1)

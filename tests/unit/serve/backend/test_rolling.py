@@ -50,7 +50,7 @@ def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: l
     run_virtual(run())
 
 
-def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles: list[Handle]) -> None:
+def test_a_single_replica_finishes_texts_before_it_is_replaced(handles: list[Handle]) -> None:
     async def run() -> None:
         async with replicas(1) as backend:
             old = Answering(backend, "old")

@@ -43,7 +43,7 @@ def test_each_replica_has_about_its_share(count: int) -> None:
     assert min(found.values()) > 0.5 * 4000 / count
 
 
-def test_where_a_replica_is_away_only_its_own_sessions_move() -> None:
+def test_only_the_sessions_of_a_missing_replica_move() -> None:
     ring, keys = Ring(4), [key_of(f"session {n}", (), None) for n in range(400)]
     moved = Counter[int]()
     for key in keys:

@@ -34,12 +34,12 @@ def test_several_deltas_are_one_with_everything_in_order() -> None:
     )
 
 
-def test_what_was_said_of_the_prompt_stays() -> None:
+def test_figures_of_the_prompt_are_kept() -> None:
     later = [replace(FIRST, prompt_logprobs=None), replace(LAST, prompt_logprobs=PROMPT)]
     assert Delta.joined(later).prompt_logprobs == PROMPT
 
 
-def test_an_observer_counts_what_it_hears_of() -> None:
+def test_an_observer_counts_its_deltas() -> None:
     observer = CompletionObserver(Work("w", (1,), SamplingParams()), arrived=10.0)
     observer.delta(Delta("w", started=True), now=11.0)
     assert (observer.first, observer.tokens, observer.finish_reason) == (None, 0, FinishReason.ABORT)

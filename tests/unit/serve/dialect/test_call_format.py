@@ -58,7 +58,7 @@ def test_a_template_shows_the_form(template, name):
         ),
     ],
 )
-def test_a_model_without_a_known_form_is_told_apart(template, begins):
+def test_a_model_without_a_supported_format_is_refused(template, begins):
     with pytest.raises(RequestError) as caught:
         CallFormat.of(tokenizer(template))
     assert str(caught.value).startswith(begins)
@@ -81,7 +81,7 @@ def test_a_form_may_be_chosen_by_name():
         CallFormat.of(tokenizer(QWEN), "xml")
 
 
-def test_what_else_the_template_shows():
+def test_other_properties_of_the_template():
     formats = {name: family.format for name, family in FAMILIES.items()}
     assert [name for name, found in formats.items() if found.single] == ["llama3"]
     assert [name for name, found in formats.items() if found.with_ids] == ["mistral_ids"]

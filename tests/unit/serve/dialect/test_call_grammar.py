@@ -130,7 +130,7 @@ def test_the_tool_that_is_named_is_called_and_once(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
-def test_without_parallel_calls_there_is_one_at_most(name, choice):
+def test_without_parallel_calls_there_is_one_call(name, choice):
     family = FAMILIES[name]
     one, both, _ = WRITTEN[name]
     grammar = call_grammar(family.format, TOOLS, choice, parallel=False)
@@ -209,7 +209,7 @@ def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
     assert verdict(family, grammar, f"{reasoning_text}hello") == reasoning_text
 
 
-def test_white_space_in_arguments_is_what_is_asked_for():
+def test_white_space_in_arguments_follows_the_option():
     family = FAMILIES["hermes"]
     found = {}
     for whitespace in ("bounded", "any", "none"):
@@ -223,7 +223,7 @@ def test_white_space_in_arguments_is_what_is_asked_for():
     }
 
 
-def test_nothing_holds_an_answer_without_tools():
+def test_answers_without_tools_are_unconstrained():
     call_format = FAMILIES["qwen"].format
     assert call_grammar(call_format, TOOLS, ToolChoice("none")) is None
     assert call_grammar(call_format, (), AUTO) is None
@@ -286,7 +286,7 @@ def test_a_token_may_lie_across_the_beginning_of_a_call():
     assert [i for i in range(262) if state.permits((), i)] == [ord('"'), ord("_")]
 
 
-def test_what_a_schema_has_beyond_the_library_is_passed_over_unless_strict():
+def test_unsupported_keywords_are_ignored_unless_strict():
     odd = {"type": "object", "properties": {"at": {"type": "string", "format": "poem"}, "n": {"oneOf": [{}]}}}
     tools = tools_of({"name": "f", "parameters": odd})
     family = FAMILIES["hermes"]
@@ -323,7 +323,7 @@ def test_a_grammar_that_is_too_long_is_refused():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_grammar_forces_is_guessed_and_read(name):
+def test_forced_text_is_guessed_and_parsed(name):
     """From a call's first token to its end the grammar leaves only the arguments open."""
     family = FAMILIES[name]
     grammar = call_grammar(family.format, TOOLS, NAMED)

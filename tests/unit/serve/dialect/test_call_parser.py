@@ -160,7 +160,7 @@ def test_however_an_answer_is_cut_it_says_the_same(data):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_nothing_is_lost_but_the_form_of_calls(data):
+def test_only_the_delimiters_of_calls_are_dropped(data):
     text = data.draw(st.text(alphabet='<tool_call>{"name: f}[TOOL_CALLS]/ \n', max_size=40))
     for call_format in (H, L, M, A):
         assert read(call_format, text) == (text, [])
@@ -176,12 +176,12 @@ def test_arguments_go_out_as_they_come():
     assert (reader.finish(), reader.calls) == ([], 1)
 
 
-def test_a_call_that_breaks_off_says_so():
+def test_an_incomplete_call_is_marked():
     assert events_of(H, CUT)[-1] == CallEnded(0, complete=False)
     assert events_of(H, ONE)[-1] == CallEnded(0, complete=True)
 
 
-def test_what_may_begin_a_call_is_held_back_and_no_more():
+def test_only_a_possible_start_of_a_call_is_held_back():
     reader = parser(H)
     assert reader.feed("a <b") == [Content("a <b")]
     assert reader.feed(" \n<tool_") == []

@@ -48,7 +48,7 @@ def test_templates_write_tools_and_earlier_calls_themselves(name, written):
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "mistral_args"])
-def test_a_template_without_tools_is_told_of_them_in_a_system_message(name):
+def test_a_system_message_describes_tools_if_the_template_does_not(name):
     family = Family(tokenizer(PLAIN), name)
     prompt = rendered(family, [ASKED, CALLING, RESULT, RESULT])
     system, asked, answer, results = (
@@ -95,14 +95,14 @@ def test_a_system_message_that_is_there_keeps_its_words():
     assert messages[0]["content"] == "Be brief."
 
 
-def test_what_the_template_would_refuse_is_refused():
+def test_malformed_messages_are_refused_like_in_the_template():
     with pytest.raises(RequestError, match="messages is empty"):
         for_template([], TOOLS, Family(tokenizer(PLAIN), "hermes").format)
     with pytest.raises(RequestError, match=r"messages\[1\].tool_calls is 'f'"):
         rendered(FAMILIES["llama3"], [ASKED, CALLING | {"tool_calls": "f"}])
 
 
-def test_calls_that_were_made_at_once_are_told_one_after_the_other_where_a_template_asks_for_it():
+def test_parallel_calls_are_split_if_the_template_needs_it():
     both = CALLING | {"content": "So:", "tool_calls": [call("get", "{}", "a"), call("get_time", "{}", "b")]}
     results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ("b", "a")]
     once = rendered(FAMILIES["llama3"], [ASKED, both, *results, ASKED])

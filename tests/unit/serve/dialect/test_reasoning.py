@@ -74,7 +74,7 @@ def test_reasoning_goes_out_as_it_comes():
     assert splitter.finish() == ("", "")
 
 
-def test_a_model_reasons_if_its_template_says_so():
+def test_reasoning_is_detected_from_the_template():
     assert Reasoning.of(tokenizer(PLAIN)) is None
     assert Reasoning.of(tokenizer()) is None
     assert Reasoning.of(tokenizer(PLAIN, tool_template=THINKING)) == Reasoning()
@@ -120,7 +120,7 @@ BEFORE_A_FORM = [
 
 @pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special"])
 @pytest.mark.parametrize(("inside", "text", "legal"), BEFORE_A_FORM)
-def test_blanks_around_thoughts_are_no_blanks_of_the_form(name, inside, text, legal):
+def test_blanks_around_reasoning_do_not_belong_to_the_form(name, inside, text, legal):
     """Marks may be tokens that are text, several tokens, or special ones."""
     family = FAMILIES[name]
     special = ((mark, family.tokenizer.special_id(mark)) for mark in ("<think>", "</think>"))
@@ -132,7 +132,7 @@ def test_blanks_around_thoughts_are_no_blanks_of_the_form(name, inside, text, le
         assert split(inside, text)[1] == "ab"
 
 
-def test_whether_a_template_opens_it_shows_in_what_it_writes():
+def test_the_rendered_prompt_shows_open_reasoning():
     messages = [{"role": "user", "content": "hi"}]
     reasoning = Reasoning.of(thinking := tokenizer(THINKING))
     for enabled in (True, False):

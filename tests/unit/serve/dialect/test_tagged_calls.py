@@ -219,7 +219,7 @@ def test_a_free_answer_may_speak_of_functions():
         assert verdict(CODER, grammar, text) is None
 
 
-def test_what_the_grammar_lets_through_is_read():
+def test_texts_of_the_grammar_are_parsed():
     grammar = call_grammar(CODER.format, TOOLS, REQUIRED)
     text = written("put", text="a\n</b>\n", size="XL", n="7", tags="[]", near="x")
     assert verdict(CODER, grammar, text) is None
@@ -241,7 +241,7 @@ def test_what_the_grammar_lets_through_is_read():
         ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, False),
     ],
 )
-def test_what_a_strict_function_says_of_texts_is_held_or_refused(schema, held):
+def test_string_schemas_of_strict_functions_are_enforced_or_refused(schema, held):
     parameters = {
         "type": "object",
         "properties": {"a": schema},
@@ -275,7 +275,7 @@ def test_schemas_say_which_types_there_are(schema, types):
     assert types_of(schema) == types
 
 
-def test_references_are_followed_and_what_is_unknown_may_be_anything():
+def test_references_are_followed_and_unknown_ones_allow_any_value():
     [put, now, free] = TOOLS
     assert types_of(schemas_of(put)["size"]) == {"string"}
     assert schemas_of(put)["tags"]["$defs"] == SCHEMA["$defs"]
@@ -285,7 +285,7 @@ def test_references_are_followed_and_what_is_unknown_may_be_anything():
     assert json_of("1e5", types_of({"type": "number"})) == "1e5"
 
 
-def test_the_template_shows_the_form_and_one_that_does_not_is_told_of_it():
+def test_the_format_is_read_from_the_template_or_described_to_the_model():
     assert CODER.format.name == "qwen3_coder"
     assert CODER.format.native
     call = {"id": "1", "type": "function", "function": {"name": "put", "arguments": '{"text": "a", "n": 2}'}}

@@ -24,7 +24,7 @@ def test_tools_are_read():
     assert tools_of(function(strict=True, parameters=WEATHER)) == (Tool("f", WEATHER, strict=True),)
 
 
-def test_tools_are_shown_to_models_without_what_is_for_the_server():
+def test_models_see_tools_without_the_servers_fields():
     [tool] = tools_of(function(strict=False, parameters=WEATHER, description="d"))
     shown = {"name": "f", "description": "d", "parameters": WEATHER}
     assert tool.described() == {"type": "function", "function": shown}
@@ -85,7 +85,7 @@ PARAMETERS = "tools[0].function.parameters"
         ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
     ],
 )
-def test_what_is_no_tool_is_refused(given, message, parameter):
+def test_invalid_tools_are_refused(given, message, parameter):
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
         tools_of(*given)
     assert caught.value.parameter == parameter

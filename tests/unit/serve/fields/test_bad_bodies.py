@@ -158,7 +158,7 @@ def test_clients_that_go_away_in_mid_stream_leave_nothing_behind(served: Served)
     assert served.post("/v1/chat/completions", GOOD).status_code == 200
 
 
-def test_the_described_api_holds_for_what_a_fuzzer_makes_of_it(served: Served) -> None:
+def test_the_api_follows_its_description_under_fuzzing(served: Served) -> None:
     import schemathesis
     from schemathesis.checks import not_a_server_error
 

@@ -117,7 +117,7 @@ def test_clients_that_send_all_of_it_are_served() -> None:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_null_is_absent_and_what_asks_for_nothing_changes_nothing(kind: Any) -> None:
+def test_null_and_neutral_values_have_no_effect(kind: Any) -> None:
     plain = read(kind, {})
     nothing: dict[str, Any] = dict.fromkeys([*kind.model_fields, *NOTES, *USUAL, *RENAMED])
     assert read(kind, {name: one for name, one in nothing.items() if name not in PLAIN[kind]}) == plain
@@ -215,7 +215,7 @@ def test_values_that_are_written_otherwise(more: dict[str, Any], name: str, valu
 @pytest.mark.parametrize(
     ("kind", "name"), [(ChatFields, "max_tokens"), (ResponseFields, "max_output_tokens")]
 )
-def test_no_limit_is_what_conversations_have_anyway(kind: Any, name: str) -> None:
+def test_a_negative_limit_means_no_limit(kind: Any, name: str) -> None:
     for asked in (name, "max_completion_tokens", "n_predict", "max_tokens", "max_new_tokens"):
         assert getattr(read(kind, {asked: -1}), name) is None
     assert read(ChatFields, {"max_completion_tokens": -1}).max_completion_tokens is None
@@ -265,7 +265,7 @@ JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEM
         ({"samplers": ["top_p", "temperature"], "top_p": 0.5}, {"top_p": 0.5}),
     ],
 )
-def test_what_others_call_otherwise_is_translated(
+def test_names_of_other_servers_are_translated(
     kind: Any, more: dict[str, Any], means: dict[str, Any]
 ) -> None:
     found, wanted = params(kind, more), SamplingParams(**means)
@@ -311,7 +311,7 @@ def test_forms_in_llama_cpps_shapes(form: dict[str, Any]) -> None:
         )
 
 
-def test_what_a_request_says_of_reasoning() -> None:
+def test_reasoning_options_are_translated() -> None:
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"enable_thinking": False}, {"enable_thinking": False}),
         ({"think": True}, {"enable_thinking": True}),
@@ -339,7 +339,7 @@ def test_what_a_request_says_of_reasoning() -> None:
     assert refusal(ChatFields, clash)["param"] == "enable_thinking"
 
 
-def test_a_body_is_left_as_it_is_where_it_holds_the_callers_own_values() -> None:
+def test_free_form_values_are_not_translated() -> None:
     body = {
         "messages": HI,
         "guided_json": SCHEMA,
@@ -360,7 +360,7 @@ def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
     assert {*NOTES, *USUAL, *RENAMED, *TRANSLATED, *CHECKED, *inside, *own} - named == set()
 
 
-def test_what_is_the_callers_own_json_stays_as_it_is() -> None:
+def test_free_form_json_is_unchanged() -> None:
     schema = {"type": "object", "properties": {"n": {"default": None, "maximum": 1.0}}}
     used = {"type": "tool_use", "id": "a", "name": "f", "input": {"n": None, "x": 1.0}}
     body: dict[str, Any] = {

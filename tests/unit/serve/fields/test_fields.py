@@ -175,7 +175,7 @@ def test_a_body_that_is_no_request(raw: bytes) -> None:
     error_of(ChatFields, raw)
 
 
-def test_what_fields_mean() -> None:
+def test_fields_become_sampling_parameters() -> None:
     fields = parse(
         ChatFields,
         json.dumps(
@@ -209,7 +209,7 @@ def test_what_fields_mean() -> None:
     )
 
 
-def test_messages_are_what_templates_know() -> None:
+def test_messages_are_passed_in_the_templates_format() -> None:
     messages = [
         {
             "role": "developer",
@@ -229,7 +229,7 @@ def test_messages_are_what_templates_know() -> None:
     ]
 
 
-def test_what_is_taken_for_the_sake_of_clients_changes_nothing() -> None:
+def test_fields_accepted_for_clients_have_no_effect() -> None:
     noted = {"user": "u", "metadata": {"a": "b"}}
     keyed = noted | {"safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto"}
     for kind, body, more in (

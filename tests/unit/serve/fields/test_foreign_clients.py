@@ -113,7 +113,7 @@ def test_a_template_with_a_switch(
     assert chat(tokenizers[template], **body).prompt == prompt
 
 
-def test_a_template_that_knows_efforts_gets_them_as_they_are(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_template_with_efforts_gets_them_unchanged(tokenizers: dict[str, Tokenizer]) -> None:
     assert chat(tokenizers["effort"], reasoning_effort="xhigh").prompt == "xhighHi"
     body = {"input": "Hi", "reasoning_effort": "minimal"}
     assert Sent(tokenizers["effort"], "/responses", body).prompt == "minimalHi"
@@ -126,7 +126,7 @@ def test_a_template_that_knows_efforts_gets_them_as_they_are(tokenizers: dict[st
         ("always", ["medium", "low", "high"], ["none"]),
     ],
 )
-def test_where_a_template_knows_nothing_what_happens_anyway_is_taken(
+def test_a_template_without_efforts_accepts_its_default(
     tokenizers: dict[str, Tokenizer], template: str, taken: list[str], refused: list[str]
 ) -> None:
     tokenizer = tokenizers[template]
@@ -142,7 +142,7 @@ def test_where_a_template_knows_nothing_what_happens_anyway_is_taken(
     assert chat(tokenizer, chat_template_kwargs={"odd": None}).prompt == plain
 
 
-def test_a_message_that_has_begun_is_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_prefilled_message_is_continued(tokenizers: dict[str, Tokenizer]) -> None:
     plain = tokenizers["plain"]
     prefilled = chat(plain, messages=PREFILLED, continue_final_message=True)
     assert prefilled.prompt == "<user>Hi</user><assistant>It is "  # with the blank at its end
@@ -164,7 +164,7 @@ def test_a_message_that_has_begun_is_gone_on_with(tokenizers: dict[str, Tokenize
     assert chat(plain, messages=PREFILLED, add_special_tokens=True).status == 200
 
 
-def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
+def test_messages_that_cannot_be_continued_are_refused(tokenizers: dict[str, Tokenizer]) -> None:
     plain, calls = tokenizers["plain"], [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
     for tokenizer, messages in (
         (plain, [*HI, {"role": "assistant", "content": "a", "tool_calls": calls}]),
@@ -184,7 +184,7 @@ def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
         ("", "a", "b"),
     ],
 )
-def test_thoughts_that_have_begun_are_told_from_the_answer(
+def test_prefilled_reasoning_is_separated_from_the_answer(
     tokenizers: dict[str, Tokenizer], prefilled: str, reasoning: str | None, content: str
 ) -> None:
     script = says("<think>a</think>b") if not prefilled else says(" more</think>", "done")
@@ -308,7 +308,7 @@ def test_unknown_fields_may_be_ignored(
         ("http://server/%F0%9F%A6%86" + "a" * 5000, {}),
     ],
 )
-def test_an_error_repeats_little_of_what_it_was_given(
+def test_errors_quote_little_of_the_request(
     tokenizers: dict[str, Tokenizer], path: str, body: dict[str, Any]
 ) -> None:
     sent = Sent(tokenizers["plain"], path, body)

@@ -30,7 +30,7 @@ def tokens(value: Any) -> int:
 
 
 @given(VALUES, st.booleans())
-def test_tokens_are_counted_as_they_are_written(value: Any, ascii_only: bool) -> None:
+def test_tokens_are_counted(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     count = tokens(value)
     assert not has_more_tokens(text, count)
@@ -85,6 +85,6 @@ def test_beginnings(text: bytes, most: int, part: bytes) -> None:
         (b"\xff" * 1_000_000, 0),
     ],
 )
-def test_what_is_no_json_is_counted_as_well(text: bytes, count: int) -> None:
+def test_tokens_of_invalid_json_are_counted(text: bytes, count: int) -> None:
     assert not has_more_tokens(text, count)
     assert count == 0 or has_more_tokens(text, count - 1)

@@ -69,7 +69,7 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize(("more", "param", "expected"), OTHERS)
-def test_what_would_change_the_text_is_refused_by_name(
+def test_fields_that_would_change_the_text_are_refused_by_name(
     kind: Any, more: dict[str, Any], param: str, expected: str
 ) -> None:
     error = refusal(kind, more)
@@ -105,7 +105,7 @@ def test_what_would_change_the_text_is_refused_by_name(
         (ResponseFields, {"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning_effort"),
     ],
 )
-def test_what_one_endpoint_cannot_do(kind: Any, more: dict[str, Any], param: str) -> None:
+def test_fields_of_other_endpoints_are_refused(kind: Any, more: dict[str, Any], param: str) -> None:
     assert refusal(kind, more)["param"] == param
 
 
@@ -167,7 +167,7 @@ ODD: list[Any] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", PLAIN)
-def test_whatever_a_field_says_it_is_taken_or_refused(kind: Any) -> None:
+def test_any_value_of_a_field_is_accepted_or_refused(kind: Any) -> None:
     names = {
         *NOTES,
         *USUAL,

@@ -106,14 +106,14 @@ def test_a_key_may_come_as_anthropics_clients_send_it(given: dict[str, str], sta
 
 @pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key"])
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
-def test_of_two_headers_none_is_believed(name: str, path: str) -> None:
+def test_repeated_headers_are_refused(name: str, path: str) -> None:
     """If a proxy checks the first header and a server the last, a request could pass both."""
     status, _, body = ask(guarded("sesame"), path=path, twice=(name.lower(), "Bearer sesame"))
     assert status == 400
     assert f"the header {name.lower()} appears more than once" in json.loads(body)["error"]["message"]
 
 
-def test_to_head_is_said_what_is_said_to_get() -> None:
+def test_head_has_the_headers_of_get() -> None:
     asked = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +125,7 @@ def test_to_head_is_said_what_is_said_to_get() -> None:
     assert asked == ["GET"]
 
 
-def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask() -> None:
+def test_no_key_is_needed_without_keys_and_for_probes() -> None:
     assert ask(guarded())[0] == 200
     assert ask(guarded("sesame"), path="/health")[0] == 200
     assert ask(guarded("sesame"), path="/metrics")[0] == 401
@@ -168,7 +168,7 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
         ("x", "x", 403),
     ],
 )
-def test_where_a_browser_says_no_more_origins_are_compared(origin: str, host: str, status: int) -> None:
+def test_origins_are_compared_without_sec_fetch_site(origin: str, host: str, status: int) -> None:
     """It names its page's site only to this machine itself and over TLS."""
     access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
     assert ask(access, origin=origin, host=host)[0] == status
@@ -177,7 +177,7 @@ def test_where_a_browser_says_no_more_origins_are_compared(origin: str, host: st
     assert ask(guarded(), host=host)[0] == 200
 
 
-def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:
+def test_requests_over_the_connection_limit_get_503_except_probes() -> None:
     access = guarded()
     for path in ("/v1/models", "/", "/metrics"):
         status, headers, body = ask(access, path=path, state={OVER_LIMIT: True})
@@ -190,7 +190,7 @@ def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() ->
     assert ask(access, state={})[0] == 200
 
 
-def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
+def test_a_body_is_limited_with_and_without_content_length() -> None:
     assert ask(guarded(), b"0123456789")[2] == b"10"
     assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413
     assert ask(guarded(), b"", content_length="11")[0] == 413
@@ -256,7 +256,7 @@ def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(
     assert "secret" not in caplog.text
 
 
-def test_a_path_writes_no_lines_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     ask(guarded(), path="/v1\n12:00:00 INFO server: POST /v1/models 200\x1b[2J\u2028" + "x" * 1000)
     [record] = caplog.records

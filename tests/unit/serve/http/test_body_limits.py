@@ -63,7 +63,7 @@ def test_faults_that_come_late_are_counted() -> None:
     assert "the body has 1001 faults" in error_of(ChatFields, body)["message"]
 
 
-def test_what_is_told_of_a_long_name_or_value_is_short() -> None:
+def test_long_names_and_values_are_shortened_in_errors() -> None:
     for body in (
         {"messages": HI, "x" * 100_000: 1},
         {"messages": [{"role": "x" * 100_000}]},

@@ -88,7 +88,7 @@ def test_half_a_request_is_not_waited_for_whether_it_is_the_first_or_not() -> No
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x00\xee", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"])
-def test_what_is_no_http_is_told_so_as_other_faults_are(sent: bytes) -> None:
+def test_malformed_http_gets_an_error_in_the_usual_format(sent: bytes) -> None:
     async def run() -> bytes:
         async with listening(5.0) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -106,7 +106,7 @@ def test_what_is_no_http_is_told_so_as_other_faults_are(sent: bytes) -> None:
     assert "TLS" in error["message"]
 
 
-def test_a_connection_whose_reader_takes_nothing_is_gone_in_time() -> None:
+def test_a_connection_whose_client_does_not_read_is_closed() -> None:
     async def run() -> None:
         async with listening(0.1) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)

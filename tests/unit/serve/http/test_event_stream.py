@@ -39,7 +39,7 @@ async def stay() -> Message:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_a_reader_that_is_let_go_ends_what_is_made_for_it(taken: int) -> None:
+def test_dropping_the_response_closes_its_events(taken: int) -> None:
     async def run() -> None:
         closed: list[str] = []
         left = taken
@@ -59,7 +59,7 @@ def test_a_reader_that_is_let_go_ends_what_is_made_for_it(taken: int) -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_client_that_goes_away_while_it_takes_nothing_ends_what_is_made_for_it(taken: int) -> None:
+def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> None:
     async def run() -> None:
         closed: list[str] = []
         left, stuck = taken, asyncio.Event()
@@ -112,7 +112,7 @@ def sent(events: AsyncGenerator[str], *, ping: float) -> list[tuple[float, bytes
     return found
 
 
-def test_a_stream_begins_when_its_request_is_admitted_and_is_kept_alive_while_nothing_is_said() -> None:
+def test_a_stream_starts_at_admission_and_is_kept_alive() -> None:
     a, b, done = event("a").encode(), event("b").encode(), b"data: [DONE]\n\n"
     ping = PING.encode()
     expected = [(1.0, b"start"), *((t, ping) for t in (16.0, 31.0)), (42.0, a), (57.0, ping), (62.0, b)]
@@ -124,7 +124,7 @@ def test_a_stream_begins_when_its_request_is_admitted_and_is_kept_alive_while_no
     assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
 
 
-def test_what_is_refused_before_it_is_admitted_is_no_stream() -> None:
+def test_a_refusal_before_admission_is_not_a_stream() -> None:
     async def refused() -> AsyncGenerator[str]:
         await asyncio.sleep(100)
         raise ApiError("no such field")
@@ -134,7 +134,7 @@ def test_what_is_refused_before_it_is_admitted_is_no_stream() -> None:
         sent(refused(), ping=15.0)
 
 
-def test_what_fails_behind_that_is_the_last_event() -> None:
+def test_a_failure_after_admission_is_the_last_event() -> None:
     error = ApiError("the engine died", status=500)
     assert sent(delayed(9.0, error), ping=5.0) == [
         *((1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")),
@@ -142,7 +142,7 @@ def test_what_fails_behind_that_is_the_last_event() -> None:
 
 
 @pytest.mark.parametrize("gone_after", [0.5, 3.0])  # before it is admitted, and before the first word
-def test_a_client_that_goes_away_while_it_waits_ends_what_is_made_for_it(gone_after: float) -> None:
+def test_a_disconnect_while_waiting_closes_the_events(gone_after: float) -> None:
     closed: list[str] = []
 
     async def waiting() -> AsyncGenerator[str]:

@@ -54,9 +54,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("size", [1, 1000, 256 << 10])
-def test_what_has_no_end_is_given_up_before_much_is_kept(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_requests_are_refused_early(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     head, more, status = ENDLESS[name]
     monkeypatch.setattr(Counted, "fed", 0)
 
@@ -84,7 +82,7 @@ def test_what_has_no_end_is_given_up_before_much_is_kept(
     run(test)
 
 
-def test_what_is_within_the_bounds_is_served() -> None:
+def test_requests_within_the_limits_are_served() -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()
@@ -154,7 +152,7 @@ def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
         (HEAD + b"Transfer-Encoding: Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 200),
     ],
 )
-def test_what_cannot_be_decoded_is_not_taken_for_a_body(sent: bytes, status: int) -> None:
+def test_unknown_transfer_codings_are_refused(sent: bytes, status: int) -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()

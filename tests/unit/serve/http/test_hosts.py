@@ -34,7 +34,7 @@ from tests.unit.serve.http.test_access import ask, echo
         *(("localhost localhost", False), ("\xe9vil.example", False), ("*", False)),
     ],
 )
-def test_who_is_asked_for(host: str, admitted: bool) -> None:
+def test_accepted_host_headers(host: str, admitted: bool) -> None:
     hosts = Hosts(["Mine.example", "other.example.", "10.1.2.3", "[fe80::1]"])
     assert hosts.admit(host.encode("latin-1")) is admitted
 

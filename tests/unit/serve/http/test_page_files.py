@@ -43,12 +43,12 @@ def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tok
 @pytest.mark.parametrize(
     "path", ["/page", "/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py"]
 )
-def test_nothing_else_is_served(tokenizer: Tokenizer, path: str) -> None:
+def test_other_paths_are_not_served(tokenizer: Tokenizer, path: str) -> None:
     assert client(tokenizer).get(path).status_code == 404
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])
-def test_the_page_needs_no_key_and_what_it_asks_for_does(tokenizer: Tokenizer, root_path: str) -> None:
+def test_the_page_needs_no_key_but_its_requests_do(tokenizer: Tokenizer, root_path: str) -> None:
     asked = client(tokenizer, "sesame", root_path=root_path)
     for path, status in {"/": 200, "/page/main.js": 200, "/page/none.js": 404, "/v1/models": 401}.items():
         assert asked.get(root_path + path).status_code == status, path
@@ -59,7 +59,7 @@ def test_the_page_can_be_left_out(tokenizer: Tokenizer) -> None:
     assert asked.get("/").status_code == asked.get("/page/main.js").status_code == 404
 
 
-def test_the_model_card_says_what_may_be_asked_of_speculation(tokenizer: Tokenizer) -> None:
+def test_the_model_card_has_the_speculation_options(tokenizer: Tokenizer) -> None:
     [card] = client(tokenizer).get("/v1/models").json()["data"]
     assert card["speculation"] == {
         "speculators": ["grammar", "prediction", "draft", "lookup"],
@@ -69,7 +69,7 @@ def test_the_model_card_says_what_may_be_asked_of_speculation(tokenizer: Tokeniz
     }
 
 
-def test_the_policy_allows_nothing_inline_and_nobody_else() -> None:
+def test_the_policy_forbids_inline_code_and_other_hosts() -> None:
     policy = dict(part.split(" ", 1) for part in PAGE_HEADERS["Content-Security-Policy"].split("; "))
     assert policy.pop("img-src") == "'self' data:"
     assert {value for name, value in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}

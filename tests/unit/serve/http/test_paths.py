@@ -38,7 +38,7 @@ def test_probes_may_ask_with_head(tokenizer: Tokenizer, path: str) -> None:
     use(tokenizer, do)
 
 
-def test_a_slash_too_many_is_told_and_leads_nowhere(tokenizer: Tokenizer) -> None:
+def test_a_trailing_slash_is_reported_and_not_redirected(tokenizer: Tokenizer) -> None:
     """A redirection would name the server's own address, which behind a proxy is not the client's."""
 
     async def do(client: httpx.AsyncClient) -> None:
@@ -74,9 +74,7 @@ def test_pages_of_an_allowed_origin_may_send_the_headers_their_clients_send(toke
     use(tokenizer, do, cors_origin=("http://app.example",))
 
 
-def test_an_empty_key_in_the_environment_lets_nobody_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_key_in_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from click.testing import CliRunner
 
     from specinfer.cli.serve import serve

@@ -25,7 +25,7 @@ def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, .
     return found
 
 
-def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() -> None:
+def test_verified_and_accepted_tokens_are_counted_by_speculator() -> None:
     metrics = Metrics("tiny")
     for proposed, accepted in (
         ({"lookup": 6, "draft": 9}, {"draft": 4}),
@@ -44,7 +44,7 @@ def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() 
     }
 
 
-def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> None:
+def test_proposed_tokens_and_speculation_state_come_from_the_engine() -> None:
     metrics = Metrics("tiny")
     for on, guessed in ((True, 5), (False, 7), (True, 7)):
         found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0}))

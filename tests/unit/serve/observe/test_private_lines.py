@@ -51,7 +51,7 @@ def test_a_line_that_would_make_it_too_large_begins_a_new_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["rm", "mv", "another"])
-def test_a_file_that_is_gone_is_begun_anew(tmp_path: Path, how: str) -> None:
+def test_a_deleted_file_is_created_again(tmp_path: Path, how: str) -> None:
     path, old = tmp_path / "log", tmp_path / "log.old"
     file = PrivateLines(str(path), PLENTY)
     file.append(b"a")
@@ -144,7 +144,7 @@ def test_a_torn_line_that_cannot_be_taken_back_is_ended(
     file.close()
 
 
-def test_what_cannot_be_such_a_file_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_log_path_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, reason in (
         ("pipe", "not a regular file"),

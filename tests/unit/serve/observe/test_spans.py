@@ -57,7 +57,7 @@ def spans_of(
     return list(exporter.get_finished_spans()), request_id
 
 
-def test_a_span_says_what_was_asked_and_done_but_not_what_was_said(tokenizer: Tokenizer) -> None:
+def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> None:
     figures = SpeculationFigures(
         steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"lookup": 3}
     )
@@ -153,7 +153,7 @@ class Collected(InMemorySpanExporter):
         ("http://host:1/own?key=x", "http://host:1/own?key=x"),
     ],
 )
-def test_what_is_left_is_sent_at_the_end(
+def test_remaining_spans_are_sent_at_the_end(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, endpoint: str, sent_to: str
 ) -> None:
     made: list[Collected] = []
@@ -190,7 +190,7 @@ def test_an_endpoint_is_a_url(endpoint: str) -> None:
         open_spans(endpoint, MODEL)
 
 
-def test_what_is_missing_is_named_with_what_installs_it(
+def test_missing_packages_are_named_with_their_install_command(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, EXPORTER, None)
@@ -204,7 +204,7 @@ def test_what_is_missing_is_named_with_what_installs_it(
         pass
 
 
-def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
+def test_opentelemetry_is_imported_only_if_enabled() -> None:
     program = (
         "import sys, specinfer.serve.server, specinfer.serve.api.service\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])\n"

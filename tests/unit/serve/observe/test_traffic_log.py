@@ -154,7 +154,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     }
 
 
-def test_parameters_are_told_that_matter(logged: Logged) -> None:
+def test_set_parameters_are_logged(logged: Logged) -> None:
     asked = SamplingParams(
         seed=3, top_k=5, stop=("x",), logit_bias={7: 1.5}, logprobs=2, cache_salt="mine", n=3
     )
@@ -275,7 +275,7 @@ def test_a_line_that_cannot_be_made_costs_itself(
     assert "ValueError" in warnings(caplog)[0]
 
 
-def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_option_opens_the_log_and_metrics_count_lost_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
     metrics, path = Metrics(MODEL), tmp_path / "traffic.jsonl"
     with observers(ServeConfig(log_traffic=str(path)), MODEL, metrics, tokenizer) as found:
         [observe] = found

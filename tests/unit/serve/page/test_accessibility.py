@@ -134,7 +134,7 @@ def test_a_dialog_gives_the_focus_back(answered: Page) -> None:
     assert answered.evaluate("document.activeElement.id") == "open-settings"
 
 
-def test_nothing_moves_for_those_who_want_no_motion(page: Page, serving: Serving) -> None:
+def test_reduced_motion_is_honoured(page: Page, serving: Serving) -> None:
     moving = "document.getAnimations().length"
     page.goto(serving(says_in_steps(TEXT, stops_after=2), says_in_steps(TEXT, stops_after=2)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")

@@ -33,7 +33,7 @@ def prompts(server: ScriptedServer) -> list[str]:
     return [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
 
 
-def test_an_example_of_an_empty_page_is_asked_with_a_click(page: Page, serving: Serving) -> None:
+def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)
     example = page.locator("#examples button").first
@@ -44,7 +44,7 @@ def test_an_example_of_an_empty_page_is_asked_with_a_click(page: Page, serving: 
     assert not page.locator("#examples").is_visible()
 
 
-def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Page, serving: Serving) -> None:
+def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)
     ask(page, "Tell me of the fox.")
@@ -102,7 +102,7 @@ def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
     assert prompts(server) == ["user: Which?\nassistant: "] * 2
 
 
-def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, serving: Serving) -> None:
+def test_editing_a_question_drops_the_later_turns(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps("One."), says_in_steps("Two."), says_in_steps("Three."))
     page.goto(server.url)
     for place, words in enumerate(("First?", "Second?")):
@@ -179,7 +179,9 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
     assert server.backend.works == []
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, complaints: list[str]) -> None:
+def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
+    page: Page, serving: Serving, complaints: list[str]
+) -> None:
     server = serving(says_in_steps("Welcome."), keys=["sesame"])
     page.goto(server.url)
     page.get_by_text("The server requires an API key").wait_for()
@@ -197,7 +199,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, c
     complaints.clear()
 
 
-def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaints: list[str]) -> None:
+def test_refusals_of_the_server_are_shown(page: Page, serving: Serving, complaints: list[str]) -> None:
     refuses = [
         Delta("", "Well", (1,)),
         Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed"),

@@ -129,7 +129,7 @@ def test_arrows_go_from_word_to_word_and_enter_opens_its_step(answered: Page) ->
     assert answered.evaluate("document.activeElement.className") == "tokens"
 
 
-def test_the_pointer_is_told_what_a_word_is(answered: Page) -> None:
+def test_hovering_shows_the_source_of_a_token(answered: Page) -> None:
     answered.locator(".answer .token").first.hover()
     assert answered.get_by_role("tooltip").inner_text().splitlines() == [
         "The",

@@ -141,7 +141,7 @@ def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
     assert page.locator("#trace-name").inner_text() == "dropped.jsonl"
 
 
-def test_what_the_page_saves_is_a_trace(page: Page, serving: Serving, tmp_path: Path) -> None:
+def test_the_page_saves_valid_traces(page: Page, serving: Serving, tmp_path: Path) -> None:
     page.goto(serving(says_in_steps(TEXT)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
