@@ -128,7 +128,7 @@ def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monk
     assert told.value.args == (silent,)
 
 
-@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("shows_lines", [True, False])
 def test_what_is_said_is_not_shown_where_the_log_is(shows_lines: bool) -> None:
     stream = io.StringIO()
     ProgressBar(stream, shows_lines=shows_lines).say("half of it")
