@@ -42,7 +42,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True}
     llm = LLM(folder / "target", tensor_parallel=2, **options)
     [follower], [here] = followers(), llm.models.hosts
-    assert len(here.parts) == 2  # of rank 1: of the target and of its draft
+    assert len(here.parts) == 2  # parts of rank 1: one of the target, one of its draft
     assert told(llm) == plain
     assert follower.is_running()
     seconds = llm.statistics().rank_seconds
