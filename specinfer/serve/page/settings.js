@@ -64,7 +64,7 @@ export class Settings {
     this.#form.elements.expansion.closest("label").hidden = !served?.expansion;
     this.#form.elements.expansion.placeholder = served?.expansion ?? "";
     this.#form.elements.max_nodes.placeholder = served?.max_nodes ?? "";
-    if (served?.max_nodes) this.#form.elements.max_nodes.max = told.max_nodes;
+    if (served?.max_nodes) this.#form.elements.max_nodes.max = served.max_nodes;
     this.#form.elements.verifier.options[0].textContent = served ? `${served.verifier} (server default)` : "server default";
   }
 
