@@ -124,8 +124,8 @@ class Command(click.Command):
         for param in self.get_params(ctx):
             if not isinstance(param, click.Option):
                 continue
-            shown = not self._is_short(ctx) or param.name in (*(self.short or ()), "help", "help_all")
-            if shown and (record := param.get_help_record(ctx)) is not None:
+            usual = param.name in (self.short or ()) or {"--help", "--help-all"}.intersection(param.opts)
+            if (usual or not self._is_short(ctx)) and (record := param.get_help_record(ctx)) is not None:
                 groups[_GROUP_OF.get(param.name or "", _OWN)].append(_compact(param, record))
         for heading, records in groups.items():
             if records:

@@ -66,7 +66,7 @@ def test_help_all_has_the_options_that_help_omits(path: str) -> None:
     usual = [
         name for name, one in zip(first_names, options, strict=True) if one.name in (command.short or ())
     ]
-    assert sorted(listed(short)) == sorted([*usual, "--help-all"])
+    assert sorted(listed(short)) == sorted([*usual, "--help-all", "--help"])
 
 
 def test_each_group_names_options_that_exist() -> None:
