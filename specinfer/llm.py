@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from specinfer.config import EngineConfig, SpecialTokens
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.build import build_engine
 from specinfer.engine.engine import Engine
 from specinfer.engine.intake import Intake, LoRA, Params, Prompt
@@ -144,7 +144,7 @@ class LLM:
         """
         if (parts := self._parts) is not None:
             parts.loop.close()
-            parts.engine.keep_learnt()
+            parts.engine.save_policy()
             self._parts = None
 
     def __enter__(self) -> LLM:
@@ -340,7 +340,9 @@ class LLM:
         )
         return self._stream(requests)
 
-    def _stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
+    def _stream(
+        self, requests: Sequence[AdmittedRequest], *, ended_only: bool = False
+    ) -> Generator[RequestOutput]:
         """Yield the outputs of requests; a PeerLostError closes the LLM."""
         try:
             yield from self._open.loop.stream(requests, ended_only=ended_only)
@@ -348,7 +350,7 @@ class LLM:
             self.close()
             raise
 
-    def _answer(self, groups: list[list[Admitted]], on_output: OnOutput | None) -> list[RequestOutput]:
+    def _answer(self, groups: list[list[AdmittedRequest]], on_output: OnOutput | None) -> list[RequestOutput]:
         """Run the requests; return one output per prompt, with its other completions in `others`."""
         done: dict[str, RequestOutput] = {}
         # Closed when `on_output` raises: its traceback would otherwise keep the generator alive.

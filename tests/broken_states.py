@@ -142,7 +142,7 @@ def more_forgotten_blocks_remembered_than_could_be_kept() -> None:
 
 def more_blocks_owned_than_ever_were() -> None:
     pool, table = _pool_and_table()
-    pool._most_owned = 1
+    pool._peak_owned = 1
     pool.check_integrity([table])
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
@@ -26,7 +26,7 @@ class ScriptedEngine:
     """
 
     def __init__(self) -> None:
-        self.requests: dict[str, Admitted] = {}
+        self.requests: dict[str, AdmittedRequest] = {}
         self.happened: list[str] = []
         self.steppers: list[int] = []  # the thread of each step
         self.script: Callable[[int], object] = lambda step: None
@@ -49,7 +49,7 @@ class ScriptedEngine:
     def close(self) -> None:
         """Do nothing: no step blocks."""
 
-    def add(self, admitted: Admitted) -> None:
+    def add(self, admitted: AdmittedRequest) -> None:
         with self._alone():
             if admitted.request.request_id in self.refuses:
                 raise ValueError("no room")
@@ -87,12 +87,12 @@ class ScriptedEngine:
             self.happened.append("check")
 
 
-def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admitted:
+def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> AdmittedRequest:
     """Return a request that counts to `max_tokens`."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = Request(request_id, (65,), params, seed=0)
     transcript = Transcript(request, tokenizer, ending=frozenset(), max_context=1 << 20, now=0.0)
-    return Admitted(request, SequenceState(request, transcript.ids), transcript)
+    return AdmittedRequest(request, SequenceState(request, transcript.ids), transcript)
 
 
 class Pause:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from specinfer.engine.memory import _TWIN_RATE, ROOMS, Guessers, MemoryPlan
+from specinfer.engine.memory import _SELF_RATE, STREAM_LIMITS, DraftSet, MemoryPlan
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate, about
 from specinfer.kernels.layout import int4_bytes, int8_bytes
@@ -48,22 +48,22 @@ TARGET = Shape(28, 3584, 18944, 512, 152064)  # Qwen2.5-7B
 SMALL = Shape(24, 896, 4864, 128, 151936)  # Qwen2.5-0.5B
 
 
-def guessers() -> dict[str, list[Guessers]]:
+def draft_sets() -> dict[str, list[DraftSet]]:
     """Return the compared drafts by name; a draft with several forms is as fast as its fastest."""
     own = TARGET.in_int4()
     table = int8_bytes(TARGET.vocab, TARGET.hidden)
     shared = 2 * TARGET.vocab * TARGET.hidden
     small = SMALL.in_int4() + int8_bytes(SMALL.vocab, SMALL.hidden)
-    twin = ((SELF,), own + table, own + table, (), _TWIN_RATE)
-    sharing = ((SELF,), own, own + shared, (), _TWIN_RATE, True)
+    twin = ((SELF,), own + table, own + table, (), _SELF_RATE)
+    sharing = ((SELF,), own, own + shared, (), _SELF_RATE, True)
     return {
-        "none": [Guessers()],
-        "0.5B": [Guessers(("0.5B",), small, small)],
-        "twin": [Guessers(*twin), Guessers(*sharing)],
+        "none": [DraftSet()],
+        "0.5B": [DraftSet(("0.5B",), small, small)],
+        "twin": [DraftSet(*twin), DraftSet(*sharing)],
     }
 
 
-def speed(share: float, rate: float, drafts: list[Guessers]) -> float | None:
+def speed(share: float, rate: float, drafts: list[DraftSet]) -> float | None:
     """Return the plan's expected tokens per second, or None if the model does not fit."""
     layers = [2 * sum(channels * inner for channels, inner in TARGET.matrices())] * TARGET.layers
     found = []
@@ -73,19 +73,19 @@ def speed(share: float, rate: float, drafts: list[Guessers]) -> float | None:
                 int(share * sum(layers)),
                 {"drafts": one.weights},
                 layers,
-                buffers=ROOMS[0].buffers if one.names else 2,
+                buffers=STREAM_LIMITS[0].buffers if one.names else 2,
             )
         except CapacityError:
             continue
         disk = DiskRate(1, 1 << 24, rate * 1e9, True)
-        plan = MemoryPlan(placement, one, ROOMS[0], 0, disk, BANDWIDTH, cast("Any", None))
+        plan = MemoryPlan(placement, one, STREAM_LIMITS[0], 0, disk, BANDWIDTH, cast("Any", None))
         found.append(plan.speed)
     return max(found, default=None)
 
 
 def table() -> str:
     """Return the Markdown table."""
-    names = guessers()
+    names = draft_sets()
     head = [f"{share:.0%}, {name}" for share in SHARES for name in names]
     rows = [f"| disk | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for rate in DISKS:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.steps import Statistics
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
@@ -202,7 +202,7 @@ class _Bench:
         """Run these conversations, `batch_size` at a time."""
         loop, run = self._llm.loop, self._run
         waiting = deque(_Talk(index, self._conversations[index]) for index in indices)
-        talking: dict[str, tuple[_Talk, Admitted]] = {}
+        talking: dict[str, tuple[_Talk, AdmittedRequest]] = {}
         inbox: deque[Delta] = deque()
 
         def start(talk: _Talk) -> None:
@@ -249,7 +249,7 @@ class _Bench:
             raise RequestError(f"no request could be served; the first: {next(iter(run.failures.values()))}")
         return run
 
-    def _question(self, talk: _Talk, on_request: Callable[[], None]) -> Admitted | None:
+    def _question(self, talk: _Talk, on_request: Callable[[], None]) -> AdmittedRequest | None:
         """Return the conversation's next request, or None if it cannot be served and the conversation
         ends.
         """

@@ -21,13 +21,13 @@ from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import PredictionShelf
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.logprobs import FIGURE_BYTES, PromptLogprobs
+from specinfer.verify.logprobs import LOGPROB_BYTES, PromptLogprobs
 
-MOST_FIGURES: Final = (64 << 20) // FIGURE_BYTES  # maximum log-probabilities of one prompt
+MAX_PROMPT_LOGPROBS: Final = (64 << 20) // LOGPROB_BYTES  # maximum log-probabilities of one prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRequest:
     """A checked request that is ready to run once, in one engine."""
 
     request: Request
@@ -79,7 +79,7 @@ class Admission:
         source: str = "prompt",
         prior_output: Sequence[int] = (),
         prompt_logprobs: PromptLogprobs | None = None,
-    ) -> Admitted:
+    ) -> AdmittedRequest:
         """Check a request, compile its grammar and make its processors.
 
         Args:
@@ -134,7 +134,7 @@ class Admission:
                 processors.commit(prior_output)
         if self._block_size is not None:
             sequence.hash_blocks(self._block_size)  # in the caller's thread, not between two steps
-        return Admitted(request, sequence, transcript)
+        return AdmittedRequest(request, sequence, transcript)
 
     def processors(self, request: Request) -> Processors:
         """Return the request's processors at the start of its output; raises RequestError as `admit` does."""
@@ -186,10 +186,10 @@ class Admission:
     def _check_reports(self, request: Request) -> None:
         """Limit the log-probabilities of a prompt, which stay in memory until the answer ends."""
         prompt, top = len(request.prompt_token_ids), request.params.prompt_logprobs
-        if top is not None and (figures := prompt * (1 + top)) > MOST_FIGURES:
+        if top is not None and (figures := prompt * (1 + top)) > MAX_PROMPT_LOGPROBS:
             raise RequestError(
                 f"prompt_logprobs {top} of {prompt} prompt tokens are {figures} figures; allowed: at most "
-                f"{MOST_FIGURES}; lower prompt_logprobs or shorten the prompt",
+                f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs or shorten the prompt",
                 "prompt_logprobs",
             )
 

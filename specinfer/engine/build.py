@@ -17,7 +17,7 @@ from specinfer.engine.drafts import (
     draft_kind,
     draft_names,
     make_draft,
-    what_is_timed,
+    timing_key,
 )
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -44,9 +44,9 @@ from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import MAX_ROWS, SELF
 
 # Limits of "auto": the time of a pass as a multiple of one row's, and the minimum rows.
-_TREE_PRICE: Final = 1.5
+_TREE_COST: Final = 1.5
 _MIN_NODES: Final = 64
-_STEP_PRICE: Final = 2.0
+_STEP_COST: Final = 2.0
 _MIN_ROWS: Final = 128
 
 
@@ -58,8 +58,8 @@ class Curves:
     drafts: Mapping[str, CostCurve]
 
 
-def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> EngineConfig:
-    """Return the config with numbers, at most `most`, for "auto", from the target's cost curve.
+def resolved(config: EngineConfig, target: CostCurve, max_rows: int = MAX_ROWS) -> EngineConfig:
+    """Return the config with numbers, at most `max_rows`, for "auto", from the target's cost curve.
 
     A tree gets the rows of a pass that takes 1.5 times as long as one row. A larger tree would have to yield
     half a step's tokens more, and doubling it yields a tenth (Sequoia, figure 1). A step gets the rows of a
@@ -69,11 +69,11 @@ def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> E
     passes = target.table(MAX_ROWS)
     nodes = config.speculation.max_nodes
     if nodes == "auto":
-        nodes = min(most, max(_MIN_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1))
+        nodes = min(max_rows, max(_MIN_NODES, bisect_right(passes, _TREE_COST * passes[1]) - 1))
     rows = config.scheduler.max_step_tokens
     if rows == "auto":
-        rows = bisect_right(passes, _STEP_PRICE * passes[1]) - 1
-        rows = max(min(rows, most), _MIN_ROWS, config.scheduler.max_batch_size, nodes or _MIN_NODES)
+        rows = bisect_right(passes, _STEP_COST * passes[1]) - 1
+        rows = max(min(rows, max_rows), _MIN_ROWS, config.scheduler.max_batch_size, nodes or _MIN_NODES)
     return replace(
         config,
         speculation=replace(config.speculation, max_nodes=nodes),
@@ -81,10 +81,10 @@ def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> E
     )
 
 
-def most_rows(config: EngineConfig, models: Models) -> int:
+def max_pass_rows(config: EngineConfig, models: Models) -> int:
     """Return the maximum rows of a pass: the option's, else the number that the memory plan allows."""
-    most, plan = config.scheduler.most_step_tokens, models.plan
-    return most if plan is None or config.scheduler.max_step_tokens != "auto" else min(most, plan.room.rows)
+    rows, plan = config.scheduler.most_step_tokens, models.plan
+    return rows if plan is None or config.scheduler.max_step_tokens != "auto" else min(rows, plan.limits.rows)
 
 
 def target_curve(
@@ -118,8 +118,8 @@ def _target_curves(
         return whole, whole
     with stream.still():
         computing = curve(f"{variant}, layer by layer")
-    if (room := plan.placement.experts) is not None:
-        waits = [room.read_bytes(rows) / plan.disk.bytes_per_second for rows in computing.rows]
+    if (experts := plan.placement.experts) is not None:
+        waits = [experts.read_bytes(rows) / plan.disk.bytes_per_second for rows in computing.rows]
         whole = computing + CostCurve(computing.rows, tuple(waits))
         return whole, whole
     rate, streamed = plan.disk.bytes_per_second, plan.placement.streamed_bytes
@@ -142,7 +142,7 @@ def draft_curves(
     with nullcontext() if stream is None else stream.still():
         for name, runner in runners.items():
             model = models.drafts[name]
-            timed = what_is_timed(model, models.named.get(name))
+            timed = timing_key(model, models.named.get(name))
             if isinstance(model, LanguageModel) and model.group is not None:
                 timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = curve(
@@ -158,14 +158,14 @@ def _curve(
 ) -> Callable[..., CostCurve]:
     return partial(
         executor.curve,
-        max_rows=most_rows(config, models),
+        max_rows=max_pass_rows(config, models),
         # The measurement is cached, so that later runs decide alike.
         keep=config.speculation.clock == "curve",
         progress=progress,
     )
 
 
-def measured_alone(
+def measure_curves(
     config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
 ) -> Curves:
     """Measure all cost curves over temporary caches of at least `rows` positions."""
@@ -223,12 +223,12 @@ def build_engine(
             curve, lent = _target_curves(config, executor, models, progress)
         if models.lent is not None and models.target.stream is not None:
             lending = Lending(models.lent, curve, lent)
-        config = resolved(config, curve, most_rows(config, models))
+        config = resolved(config, curve, max_pass_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
     streamed = models.plan is not None and models.plan.placement.experts is None
     shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
-    drafting = {
+    timed_drafts = {
         name: make_draft(
             name,
             model,
@@ -242,14 +242,14 @@ def build_engine(
     }
     policy: SpeculationPolicy = SpeculationPolicy()
     guard: Guard | None = None
-    kept: PolicyMemory | None = None  # the policy's state on disk
+    policy_memory: PolicyMemory | None = None  # the policy's state on disk
     if curve is not None and speculation.tree_size == "cost":
-        runners = {name: runner for name, (runner, _) in drafting.items()}
+        runners = {name: runner for name, (runner, _) in timed_drafts.items()}
         with torch_threads(threads):
             costs = draft_curves(config, executor, models, runners, progress)
         measured = speculation.clock == "measured"
         deepest = shape.deepest if streamed and speculation.learns_shape else None
-        sized = CostPolicy.by_curves(
+        cost_policy = CostPolicy.by_curves(
             *(curve, costs, speculation),
             measured=measured,
             known=streamed,
@@ -258,14 +258,16 @@ def build_engine(
         )
         for name, model in draft_names(speculation.drafts).items():
             if model in (SELF, config.model) and name in costs:
-                sized.chances.expect_twin(name)
-        policy, guard = sized, sized.guard
+                cost_policy.chances.expect_twin(name)
+        policy, guard = cost_policy, cost_policy.guard
         if measured and guard is not None:  # clock "curve" must decide alike in every run
-            kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)
-            kept.recall()
+            policy_memory = PolicyMemory(
+                _policy_key(config, models, executor.device_name), cost_policy.chances, guard
+            )
+            policy_memory.recall()
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation, models.target.kernels.library, progress),
-        *(draft for _, draft in drafting.values()),
+        *(draft for _, draft in timed_drafts.values()),
         *extra,
     ]
     fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
@@ -293,7 +295,7 @@ def build_engine(
         verifier=speculation.verifier,
         threads=threads,
         guard=guard,
-        memory=kept,
+        memory=policy_memory,
     )
     return config, engine
 
@@ -305,7 +307,7 @@ def _cache_limit(config: EngineConfig, models: Models) -> int | None:
     return min(models.plan.kv_cache, free_bytes(models.target.device))
 
 
-def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
+def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
     """Return the key of a policy's learned state: target, drafts and device, without paths."""
     speculation, target = config.speculation, models.target
     drafts = [

@@ -44,7 +44,7 @@ AnyDraft = LanguageModel | AnyHeadModel
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundModel:
     """A model that was found and opened."""
 
     files: ModelFiles
@@ -108,25 +108,27 @@ def find(
     *,
     max_context: int | None = None,
     trust_remote_code: bool = False,
-) -> Found:
+) -> FoundModel:
     """Find and open the model of that name; raises as `resolve` and `open_model` do."""
     files = resolve(name, progress=progress, code=trust_remote_code)
     if is_head(files.path):
         raise ModelError(f"{name} is a draft head, not a model: name it in drafts, with its target as model")
-    return Found(files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code))
+    return FoundModel(
+        files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code)
+    )
 
 
 def find_drafts(
     names: Iterable[str],
-    target: Found,
+    target: FoundModel,
     target_name: str,
     progress: Progress,
     *,
     max_context: int | None = None,
     trust_remote_code: bool = False,
-) -> dict[str, Found | FoundHead]:
+) -> dict[str, FoundModel | FoundHead]:
     """Find and open every draft, by speculator name; "self" is the target. Opens a repeated model once."""
-    found: dict[str, Found | FoundHead] = {target_name: target, SELF: target}
+    found: dict[str, FoundModel | FoundHead] = {target_name: target, SELF: target}
     for name in names:
         if name not in found:
             files = resolve(name, progress=progress, code=trust_remote_code)
@@ -134,7 +136,7 @@ def find_drafts(
                 opened = open_model(
                     files, "auto", max_context=max_context, trust_remote_code=trust_remote_code
                 )
-                found[name] = Found(files, opened)
+                found[name] = FoundModel(files, opened)
                 continue
             if isinstance(target.model, HostedFolder):
                 raise ConfigError(
@@ -145,14 +147,14 @@ def find_drafts(
     return found
 
 
-def models_among(drafts: Mapping[str, Found | FoundHead]) -> dict[str, Found]:
+def models_among(drafts: Mapping[str, FoundModel | FoundHead]) -> dict[str, FoundModel]:
     """Return the drafts that are models, which have their own tokenizers."""
-    return {name: draft for name, draft in drafts.items() if isinstance(draft, Found)}
+    return {name: draft for name, draft in drafts.items() if isinstance(draft, FoundModel)}
 
 
-def exchanges(
-    target: Found,
-    drafts: Mapping[str, Found | FoundHead],
+def foreign_tokens_of(
+    target: FoundModel,
+    drafts: Mapping[str, FoundModel | FoundHead],
     tokenizer: Tokenizer,
     speculation: SpeculationConfig,
     kept: DraftVocabulary | None,
@@ -185,7 +187,7 @@ def exchanges(
     return found
 
 
-def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]) -> None:
+def check_options(speculation: SpeculationConfig, drafts: Mapping[str, FoundModel | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of the drafts uses."""
     unset = SpeculationConfig()
     for option in (
@@ -203,8 +205,8 @@ def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | F
         )
 
 
-def adapters_of_drafts(
-    speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]
+def draft_adapters(
+    speculation: SpeculationConfig, drafts: Mapping[str, FoundModel | FoundHead]
 ) -> dict[str, PeftFolder]:
     """The adapter of each draft that has one, by the draft's name; their numbers are not read.
 
@@ -234,8 +236,8 @@ def adapters_of_drafts(
 
 
 def vocabularies(
-    target: Found,
-    drafts: Mapping[str, Found | FoundHead],
+    target: FoundModel,
+    drafts: Mapping[str, FoundModel | FoundHead],
     foreign: Mapping[str, ForeignTokens],
     kept: DraftVocabulary | None,
 ) -> dict[str, DraftVocabulary]:
@@ -255,8 +257,8 @@ def vocabularies(
     return {name: vocabulary for name, vocabulary in found.items() if vocabulary is not None}
 
 
-def kept_logits(
-    draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None
+def logit_ids_of(
+    draft: FoundModel, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None
 ) -> Sequence[int] | None:
     """Return the ids that a draft model computes logits for; None: all of its ids."""
     if vocabulary is None:
@@ -265,13 +267,13 @@ def kept_logits(
     return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
-def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
+def embedding_limit(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
     """Return the first token id that the draft has no embedding for, or None."""
     own = model.config.vocab_size
     return own if vocabulary is not None and own < vocabulary.size else None
 
 
-def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
+def timing_key(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """Describe what a draft's pass depends on besides its layers, for the key of its cost curve."""
     if isinstance(model, HeadModel):
         return f"{len(model.ids)} logits, {model.head}"
@@ -306,5 +308,5 @@ def make_draft(
         return runner, ForeignDraft(
             name, runner, shape, max_rows=max_rows, num_blocks=executor.num_blocks, tokens=foreign
         )
-    reads = ids_read(model, vocabulary)
+    reads = embedding_limit(model, vocabulary)
     return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)

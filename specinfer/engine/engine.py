@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specinfer.engine.admission import Admission, Admitted
+from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
@@ -153,12 +153,12 @@ class Engine:
         """
         self._executor.close()
 
-    def keep_learnt(self) -> None:
+    def save_policy(self) -> None:
         """Write the policy's learned state to disk; no step may run meanwhile."""
         if self._memory is not None:
             self._memory.keep()
 
-    def add(self, admitted: Admitted) -> None:
+    def add(self, admitted: AdmittedRequest) -> None:
         """Queue an admitted request; raises RequestError if its id is in use."""
         request_id = admitted.request.request_id
         if request_id in self._requests:
@@ -189,9 +189,9 @@ class Engine:
         """
         with torch_threads(self._threads):
             self._step()
-        heard, self._listener_error = self._listener_error, None
-        if heard is not None:
-            raise heard
+        error, self._listener_error = self._listener_error, None
+        if error is not None:
+            raise error
         deltas, self._deltas = self._deltas, {}
         return [*deltas.values()]
 
@@ -218,9 +218,9 @@ class Engine:
             raise
 
     def _schedule(self) -> StepPlan:
-        alone = self._suspects.next
-        plan = self._scheduler.schedule(self._requests[alone].sequence if alone is not None else None)
-        if alone is not None and not plan.entries:  # other requests hold the blocks that it needs
+        suspect = self._suspects.next
+        plan = self._scheduler.schedule(self._requests[suspect].sequence if suspect is not None else None)
+        if suspect is not None and not plan.entries:  # other requests hold the blocks that it needs
             self._suspects.acquit()
             plan = self._scheduler.schedule()
         self.clock.lap(Stage.SCHEDULE)
@@ -252,12 +252,12 @@ class Engine:
         """Wait for the pass, verify its trees and commit their tokens."""
         flight = launched.launch.flight()
         self.clock.lap(Stage.FORWARD)
-        answers = self._ask(launched, flight)
+        results = self._verify(launched, flight)
         self.clock.lap(Stage.VERIFY)
         now = self.clock.now()
-        self._advance(launched.plan, answers)
-        outcomes = self._commit(launched, flight, answers, now)
-        self._hear(launched, flight, answers)
+        self._advance(launched.plan, results)
+        outcomes = self._commit(launched, flight, results, now)
+        self._pass_states(launched, flight, results)
         self._launched.remove(launched)
         self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
@@ -265,7 +265,7 @@ class Engine:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
 
-    def _ask(self, launched: _Launched, flight: Flight) -> list[_TreeResult]:
+    def _verify(self, launched: _Launched, flight: Flight) -> list[_TreeResult]:
         """Verify each tree; includes log-probabilities if requested."""
         laws = [
             TargetLaws(entry, tree, flight, row)
@@ -273,16 +273,16 @@ class Engine:
                 launched.plan.tree_entries, launched.trees, launched.rows.roots, strict=True
             )
         ]
-        answers: list[_TreeResult] = []
+        results: list[_TreeResult] = []
         for of_tree, verdict in zip(laws, verify_trees(laws, self._verifier, flight), strict=True):
-            answer = _TreeResult(of_tree.request, of_tree.tree, verdict)
-            answers.append(answer)
+            result = _TreeResult(of_tree.request, of_tree.tree, verdict)
+            results.append(result)
             if isinstance(verdict, Acceptance):
                 transcript = self._requests[of_tree.request.request_id].transcript
-                answer.tokens, answer.finished = transcript.until_end(of_tree.tree, verdict)
+                result.tokens, result.finished = transcript.until_end(of_tree.tree, verdict)
                 # Before the commit, while the processors' state is that of the tree's root.
-                answer.logprobs = self._logprobs(of_tree, verdict, answer.tokens)
-        return answers
+                result.logprobs = self._logprobs(of_tree, verdict, result.tokens)
+        return results
 
     def _logprobs(self, laws: TargetLaws, acceptance: Acceptance, tokens: Sequence[int]) -> list[Logprobs]:
         top = laws.request.params.logprobs
@@ -290,37 +290,37 @@ class Engine:
             return []
         return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
 
-    def _advance(self, plan: StepPlan, answers: Sequence[_TreeResult]) -> None:
+    def _advance(self, plan: StepPlan, results: Sequence[_TreeResult]) -> None:
         """Update the state for the next plan: processors, accepted paths, and computed positions."""
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
         moves: list[Move] = []
-        for entry, answer in zip(plan.tree_entries, answers, strict=True):
-            if answer.finished or not isinstance(answer.verdict, Acceptance):
+        for entry, result in zip(plan.tree_entries, results, strict=True):
+            if result.finished or not isinstance(result.verdict, Acceptance):
                 continue
             sequence = self._requests[entry.request.request_id].sequence
-            sequence.computed += len(answer.verdict.path)
-            moves.extend(_path_move(entry, answer.verdict.path))
+            sequence.computed += len(result.verdict.path)
+            moves.extend(_path_move(entry, result.verdict.path))
             if sequence.processors is not None:
-                sequence.processors.commit(answer.tokens)
+                sequence.processors.commit(result.tokens)
         self._executor.move(moves)
 
     def _commit(
-        self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult], now: float
+        self, launched: _Launched, flight: Flight, results: Sequence[_TreeResult], now: float
     ) -> list[Outcome]:
         """Add the tokens to their texts and make deltas; removes requests that end."""
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, flight, scored)
         outcomes: list[Outcome] = []
-        for answer, decision in zip(answers, launched.decisions, strict=True):
-            running = self._requests[answer.request.request_id]
-            transcript, verdict = running.transcript, answer.verdict
+        for result, decision in zip(results, launched.decisions, strict=True):
+            running = self._requests[result.request.request_id]
+            transcript, verdict = running.transcript, result.verdict
             committed: tuple[int, ...] = ()
             if isinstance(verdict, UserError):
                 transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
-                self._trace(answer.request, answer.tree, verdict, decision)
-                committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
+                self._trace(result.request, result.tree, verdict, decision)
+                committed = transcript.commit(result.tree, verdict, now, result.logprobs)
             outcomes.append(self._outcome(running, committed))
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
@@ -334,7 +334,7 @@ class Engine:
         transcript = running.transcript
         self._queue_delta(running)
         if transcript.finished:
-            self._leave(running)
+            self._remove(running)
         return Outcome(transcript.request.request_id, committed, transcript.finished)
 
     def _queue_delta(self, running: _Running) -> None:
@@ -345,15 +345,15 @@ class Engine:
         # An interrupted step may have left a delta that was not returned.
         self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
-    def _hear(self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult]) -> None:
+    def _pass_states(self, launched: _Launched, flight: Flight, results: Sequence[_TreeResult]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
         if not self._speculators.taps:
             return
         paths = [
-            answer.verdict.path
-            if isinstance(answer.verdict, Acceptance) and answer.request.request_id in self._requests
+            result.verdict.path
+            if isinstance(result.verdict, Acceptance) and result.request.request_id in self._requests
             else None
-            for answer in answers
+            for result in results
         ]
         self._speculators.hear(text_rows(launched.plan, launched.trees, paths), flight)
 
@@ -376,7 +376,7 @@ class Engine:
         except Exception as error:  # raised to the caller of `step` after the step
             self._listener_error = self._listener_error or error
 
-    def _leave(self, running: _Running) -> None:
+    def _remove(self, running: _Running) -> None:
         # In this order, `abort` can repair the state after an interrupt between the two calls.
         self._scheduler.remove(running.sequence)
         del self._requests[running.sequence.request.request_id]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from specinfer.config import SpecialTokens
-from specinfer.engine.admission import Admission, Admitted
+from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.errors import RequestError, naming
 from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ class Intake:
 
     def prompts(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora: LoRA = None
-    ) -> list[list[Admitted]]:
+    ) -> list[list[AdmittedRequest]]:
         """Return the n requests of each prompt; raises ModelError for an adapter that cannot be used."""
         with naming("prompt"):
             encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
@@ -88,7 +88,7 @@ class Intake:
         tools: Sequence[Tool] = (),
         special_tokens: SpecialTokens = "text",
         lora: LoRA = None,
-    ) -> list[list[Admitted]]:
+    ) -> list[list[AdmittedRequest]]:
         """Return the n requests of each conversation, through the chat template.
 
         The template adds `tools` to every prompt. Names of special tokens in messages and tools are encoded
@@ -113,7 +113,7 @@ class Intake:
         prior_output: Sequence[int] = (),
         request_id: str | None = None,
         adapter: str | None = None,
-    ) -> Admitted:
+    ) -> AdmittedRequest:
         """Return the request of the prompt's completion number `index`, for any `params.n`.
 
         Args:
@@ -144,11 +144,11 @@ class Intake:
 
     def _admit(
         self, prompts: Sequence[Sequence[int]], params: Params, source: str, lora: LoRA
-    ) -> list[list[Admitted]]:
+    ) -> list[list[AdmittedRequest]]:
         """Return the requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, self.usual if params is None else params)
         adapters = [self._adapter(one) for one in _lora_of(prompts, lora)]
-        admitted: list[list[Admitted]] = []
+        admitted: list[list[AdmittedRequest]] = []
         for prompt, own, adapter in zip(prompts, each, adapters, strict=True):
             first, *others = self._completions(tuple(prompt), own, range(own.n), adapter)
             group = [self._admission.admit(first, source)]

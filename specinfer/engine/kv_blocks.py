@@ -44,7 +44,7 @@ class BlockPool:
         self._touched = 0  # blocks below this number were allocated before
         self._free: list[int] = []  # touched free blocks; the last is allocated next
         self._owners = [0] * num_blocks
-        self._most_owned = 0  # peak number of owned blocks
+        self._peak_owned = 0  # peak number of owned blocks
         # Oldest first; the blocks of one text from its end.
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._hashes: dict[int, bytes] = {}  # hashes of published blocks
@@ -138,24 +138,24 @@ class BlockPool:
         return self.num_blocks - self._touched
 
     def _count_owned(self) -> None:
-        self._most_owned = max(self._most_owned, self.num_blocks - self.num_free)
+        self._peak_owned = max(self._peak_owned, self.num_blocks - self.num_free)
 
     def _take(self) -> int:
         """Allocate a block; at least one must be without an owner."""
         if self._free:
             return self._free.pop()
-        if self._untouched and len(self._kept) <= MAX_KEPT_PER_OWNED * self._most_owned + self._missed:
+        if self._untouched and len(self._kept) <= MAX_KEPT_PER_OWNED * self._peak_owned + self._missed:
             self._touched += 1
-            self._remember_fewer()
+            self._trim_forgotten()
             return self._touched - 1
         block, _ = self._kept.popitem(last=False)
         key = self._hashes.pop(block)
         del self._published[key]
         self._forgotten[key] = None
-        self._remember_fewer()
+        self._trim_forgotten()
         return block
 
-    def _remember_fewer(self) -> None:
+    def _trim_forgotten(self) -> None:
         while len(self._forgotten) > self._untouched:
             self._forgotten.popitem(last=False)
 
@@ -176,7 +176,7 @@ class BlockPool:
             (shared | set(self._kept)) <= set(self._hashes) and self._published == published,
             "blocks that are kept or shared, and published ones, disagree",
         )
-        ensure(len(owned) <= self._most_owned, f"{len(owned)} are owned, {self._most_owned} at most so far")
+        ensure(len(owned) <= self._peak_owned, f"{len(owned)} are owned, {self._peak_owned} at most so far")
         ensure(not self._forgotten.keys() & self._published.keys(), "a block is forgotten or published")
         remembered = len(self._forgotten)
         ensure(remembered <= self._untouched, f"{remembered} are remembered for {self._untouched} untouched")

@@ -14,7 +14,7 @@ import torch
 
 from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.engine.drafts import Found, FoundHead
+from specinfer.engine.drafts import FoundHead, FoundModel
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
@@ -58,7 +58,9 @@ class Loader:
     sum_parts: int  # parts of the target's float sums
     progress: Progress
 
-    def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
+    def lent_memory(
+        self, found: FoundModel, quantization: Quantization, *, output: bool
+    ) -> LentMemory | None:
         """Return the memory of a `self` draft that layers of a streamed target may use, or None.
 
         `output` is True if the draft has its own output layer.
@@ -71,15 +73,20 @@ class Loader:
 
         def read(prepared: PreparedFile) -> LentMemory:
             names = layer_records(prepared)
-            if output and not plan.guessers.shares_head and _OUTPUT in prepared.records:
+            if output and not plan.drafts.shares_head and _OUTPUT in prepared.records:
                 names.append(_OUTPUT)
             return LentMemory(prepared, names, target, streamed, plan.disk)
 
-        make = partial(self._prepare, found, self.kernels, twin)
+        make = partial(self._prepare, found, self.kernels, quantization)
         return _used(make(), read, make)
 
     def target(
-        self, found: Found, quantization: Quantization, *, reads_table: bool, lent: LentMemory | None = None
+        self,
+        found: FoundModel,
+        quantization: Quantization,
+        *,
+        reads_table: bool,
+        lent: LentMemory | None = None,
     ) -> LanguageModel:
         """Load the target; if it is streamed and a head reads its embeddings, these stay in memory.
 
@@ -110,7 +117,7 @@ class Loader:
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
 
     def shared_out(
-        self, ranks: Ranks, drafts: Mapping[str, tuple[Found, Quantization]]
+        self, ranks: Ranks, drafts: Mapping[str, tuple[FoundModel, Quantization]]
     ) -> tuple[LanguageModel, dict[str, LanguageModel]]:
         """Load rank 0's parts of a target on several ranks, and of its shared drafts.
 
@@ -162,7 +169,7 @@ class Loader:
         return model, loaded
 
     def draft(
-        self, found: Found, quantization: Quantization, logit_ids: Sequence[int] | None
+        self, found: FoundModel, quantization: Quantization, logit_ids: Sequence[int] | None
     ) -> LanguageModel:
         """Load a draft model with logits for `logit_ids` (None: all).
 
@@ -175,9 +182,9 @@ class Loader:
             shared = Shared(_used(make(), table_on_disk, make))
         return self._load(found, kernels, quantization, logit_ids, shared)
 
-    def twin(
+    def self_draft(
         self,
-        found: Found,
+        found: FoundModel,
         target: LanguageModel,
         quantization: Quantization,
         logit_ids: Sequence[int] | None,
@@ -192,7 +199,7 @@ class Loader:
         shares_head = False
         if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
             self._prepare(found, kernels, quantization)
-            shares_head = self.plan.guessers.shares_head and logit_ids is None
+            shares_head = self.plan.drafts.shares_head and logit_ids is None
         elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
@@ -203,7 +210,7 @@ class Loader:
         return loaded
 
     def head(
-        self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization
+        self, found: FoundHead, target: FoundModel, model: LanguageModel, quantization: Quantization
     ) -> AnyHeadModel:
         """Load a head on the target `model`."""
         assert isinstance(model, LayeredModel), "heads of others were refused when they were found"
@@ -217,7 +224,7 @@ class Loader:
             quantization=quantization,
         )
 
-    def _fitting(self, found: Found | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
+    def _fitting(self, found: FoundModel | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""
         weights = found.weight_bytes(self.dtype, self.kernels, quantization) // ranks
         kernels = streaming(self.kernels, weights)
@@ -232,7 +239,7 @@ class Loader:
         _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
         return replace(kernels, attention=SdpaAttention())
 
-    def _prepare(self, found: Found, kernels: Kernels, quantization: Quantization) -> PreparedFile:
+    def _prepare(self, found: FoundModel, kernels: Kernels, quantization: Quantization) -> PreparedFile:
         return prepare(
             found.model,
             dtype=self.dtype,
@@ -245,7 +252,7 @@ class Loader:
 
     def _load(
         self,
-        found: Found,
+        found: FoundModel,
         kernels: Kernels,
         quantization: Quantization,
         logit_ids: Sequence[int] | None = None,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.errors import ClosedError, IntegrityError, PeerLostError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
 
@@ -45,7 +45,7 @@ class _Turn:
 class _Live:
     """A request that has not ended, with the receiver of its deltas."""
 
-    admitted: Admitted
+    admitted: AdmittedRequest
     receive: Receiver
 
 
@@ -60,7 +60,7 @@ class EngineLoop:
         self._engine: Engine | None = engine
         # A deque without a lock: `cancel` may run in a stream's finalizer, at any line of any thread.
         self._commands: deque[Callable[[], None]] = deque()
-        self._made: deque[Delta] = deque()  # made by steps, not delivered yet
+        self._undelivered: deque[Delta] = deque()  # made by steps, not delivered yet
         self._live: dict[str, _Live] = {}
         self._changed = threading.Condition()  # guards the fields above and the three below
         self._turn: _Turn | None = None
@@ -69,7 +69,7 @@ class EngineLoop:
         self._closed = False
         self.on_lost: Callable[[PeerLostError], object] | None = None  # called first; see `start`
 
-    def submit(self, requests: Sequence[Admitted], receive: Receiver) -> None:
+    def submit(self, requests: Sequence[AdmittedRequest], receive: Receiver) -> None:
         """Queue requests; `receive` gets each of their deltas, the last one with a finish reason.
 
         The driving thread calls `receive` between steps, so it must be quick; an exception that it raises
@@ -79,7 +79,7 @@ class EngineLoop:
         with self._changed:
             if self._refusing:
                 raise ClosedError(self._refusing)
-            named: dict[str, Admitted] = {}
+            named: dict[str, AdmittedRequest] = {}
             for one in requests:
                 if (request_id := one.request.request_id) in self._live or request_id in named:
                     raise RequestError(f"request id {request_id!r} is in use; submit each request once")
@@ -89,14 +89,16 @@ class EngineLoop:
                 self._commands.append(partial(self._add, one))
             self._changed.notify_all()
 
-    def cancel(self, requests: Iterable[Admitted]) -> None:
+    def cancel(self, requests: Iterable[AdmittedRequest]) -> None:
         """End the requests that have not ended, with finish reason "abort", before the next step."""
         commands = [partial(self._abort, one) for one in requests]
         if commands:
             self._commands.extend(commands)
-            self._carry_out_now()
+            self._run_commands_now()
 
-    def stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
+    def stream(
+        self, requests: Sequence[AdmittedRequest], *, ended_only: bool = False
+    ) -> Generator[RequestOutput]:
         """Submit requests and yield their outputs after every step, until all have ended.
 
         With `ended_only` it yields one output per request, at its end. Closing the generator cancels the
@@ -177,36 +179,36 @@ class EngineLoop:
                     self._changed.wait()
                 self._turn = turn
             if self._engine is not None:
-                self._carry_out()
+                self._run_commands()
                 for live in list(self._live.values()):
                     self._abort(live.admitted)
                 self._engine = None
         finally:
             if self._turn is turn:
                 self._turn = None
-                self._left()
+                self._after_turn()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError, between two steps, if the engine's parts or its requests are inconsistent."""
-        asked: list[Exception | None] = []
+        outcome: list[Exception | None] = []
 
-        def ask() -> None:
+        def check() -> None:
             try:
-                self._here.check_integrity()
-                if not self._live and self._here.has_work:
+                self._present_engine.check_integrity()
+                if not self._live and self._present_engine.has_work:
                     raise IntegrityError("the engine has work, but the loop has no live request")
-                asked.append(None)
+                outcome.append(None)
             except Exception as error:
-                asked.append(error)
+                outcome.append(error)
 
-        self._commands.append(ask)
-        self._carry_out_now()
-        self._wait(lambda: asked, None, step=False)
-        if asked[0] is not None:
-            raise asked[0]
+        self._commands.append(check)
+        self._run_commands_now()
+        self._wait(lambda: outcome, None, step=False)
+        if outcome[0] is not None:
+            raise outcome[0]
 
     @property
-    def _here(self) -> Engine:
+    def _present_engine(self) -> Engine:
         assert self._engine is not None, "a closed loop has no turns"
         return self._engine
 
@@ -225,7 +227,7 @@ class EngineLoop:
                         left = None if until is None else until - time.monotonic()
                         if left is not None and left <= 0:
                             return False
-                        if self._turn is None and not (self._live or self._commands or self._made):
+                        if self._turn is None and not (self._live or self._commands or self._undelivered):
                             raise IntegrityError("a thread waits for the loop, which has no request left")
                         if self._turn is None and self._thread is None:
                             self._turn = turn
@@ -237,9 +239,9 @@ class EngineLoop:
             finally:
                 if self._turn is turn:
                     self._turn = None
-                    self._left()
+                    self._after_turn()
 
-    def _carry_out_now(self) -> None:
+    def _run_commands_now(self) -> None:
         """Run commands at once, or leave them to the thread that has the turn."""
         turn = _Turn(threading.get_ident())
         try:
@@ -248,18 +250,18 @@ class EngineLoop:
                     self._turn = turn
                 self._changed.notify_all()
             if self._turn is turn:
-                self._carry_out()
+                self._run_commands()
         finally:
             if self._turn is turn:
                 self._turn = None
-                self._left()
+                self._after_turn()
 
     def _left(self) -> None:
         """After a turn, wake waiting threads and run new commands."""
         with self._changed:
             self._changed.notify_all()
         if self._commands and self._thread is None and not self._closed:
-            self._carry_out_now()
+            self._run_commands_now()
 
     def _refuse_within_step(self) -> None:
         if self._turn is not None and self._turn.thread == threading.get_ident():
@@ -296,68 +298,68 @@ class EngineLoop:
             finally:
                 if self._turn is turn:
                     self._turn = None
-                    self._left()
+                    self._after_turn()
 
     def _abort_all(self, reason: str) -> None:
         for live in list(self._live.values()):
             self._abort(live.admitted, reason)
 
     def _may_run(self) -> bool:
-        return self._turn is None and bool(self._live or self._commands or self._made)
+        return self._turn is None and bool(self._live or self._commands or self._undelivered)
 
     # Within the turn.
 
     def _drive(self, *, step: bool) -> None:
-        self._carry_out()
-        self._hand_out()  # deltas left by an interrupt
+        self._run_commands()
+        self._deliver()  # deltas left by an interrupt
         if not step:
             return
-        if self._here.has_work:
-            self._made.extend(self._here.step())
-        self._hand_out()
+        if self._present_engine.has_work:
+            self._undelivered.extend(self._present_engine.step())
+        self._deliver()
         with self._changed:  # otherwise a request submitted now would look lost
-            idle = not self._here.has_work and not self._commands
+            idle = not self._present_engine.has_work and not self._commands
             lost = list(self._live.values()) if idle else []
         for live in lost:
             self._receive(live.admitted.fail("the engine lost the request; please report it"))
 
-    def _carry_out(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
             self._commands[0]()
             self._commands.popleft()  # only now, so that an interrupt loses no command
 
-    def _hand_out(self) -> None:
-        while self._made:
-            self._receive(self._made[0])
-            self._made.popleft()  # only now, likewise; `stream` drops repeated deltas
+    def _deliver(self) -> None:
+        while self._undelivered:
+            self._receive(self._undelivered[0])
+            self._undelivered.popleft()  # only now, likewise; `stream` drops repeated deltas
 
-    def _add(self, one: Admitted) -> None:
+    def _add(self, one: AdmittedRequest) -> None:
         if not self._is_live(one):
             return
         try:
-            self._here.add(one)
+            self._present_engine.add(one)
         except Exception as error:
-            self._made.append(one.fail(str(error)))
-            self._hand_out()
+            self._undelivered.append(one.fail(str(error)))
+            self._deliver()
 
-    def _abort(self, one: Admitted, error: str = "") -> None:
+    def _abort(self, one: AdmittedRequest, error: str = "") -> None:
         """End a request with finish reason "error" if an error is given, else "abort"."""
-        self._hand_out()  # its last delta may be among them
+        self._deliver()  # its last delta may be among them
         if not self._is_live(one):
             return
         request_id = one.request.request_id
         try:
-            delta = self._here.abort(request_id)
+            delta = self._present_engine.abort(request_id)
         except Exception as failure:
             _LOG.exception("request %s could not be cancelled", request_id)
             delta, error = None, error or str(failure)
         if delta is None or error:
             last = one.fail(error or "the engine lost the request; please report it")
             delta = last if delta is None else Delta.joined([delta, last])
-        self._made.append(delta)
-        self._hand_out()
+        self._undelivered.append(delta)
+        self._deliver()
 
-    def _is_live(self, one: Admitted) -> bool:
+    def _is_live(self, one: AdmittedRequest) -> bool:
         live = self._live.get(one.request.request_id)
         return live is not None and live.admitted is one
 

@@ -37,13 +37,13 @@ from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 _SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
 _SLACK: Final = 1 << 26  # bytes reserved for libraries
 _BUFFERS: Final = 2  # layer buffers without a draft
-_WORTH: Final = 0.9  # part of the best speed that is enough if there is more room for it
+_FAST_ENOUGH: Final = 0.9  # part of the best speed that is enough for wider limits
 # Prior acceptance probability of a level's first guess, as measured on Alpaca.
-_TWIN_RATE: Final = 0.9
+_SELF_RATE: Final = 0.9
 _OTHER_RATE: Final = 0.75
 
 
-class Room(NamedTuple):
+class StreamLimits(NamedTuple):
     """Limits of a streamed engine that take memory besides weights."""
 
     positions: int  # positions of each KV cache
@@ -52,17 +52,17 @@ class Room(NamedTuple):
 
 
 # In falling order of preference; the last one is used if no other fits.
-ROOMS: Final = (
-    Room(8192, 512, 3),
-    Room(4096, 512, 3),
-    Room(2048, 256, 3),
-    Room(2048, 128, 2),
-    Room(1024, 128, 2),
+STREAM_LIMITS: Final = (
+    StreamLimits(8192, 512, 3),
+    StreamLimits(4096, 512, 3),
+    StreamLimits(2048, 256, 3),
+    StreamLimits(2048, 128, 2),
+    StreamLimits(1024, 128, 2),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Guessers:
+class DraftSet:
     """Memory and time of the drafts of a streamed model."""
 
     names: tuple[str, ...] = ()
@@ -78,8 +78,8 @@ class MemoryPlan:
     """Layers in memory, streamed layers, drafts, and the expected speed."""
 
     placement: Placement
-    guessers: Guessers
-    room: Room
+    drafts: DraftSet
+    limits: StreamLimits
     kv_cache: int  # bytes
     disk: DiskRate
     bandwidth: float  # bytes of memory read per second
@@ -90,11 +90,11 @@ class MemoryPlan:
 
         Experts are read after the router has chosen them, so their layer waits.
         """
-        placement, rate, room = self.placement, self.disk.bytes_per_second, self.placement.experts
-        if room is None:
+        placement, rate, experts = self.placement, self.disk.bytes_per_second, self.placement.experts
+        if experts is None:
             return max(placement.seconds(rate), sum(placement.layers) / self.bandwidth)
-        computed = sum(placement.layers) + room.touched_bytes(rows)
-        return room.read_bytes(rows) / rate + computed / self.bandwidth
+        computed = sum(placement.layers) + experts.touched_bytes(rows)
+        return experts.read_bytes(rows) / rate + computed / self.bandwidth
 
     @property
     def plain_speed(self) -> float:
@@ -104,9 +104,9 @@ class MemoryPlan:
     @property
     def speed(self) -> float:
         """Expected tokens per second with the drafts, for chains of the best length."""
-        if not self.guessers.names:
+        if not self.drafts.names:
             return self.plain_speed
-        level, rate = self.guessers.reads / self.bandwidth, self.guessers.rate
+        level, rate = self.drafts.reads / self.bandwidth, self.drafts.rate
         tokens = [(1 - rate ** (depth + 1)) / (1 - rate) for depth in range(MAX_DEPTH_STREAMED + 1)]
         return max(made / (self.pass_seconds(depth + 1) + depth * level) for depth, made in enumerate(tokens))
 
@@ -114,15 +114,15 @@ class MemoryPlan:
         """Return the decision and its reason, in a line."""
         parts = [self.placement.summary(self.disk, self.prepared.path.parent)]
         speeds = f"about {about(self.plain_speed)} tokens/s without guesses"
-        if names := self.guessers.names:
+        if names := self.drafts.names:
             shown = ["the target itself in fewer bits" if name == SELF else name for name in names]
-            parts.append(f"draft: {' and '.join(shown)}, {gigabytes(self.guessers.weights)}")
+            parts.append(f"draft: {' and '.join(shown)}, {gigabytes(self.drafts.weights)}")
             speeds += f" and {about(self.speed)} with, expected"
         return "; ".join([*parts, speeds])
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MemoryNeeds:
     """The models to plan memory for, before any weight is read."""
 
     name: str  # of the target
@@ -131,16 +131,16 @@ class Wanted:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
-    drafts: Mapping[str, int]  # bytes of the weights of named drafts
-    guessers: Sequence[Guessers]  # sets of drafts to choose from, if layers are streamed
+    draft_weights: Mapping[str, int]  # bytes of the weights of named drafts
+    draft_sets: Sequence[DraftSet]  # sets of drafts to choose from, if layers are streamed
     reads_table: bool  # True if a draft reads the target's embedding table
-    here: int | None = None  # bytes of the target's weights on this host; None: all of them
+    local_weights: int | None = None  # bytes of the target's weights on this host; None: all of them
 
     @property
     def weights(self) -> int:
         """Bytes of the target's weights."""
-        if self.here is not None:
-            return self.here
+        if self.local_weights is not None:
+            return self.local_weights
         return estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
 
     @property
@@ -151,15 +151,15 @@ class Wanted:
             return config.vocab_size * config.embedding_size * self.dtype.itemsize
         return int8_bytes(config.vocab_size, config.embedding_size)
 
-    def twins(self) -> list[Guessers]:
+    def self_drafts(self) -> list[DraftSet]:
         """Return the `self` drafts in int4: with its own output layer, and with the target's."""
-        own = guessing_bytes(self.target, self.dtype, self.kernels, "int4")
+        own = draft_bytes(self.target, self.dtype, self.kernels, "int4")
         config = self.target.config
         layers = own - int8_bytes(config.vocab_size, config.embedding_size)
         caches = [(config, self.dtype)]
         return [
-            Guessers((SELF,), own, own, caches, _TWIN_RATE),
-            Guessers((SELF,), layers, layers + self.output_bytes, caches, _TWIN_RATE, shares_head=True),
+            DraftSet((SELF,), own, own, caches, _SELF_RATE),
+            DraftSet((SELF,), layers, layers + self.output_bytes, caches, _SELF_RATE, shares_head=True),
         ]
 
     def fixed(self, process: int) -> dict[str, int]:
@@ -205,36 +205,36 @@ class Wanted:
             layers = [size if n in dense else max(0, size - of_experts) for n, size in enumerate(layers)]
         return Sizes(layers, experts)
 
-    def ways(self, memory: int, process: int, sizes: Sizes, config: EngineConfig) -> list[Way]:
+    def candidates(self, memory: int, process: int, sizes: Sizes, config: EngineConfig) -> list[Candidate]:
         """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does."""
-        fixed, ways = self.fixed(process), list[Way]()
+        fixed, candidates = self.fixed(process), list[Candidate]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
-        for guessers in self.guessers:
+        for drafts in self.draft_sets:
             fits = False
-            for room in ROOMS:
-                if fits and room is ROOMS[-1]:
+            for limits in STREAM_LIMITS:
+                if fits and limits is STREAM_LIMITS[-1]:
                     break
-                room = room._replace(rows=max(rows, room.rows))
-                models = [(self.target.config, self.dtype), *guessers.caches]
-                caches = config.cache.memory or cache_bytes(models, room.positions)
+                limits = limits._replace(rows=max(rows, limits.rows))
+                models = [(self.target.config, self.dtype), *drafts.caches]
+                caches = config.cache.memory or cache_bytes(models, limits.positions)
                 parts = {
                     **fixed,
-                    "drafts": guessers.weights,
-                    "activations": activation_bytes(self.target.config, self.dtype, room.rows),
+                    "drafts": drafts.weights,
+                    "activations": activation_bytes(self.target.config, self.dtype, limits.rows),
                     "KV caches": caches,
                 }
                 try:
-                    placement = sizes.placed(memory, parts, room.buffers if guessers.names else _BUFFERS)
+                    placement = sizes.placed(memory, parts, limits.buffers if drafts.names else _BUFFERS)
                 except CapacityError as error:
                     refused.append((sum(parts.values()), error))
                     continue
-                ways.append(Way(guessers, room, caches, placement))
+                candidates.append(Candidate(drafts, limits, caches, placement))
                 fits = True
-        if not ways:
+        if not candidates:
             raise min(refused, key=itemgetter(0))[1]
-        return ways
+        return candidates
 
 
 class Sizes(NamedTuple):
@@ -250,57 +250,59 @@ class Sizes(NamedTuple):
         return Placement.within(memory, fixed, self.layers, buffers=buffers)
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """A possible use of memory."""
 
-    guessers: Guessers
-    room: Room
+    drafts: DraftSet
+    limits: StreamLimits
     caches: int  # bytes of KV caches
     placement: Placement
 
 
-def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan | None:
+def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan | None:
     """Return the plan for a target with streamed layers, or None if all layers stay in memory.
 
     Makes the prepared file if it is missing. Raises CapacityError if memory does not suffice, ConfigError if
     layers cannot be streamed, ModelError if the file cannot be made.
     """
-    memory, speculation = allowed_bytes(config.memory, wanted.device), config.speculation
+    memory, speculation = allowed_bytes(config.memory, needs.device), config.speculation
     # Measured now, so that a start that makes the file gets the same plan as later ones.
     process = process_bytes()
     free = memory - process
-    total = wanted.weights + sum(wanted.drafts.values())
+    total = needs.weights + sum(needs.draft_weights.values())
     if config.offload == "never":
         if total > free:
-            raise CapacityError(_refusal(wanted, config, memory, free))
+            raise CapacityError(_lack_of_memory(needs, config, memory, free))
         return None
-    room = ROOMS[2]  # for one or two requests
-    model = wanted.target.config, wanted.dtype
-    models = [model, *(wanted.guessers[0].caches if speculation.drafts else ())]
-    caches = config.cache.memory or cache_bytes(models, room.positions)
-    if total + caches + activation_bytes(*model, room.rows) <= free:
+    limits = STREAM_LIMITS[2]  # for one or two requests
+    model = needs.target.config, needs.dtype
+    models = [model, *(needs.draft_sets[0].caches if speculation.drafts else ())]
+    caches = config.cache.memory or cache_bytes(models, limits.positions)
+    if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
-    if wanted.device.type != "cpu" or wanted.kernels.library is None:
+    if needs.device.type != "cpu" or needs.kernels.library is None:
         raise ConfigError(
-            f"offload is {config.offload!r} and {wanted.name} does not fit into memory; layers are streamed "
-            f"for native kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
+            f"offload is {config.offload!r} and {needs.name} does not fit into memory; layers are streamed "
+            f"for native kernels on a CPU, and this is {needs.device} with PyTorch's: choose a smaller model"
         )
     # No file is written if no plan fits.
-    wanted.ways(memory, process, wanted.sizes(), config)
-    prepared = wanted.prepare(offload_folder(config), progress)
+    needs.candidates(memory, process, needs.sizes(), config)
+    prepared = needs.prepare(offload_folder(config), progress)
     disk = measure(StreamSource(prepared.path))
-    bandwidth = Bandwidth(wanted.kernels.library, _SAMPLE).usual()
+    bandwidth = Bandwidth(needs.kernels.library, _SAMPLE).usual()
     plans = [
-        MemoryPlan(placement, guessers, room, caches, disk, bandwidth, prepared)
-        for guessers, room, caches, placement in wanted.ways(memory, process, wanted.sizes(prepared), config)
+        MemoryPlan(placement, drafts, limits, caches, disk, bandwidth, prepared)
+        for drafts, limits, caches, placement in needs.candidates(
+            memory, process, needs.sizes(prepared), config
+        )
     ]
-    return chosen(plans)
+    return best_plan(plans)
 
 
-def chosen(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """Return the plan with the most room among those that are about as fast as the fastest."""
-    enough = _WORTH * max(plan.speed for plan in plans)
-    return max(plans, key=lambda plan: (plan.speed >= enough, plan.room, plan.speed))
+def best_plan(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """Return the plan with the widest limits among those that are about as fast as the fastest."""
+    enough = _FAST_ENOUGH * max(plan.speed for plan in plans)
+    return max(plans, key=lambda plan: (plan.speed >= enough, plan.limits, plan.speed))
 
 
 def offload_folder(config: EngineConfig) -> Path | None:
@@ -308,25 +310,25 @@ def offload_folder(config: EngineConfig) -> Path | None:
     return None if config.offload_folder is None else Path(config.offload_folder).expanduser()
 
 
-def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> str:
+def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free: int) -> str:
     """Return the message for a lack of memory, with the alternative of streaming."""
-    parts = {wanted.name: wanted.weights, **wanted.drafts}
+    parts = {needs.name: needs.weights, **needs.draft_weights}
     sizes = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
     text = (
         f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
-        f"{wanted.device}; choose a smaller model, fewer drafts, or free some memory"
+        f"{needs.device}; choose a smaller model, fewer drafts, or free some memory"
     )
-    if wanted.device.type != "cpu" or wanted.kernels.library is None:
+    if needs.device.type != "cpu" or needs.kernels.library is None:
         return text
-    path = wanted.target.path
+    path = needs.target.path
     file = next(iter(sorted(path.glob("*.safetensors"))), path) if path.is_dir() else path
     try:
-        ways = wanted.ways(memory, memory - free, wanted.sizes(), config)
+        candidates = needs.candidates(memory, memory - free, needs.sizes(), config)
         disk = measure(StreamSource(file))
     except (CapacityError, ModelFileError):
         return text  # streaming would not fit, either
-    placement = min((way.placement for way in ways), key=lambda one: one.streamed_bytes)
-    folder = prepared_path(path, "", wanted.dtype, offload_folder(config)).parent
+    placement = min((one.placement for one in candidates), key=lambda one: one.streamed_bytes)
+    folder = prepared_path(path, "", needs.dtype, offload_folder(config)).parent
     return f"{text}; or --offload auto: {placement.summary(disk, folder)}"
 
 
@@ -361,7 +363,7 @@ def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: in
     )
 
 
-def guessing_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:
+def draft_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:
     """Return the bytes of a draft's weights in memory if its embeddings are read from the disk."""
     config = model.config
     return (

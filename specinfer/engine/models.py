@@ -13,25 +13,25 @@ from specinfer.attention.native import NativeAttention
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import (
     AnyDraft,
-    Found,
     FoundHead,
-    adapters_of_drafts,
+    FoundModel,
     check_options,
+    draft_adapters,
     draft_kind,
     draft_names,
-    exchanges,
     find,
     find_drafts,
-    kept_logits,
+    foreign_tokens_of,
+    logit_ids_of,
     models_among,
     vocabularies,
 )
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import (
-    Guessers,
+    DraftSet,
+    MemoryNeeds,
     MemoryPlan,
-    Wanted,
-    guessing_bytes,
+    draft_bytes,
     offload_folder,
     plan_memory,
 )
@@ -99,7 +99,7 @@ class Models:
         """Return the config with the decisions that loading has made for its open options."""
         if self.plan is None:
             return config
-        drafts = self.plan.guessers.names
+        drafts = self.plan.drafts.names
         return replace(config.streamed, speculation=replace(config.streamed.speculation, drafts=drafts))
 
 
@@ -160,12 +160,12 @@ def _load_models(
     )
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
-    adapted = adapters_of_drafts(config.speculation, drafts)
+    adapted = draft_adapters(config.speculation, drafts)
     tokenizer = Tokenizer.load(target.files, config.chat_template)
     sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
     size = target.config.vocab_size
     kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
-    foreign = exchanges(target, drafts, tokenizer, config.speculation, kept)
+    foreign = foreign_tokens_of(target, drafts, tokenizer, config.speculation, kept)
     named = vocabularies(target, drafts, foreign, kept)
     of_target, speculation = config.quantization, config.speculation
     kinds = {
@@ -176,9 +176,9 @@ def _load_models(
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    wanted = _wanted(target, drafts, kinds, adapted, config, dtype, device, kernels)
+    needs = _memory_needs(target, drafts, kinds, adapted, config, dtype, device, kernels)
     layout: Layout | None = None
-    reads_table = wanted.reads_table or target in drafts.values()
+    reads_table = needs.reads_table or target in drafts.values()
     if config.ranks > 1:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
@@ -192,10 +192,10 @@ def _load_models(
                 layout.part(rank, target.config, whole_table=reads_table) for rank in range(config.ranks_here)
             ]
             here = sum(weight_bytes(part, dtype, kernels, of_target) for part in parts)
-            wanted = replace(wanted, here=here)
-    plan = plan_memory(wanted, config, show)
-    if plan is not None and plan.guessers.names != speculation.drafts:  # the `self` draft was added
-        drafts = dict.fromkeys(draft_names(plan.guessers.names), target)
+            needs = replace(needs, local_weights=here)
+    plan = plan_memory(needs, config, show)
+    if plan is not None and plan.drafts.names != speculation.drafts:  # the `self` draft was added
+        drafts = dict.fromkeys(draft_names(plan.drafts.names), target)
         kinds = dict.fromkeys(drafts, "int4")
     loader = Loader(
         dtype=dtype,
@@ -207,18 +207,18 @@ def _load_models(
         sum_parts=config.parts_of_sums,
         progress=show,
     )
-    twins = [name for name, draft in drafts.items() if draft is target]
+    self_drafts = [name for name, draft in drafts.items() if draft is target]
     ids = {
-        name: kept_logits(draft, named.get(name), foreign.get(name))
+        name: logit_ids_of(draft, named.get(name), foreign.get(name))
         for name, draft in models_among(drafts).items()
     }
     lent: LentMemory | None = None
-    if len(twins) == 1 and config.ranks == 1:
-        lent = loader.lent_memory(target, kinds[twins[0]], output=ids[twins[0]] is None)
+    if len(self_drafts) == 1 and config.ranks == 1:
+        lent = loader.lent_memory(target, kinds[self_drafts[0]], output=ids[self_drafts[0]] is None)
     ranks: Ranks | None = None
     loaded_drafts: dict[str, AnyDraft] = {}
     if layout is None:
-        loaded = loader.target(target, of_target, reads_table=wanted.reads_table, lent=lent)
+        loaded = loader.target(target, of_target, reads_table=needs.reads_table, lent=lent)
     else:
         can = {
             name: (draft, kinds[name])
@@ -242,7 +242,7 @@ def _load_models(
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
             continue
         if draft is target:
-            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids[name], lent)
+            loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], lent)
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
     for name, adapter in adapted.items():
@@ -282,11 +282,11 @@ def _load_models(
     )
 
 
-def _name(found: Found) -> str:
+def _name(found: FoundModel) -> str:
     return Path(found.files.name).name or found.files.name
 
 
-def _check_hosted(config: EngineConfig, target: Found) -> None:
+def _check_hosted(config: EngineConfig, target: FoundModel) -> None:
     """Raise ConfigError for options that a target that runs through transformers does not support."""
     usual = EngineConfig(model=config.model)
     for name in ("tensor_parallel", "pipeline_parallel", "sum_parts", "offload"):
@@ -297,43 +297,44 @@ def _check_hosted(config: EngineConfig, target: Found) -> None:
             )
 
 
-def _wanted(
-    target: Found,
-    drafts: Mapping[str, Found | FoundHead],
+def _memory_needs(
+    target: FoundModel,
+    drafts: Mapping[str, FoundModel | FoundHead],
     kinds: Mapping[str, Quantization],
     adapted: Mapping[str, PeftFolder],
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
-) -> Wanted:
+) -> MemoryNeeds:
     """Return the models to plan memory for: the named ones, or a `self` draft if no draft is named."""
     sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
     for name, adapter in adapted.items():
         sizes[name] += adapter.bytes(dtype)
-    wanted = Wanted(
+    needs = MemoryNeeds(
         name=target.files.name,
         target=target.model,
         quantization=config.quantization,
         dtype=dtype,
         device=device,
         kernels=kernels,
-        drafts={f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()},
-        guessers=(),
+        draft_weights={f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()},
+        draft_sets=(),
         reads_table=any(isinstance(draft, FoundHead) for draft in drafts.values()),
     )
     names = config.speculation.drafts
     if names == (SELF,) and kinds["draft"] == "int4":
-        return replace(wanted, guessers=wanted.twins())
+        return replace(needs, draft_sets=needs.self_drafts())
     weights = sum(
-        guessing_bytes(draft.model, dtype, kernels, kinds[name]) if isinstance(draft, Found) else sizes[name]
+        draft_bytes(draft.model, dtype, kernels, kinds[name])
+        if isinstance(draft, FoundModel)
+        else sizes[name]
         for name, draft in drafts.items()
     )
     caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
     may = config.offload == "auto" and config.quantization != "int4" and config.speculation.most_nodes > 1
-    alone = names or not may
-    twins = [] if alone else wanted.twins()
-    return replace(wanted, guessers=[Guessers(names, weights, weights, caches), *twins])
+    added = needs.self_drafts() if may and not names else []
+    return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
 
 
 def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:

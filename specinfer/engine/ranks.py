@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specinfer.config import EngineConfig
-from specinfer.engine.drafts import Found
+from specinfer.engine.drafts import FoundModel
 from specinfer.errors import ConfigError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
@@ -37,10 +37,10 @@ class Ranks:
 
     def __init__(
         self,
-        found: Found,
+        found: FoundModel,
         config: EngineConfig,
         layout: Layout,
-        drafts: Mapping[str, tuple[Found, Quantization]],
+        drafts: Mapping[str, tuple[FoundModel, Quantization]],
         *,
         whole_table: bool,
     ) -> None:

@@ -59,7 +59,7 @@ class Scheduler:
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
         self._max_adapters = max_adapters
-        self._short_alone = False  # True if the last step read only short prompts
+        self._short_only = False  # True if the last step read only short prompts
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the cache
         self.prefix_hits = 0  # tokens found there
@@ -87,20 +87,20 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._pool.release(sequence.block_table)
 
-    def schedule(self, alone: SequenceState | None = None) -> StepPlan:
+    def schedule(self, only: SequenceState | None = None) -> StepPlan:
         """Return the next step; it is empty only if no request waits or runs.
 
-        Allocates blocks, and may preempt and admit requests. With `alone` the step has only that request.
+        Allocates blocks, and may preempt and admit requests. With `only` the step has only that request.
         """
         for sequence in self.running:
             self._publish(sequence)
-        before = self.preemptions
-        running = self._with_a_row(alone)
+        preemptions = self.preemptions
+        running = self._reserve_rows(only)
         rows = self._config.most_step_tokens - len(running)
-        short = self.preemptions > before  # a request preempted now is not admitted at once
+        preempted = self.preemptions > preemptions  # a request preempted now is not admitted at once
         awaited: set[tuple[int, bytes]] = set()
-        while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
-            admitted = self._admit(alone, awaited)
+        while not preempted and rows > 0 and len(self.running) < self._config.max_batch_size:
+            admitted = self._admit(only, awaited)
             if admitted is None:
                 break
             running.append(admitted)
@@ -109,14 +109,14 @@ class Scheduler:
         rows -= sum((end - s.computed - 1) * _cost(s) for s, end in zip(running, ends, strict=True))
         return StepPlan(self._with_trees(running, ends, rows))
 
-    def _with_a_row(self, alone: SequenceState | None) -> list[SequenceState]:
+    def _reserve_rows(self, only: SequenceState | None) -> list[SequenceState]:
         """Return the running requests of the step, oldest first, each with blocks for a row.
 
         Preempts the newest if there are too few blocks.
         """
         done = 0
         while True:
-            running = [s for s in self.running if alone is None or s is alone]
+            running = [s for s in self.running if only is None or s is only]
             if done == len(running):
                 return running
             sequence = running[done]
@@ -127,7 +127,7 @@ class Scheduler:
             else:
                 self._preempt(self.running[-1])  # then the same request tries again, unless it was preempted
 
-    def _admit(self, alone: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
+    def _admit(self, only: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
         """Admit the next waiting request if there are blocks for all of its text; returns it or None.
 
         Requests are admitted in order. Those that wait for a block that a running request is about to compute
@@ -136,7 +136,7 @@ class Scheduler:
         """
         adapted = True  # True if a request with an adapter may be admitted
         for waiting in self.waiting:
-            if alone not in (None, waiting):
+            if only not in (None, waiting):
                 continue
             if waiting.request.adapter is not None:
                 adapted = adapted and self._has_room_for(waiting.request.adapter)
@@ -168,12 +168,12 @@ class Scheduler:
         costs = [_cost(sequence) for sequence in running]
         missing = [sequence.uncomputed - 1 for sequence in running]
         ending = [more if more * cost <= rows else 0 for more, cost in zip(missing, costs, strict=True)]
-        self._short_alone = any(ending) and ending != missing and not self._short_alone
-        most = [self._most_rows(sequence) - 1 for sequence in running]
-        given = prompt_rows(rows, ending if self._short_alone else missing, most, costs)
+        self._short_only = any(ending) and ending != missing and not self._short_only
+        limits = [self._max_prompt_rows(sequence) - 1 for sequence in running]
+        given = prompt_rows(rows, ending if self._short_only else missing, limits, costs)
         return [sequence.computed + 1 + more for sequence, more in zip(running, given, strict=True)]
 
-    def _most_rows(self, sequence: SequenceState) -> int:
+    def _max_prompt_rows(self, sequence: SequenceState) -> int:
         """Return the maximum rows of its prompt in one step.
 
         It falls with the length of the text, because a row attends to all of it, and steps should take about
@@ -186,22 +186,22 @@ class Scheduler:
         self, running: Sequence[SequenceState], ends: Sequence[int], rows: int
     ) -> tuple[PlanEntry, ...]:
         """Return the step's entries, whose trees share the remaining `rows`."""
-        wanted = [self._nodes_wanted(s, end) for s, end in zip(running, ends, strict=True)]
-        extra = share(rows, [max(nodes - 1, 0) for nodes in wanted])
+        wanted = [self._max_nodes(s, end) for s, end in zip(running, ends, strict=True)]
+        extra = fair_shares(rows, [max(nodes - 1, 0) for nodes in wanted])
         return tuple(
             self._entry(sequence, end, min(nodes, 1 + more))
             for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
         )
 
-    def _nodes_wanted(self, sequence: SequenceState, end: int) -> int:
+    def _max_nodes(self, sequence: SequenceState, end: int) -> int:
         """Return the maximum nodes of a request's tree after `end`, without regard to other requests."""
         room = sequence.room(self._max_context)
         if end < len(sequence.token_ids) or room == 0:
             return 0
         # A prefill ends in a one-node tree, so that the first token does not wait for speculators.
         prefill = sequence.uncomputed > 1 or sequence.num_output == 0
-        alone = prefill or room < 2  # the bonus token will be the last
-        return 1 if alone else min(self._tree_nodes, sequence.tree_nodes)
+        root_only = prefill or room < 2  # the bonus token will be the last
+        return 1 if root_only else min(self._tree_nodes, sequence.tree_nodes)
 
     def _entry(self, sequence: SequenceState, end: int, nodes: int) -> PlanEntry:
         """Return a request's entry; a tree without blocks is reduced to its root."""
@@ -273,21 +273,21 @@ class Scheduler:
     def restart(self) -> None:
         """Preempt all running requests, in order, discarding their KV."""
         while self.running:
-            self._give_way(self.running[-1])
+            self._requeue(self.running[-1])
         for sequence in self.waiting:  # one may have been partly admitted
-            self._give_back(sequence)
+            self._release(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
-        self._give_way(sequence)
+        self._requeue(sequence)
         self.preemptions += 1
 
-    def _give_way(self, sequence: SequenceState) -> None:
+    def _requeue(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
-        self._give_back(sequence)
+        self._release(sequence)
         sequence.incarnation += 1
         self.waiting.appendleft(sequence)
 
-    def _give_back(self, sequence: SequenceState) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self._pool.release(sequence.block_table)
         sequence.computed = sequence.published = 0
 
@@ -308,7 +308,7 @@ def _cost(sequence: SequenceState) -> int:
     return _SCORED_COST if sequence.request.scores_prompt else 1
 
 
-def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: Sequence[int]) -> list[int]:
+def prompt_rows(rows: int, missing: Sequence[int], limits: Sequence[int], costs: Sequence[int]) -> list[int]:
     """Return how many of `rows` each prompt gets; prompts are given oldest first.
 
     Half of the rows go to the prompts that miss fewest tokens, the rest to the oldest. So a short prompt does
@@ -317,11 +317,11 @@ def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: S
     Args:
         rows: the rows to assign.
         missing: missing tokens of each prompt.
-        most: maximum tokens of each prompt in this step.
+        limits: maximum tokens of each prompt in this step.
         costs: the rows that one row of each prompt counts as.
     """
     given, used = [0] * len(missing), 0
-    wanted = [*map(min, missing, most)]
+    wanted = [*map(min, missing, limits)]
     oldest = range(len(missing))
     for budget, order in ((rows // 2, sorted(oldest, key=missing.__getitem__)), (rows, oldest)):
         for i in order:
@@ -331,17 +331,17 @@ def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: S
     return given
 
 
-def share(rows: int, wanted: Sequence[int]) -> list[int]:
+def fair_shares(rows: int, wanted: Sequence[int]) -> list[int]:
     """Divide `rows` evenly, at most `wanted` for each request; the first requests get the remainder."""
     given = [0] * len(wanted)
-    asking = sorted((i for i, most in enumerate(wanted) if most > 0), key=lambda i: wanted[i])
-    while asking:
-        fair, odd = divmod(rows, len(asking))
-        if wanted[asking[0]] > fair:  # all others need at least the fair part
-            for turn, i in enumerate(sorted(asking)):
+    unserved = sorted((i for i, count in enumerate(wanted) if count > 0), key=lambda i: wanted[i])
+    while unserved:
+        fair, odd = divmod(rows, len(unserved))
+        if wanted[unserved[0]] > fair:  # all others need at least the fair part
+            for turn, i in enumerate(sorted(unserved)):
                 given[i] = fair + (turn < odd)
             break
-        first = asking.pop(0)
+        first = unserved.pop(0)
         given[first] = wanted[first]
         rows -= wanted[first]
     return given

@@ -152,8 +152,8 @@ class Suspects:
 
         `known` are the requests that have not ended.
         """
-        came = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
-        if not self._failures or not came:  # recomputing a text may still reach the failing place
+        progressed = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
+        if not self._failures or not progressed:  # recomputing a text may still reach the failing place
             return
         self._good_steps += 1
         if self._waiting:

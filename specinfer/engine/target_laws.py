@@ -33,7 +33,7 @@ from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
-from specinfer.verify.scan import ASK, NO_TOKEN, Ask, LogitBlock, ask
+from specinfer.verify.scan import NO_TOKEN, SAMPLE_REQUEST, LogitBlock, SampleRequest, sample_request
 from specinfer.verify.target_law import point_mass, target_law
 
 
@@ -50,7 +50,7 @@ class TargetLaws:
         self._depths = tree.depths()
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
-        self.asked = 0  # the present node
+        self.current = 0  # node whose law was computed last
 
     @property
     def unchanged(self) -> bool:
@@ -97,7 +97,7 @@ class TargetLaws:
 
     def law(self, node: int) -> Law:
         """Return the law of the token after `node`."""
-        self.asked = node
+        self.current = node
         if self.is_finished(node):
             # Verification also reads the law after the last token of a text; its result is not used.
             return point_mass(self.tree.token_ids[node], self._flight.vocab)
@@ -132,10 +132,10 @@ class _Walk:
     path: list[int] = field(default_factory=list)
     node: int = 0
 
-    def ask(self) -> Ask:
+    def sample_request(self) -> SampleRequest:
         """Return the sampling request of the present node."""
         request = self.laws.request
-        return ask(request.params, request.seed, self.laws.position(self.node))
+        return sample_request(request.params, request.seed, self.laws.position(self.node))
 
     def follow(self, token: int) -> Acceptance | None:
         """Move to the child with the target's choice; returns the Acceptance if there is none."""
@@ -197,8 +197,8 @@ def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
     if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
         return
     rows = [walk.laws.row(node) for walk in walks for node in range(walk.laws.tree.num_nodes)]
-    asks = [one for walk in walks for one in [walk.ask()] * walk.laws.tree.num_nodes]
-    chosen = iter(flight.choices(rows, asks))
+    requests = [one for walk in walks for one in [walk.sample_request()] * walk.laws.tree.num_nodes]
+    chosen = iter(flight.choices(rows, requests))
     for walk in walks:
         walk.chosen = list(islice(chosen, walk.laws.tree.num_nodes))
 
@@ -222,8 +222,8 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
             whole.append(i)
     if changes:
         rows = [walks[i].laws.row(walks[i].node) for i in changes]
-        asked = [walks[i].ask() for i in changes]
-        tokens = flight.choices(rows, asked, list(changes.values()))
+        requests = [walks[i].sample_request() for i in changes]
+        tokens = flight.choices(rows, requests, list(changes.values()))
         found.extend(zip(changes, tokens, strict=True))
     if whole:  # masks over whole rows
         block_RV = np.empty((len(whole), flight.vocab), dtype=np.float32)
@@ -236,8 +236,8 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
                 raise
             except UserError as error:  # the parameters exclude every token
                 found.append((i, error))
-        asks = np.array([walks[i].ask() for i in there], dtype=ASK)
-        chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), asks)
+        requests = np.array([walks[i].sample_request() for i in there], dtype=SAMPLE_REQUEST)
+        chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), requests)
         found.extend(zip(there, chosen.tolist(), strict=True))
     return found
 
@@ -252,7 +252,7 @@ def _verify(laws: TargetLaws) -> Acceptance | UserError:
     except DrawRuleError as error:
         return error
     except UserError as error:  # no token is allowed, or logits are not finite
-        return _dead_end(laws, laws.asked, error)
+        return _dead_end(laws, laws.current, error)
 
 
 def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | UserError:

@@ -41,7 +41,7 @@ from specinfer.kernels.structures import (
     ACTIVATIONS,
     BLOCK,
     KINDS,
-    TREE_ASK,
+    TREE_REQUEST,
     TYPES,
     GrownArgs,
     GuesserArgs,
@@ -49,7 +49,7 @@ from specinfer.kernels.structures import (
     num_blocks,
 )
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
-from specinfer.verify.scan import ASK, LogitBlock
+from specinfer.verify.scan import SAMPLE_REQUEST, LogitBlock
 
 _TOLERANCE: Final = 1e-2  # tolerance relative to the largest result, for bfloat16
 _LOOSE_ROWS: Final = 8  # rows for which a loose product uses another method
@@ -279,10 +279,10 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
     for level in range(levels):
         token = int((logits[level] + before[token] @ named.T).argmax())
         chain.append(token)
-    for most, found in ((levels, chain), (1, chain[:1])):
+    for max_nodes, found in ((levels, chain), (1, chain[:1])):
         # Path probabilities of at least one half: with logits this far apart that leaves the chain of the
         # likeliest.
-        ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
+        request = TREE_REQUEST.pack(0, levels, 5, max_nodes, 1.0, 0.5, 0, 0, 0)
         numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
         count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
         to = GrownArgs(
@@ -290,7 +290,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
         )
         there = library.grow_trees(
             *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size),
-            *(ask, 1, ctypes.byref(to)),
+            *(request, 1, ctypes.byref(to)),
         )
         grown = int(count[0])
         if not there or numbers[:, :grown].tolist() != [[*range(len(found))], found]:
@@ -316,8 +316,8 @@ def _faults_of_scans(native: Kernels, logits: NDArray[np.float32]) -> Iterator[s
         changes = Changes.of([_changes_of(block[2]), NOTHING, _changes_of(block[1])])
         for what, changed in (("rows", None), ("changed rows", changes)):
             for way in ways:
-                asks = np.array([(*way, 3, 4)] * 3, dtype=ASK)
-                ours, theirs = (s.choices(block, rows, asks, changed) for s in (native.scan, TORCH.scan))
+                requests = np.array([(*way, 3, 4)] * 3, dtype=SAMPLE_REQUEST)
+                ours, theirs = (s.choices(block, rows, requests, changed) for s in (native.scan, TORCH.scan))
                 if (ours != theirs).any():
                     yield f"the choices in {what} of {name} differ"
 

@@ -15,7 +15,16 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.structures import TYPES
 from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
-from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, Scan, changed_row, check_rows, choice
+from specinfer.verify.scan import (
+    SAMPLE_REQUEST,
+    Likeliest,
+    LogitBlock,
+    SampleRequest,
+    Scan,
+    changed_row,
+    check_rows,
+    choice,
+)
 from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
 
 _REQUEST: Final = struct.Struct("=dqddQq")  # one sampling request
@@ -60,36 +69,39 @@ class NativeScan(Scan):
         self,
         logits: LogitBlock,
         rows: NDArray[np.int64],
-        asks: NDArray[np.void],
+        requests: NDArray[np.void],
         changes: Changes | None = None,
     ) -> NDArray[np.int64]:
         """See Scan; where rounding may decide, `verify.scan.choice` decides."""
-        _check("asks", asks, ASK, len(rows))
+        _check("requests", requests, SAMPLE_REQUEST, len(rows))
         ids = np.empty(len(rows), dtype=np.int64)
         undecided = self._library.choices(
-            *_block_args(logits, rows), asks.ctypes.data, *_change_args(changes, len(rows)), ids.ctypes.data
+            *_block_args(logits, rows),
+            requests.ctypes.data,
+            *_change_args(changes, len(rows)),
+            ids.ctypes.data,
         )
         if undecided:
             check_rows(logits, rows, changes)
             for place in np.flatnonzero(ids == _UNDECIDED).tolist():
                 row = changed_row(logits, int(rows[place]), changes, place)
-                ids[place] = choice(row, asks[place], self)
+                ids[place] = choice(row, requests[place], self)
         return ids
 
-    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+    def chosen(self, logits: LogitBlock, rows: Sequence[int], requests: Sequence[SampleRequest]) -> list[int]:
         """See Scan; avoids NumPy, which a pass has evicted from the caches."""
         count = len(rows)
-        if len(asks) != count:
-            raise ValueError(f"got {len(asks)} requests for {count} rows")
+        if len(requests) != count:
+            raise ValueError(f"got {len(requests)} requests for {count} rows")
         numbers = array("q", rows)
         numbers.extend(rows)  # room for the results
         at, _ = numbers.buffer_info()
         undecided = self._library.choices(
             *(TYPES[logits.dtype], logits.address, len(logits), logits.vocab, logits.stride, at, count),
-            *(b"".join([_REQUEST.pack(*one) for one in asks]), None, None, None, at + 8 * count),
+            *(b"".join([_REQUEST.pack(*one) for one in requests]), None, None, None, at + 8 * count),
         )
         if undecided:
-            given = np.array(rows, dtype=np.int64), np.array(asks, dtype=ASK)
+            given = np.array(rows, dtype=np.int64), np.array(requests, dtype=SAMPLE_REQUEST)
             ids: list[int] = self.choices(logits, *given).tolist()
             return ids
         return numbers[count:].tolist()

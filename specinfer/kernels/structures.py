@@ -284,7 +284,7 @@ class GuesserArgs(ctypes.Structure):
 # One request's tree that is grown best first, as in cpu/best_first.h. The row: first row, levels, token of
 # the root, maximum number of nodes below it. The shape: temperature, minimum probability of a path.
 # The noise: seed, position, and whether it decides.
-TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
+TREE_REQUEST: Final = struct.Struct("4q 2d Q q i 4x")
 
 
 class GrownArgs(ctypes.Structure):

@@ -39,7 +39,7 @@ from specinfer.speculate.speculator import AnySpeculator
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
-from specinfer.verify.scan import NUMPY, Ask, Scan
+from specinfer.verify.scan import NUMPY, SampleRequest, Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Playing:
     """A request inside the engine."""
 
     text: tuple[int, ...]  # prompt and output
-    said: int  # number of tokens that the engine has committed
+    num_committed: int  # number of tokens that the engine has committed
 
 
 class TracedFlight:
@@ -89,7 +89,10 @@ class TracedFlight:
         self._taps = tuple(taps)
 
     def choices(
-        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+        self,
+        rows: Sequence[int],
+        requests: Sequence[SampleRequest],
+        changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
         """See Flight; only for rows whose paths follow the text."""
         return [self._choices[row] for row in rows]
@@ -300,14 +303,16 @@ class ReplayEngine:
 
     def _hear(self, event: TreeEvent) -> None:
         playing, path = self._playing[event.request_id], event.acceptance.path
-        committed = playing.text[playing.said : playing.said + len(path) + 1]
-        playing.said += len(committed)
+        committed = playing.text[playing.num_committed : playing.num_committed + len(path) + 1]
+        playing.num_committed += len(committed)
         self._entries.append(PlayedEntry(event.request_id, event.tree, path, committed))
 
     def _leave(self, request_id: str) -> None:
         playing = self._playing.pop(request_id)
-        if playing.said != len(playing.text):
-            raise IntegrityError(f"request {request_id} of a replay ended after {playing.said} tokens")
+        if playing.num_committed != len(playing.text):
+            raise IntegrityError(
+                f"request {request_id} of a replay ended after {playing.num_committed} tokens"
+            )
         del self._executor.texts[request_id]
         for passes in self._replayed.values():
             passes.forget(request_id)

@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from specinfer.engine.build import measured_alone
-from specinfer.engine.drafts import ids_read
+from specinfer.engine.build import measure_curves
+from specinfer.engine.drafts import embedding_limit
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, RequestError
 from specinfer.heads.block import BlockModel
@@ -91,7 +91,7 @@ def record(
     outputs, stages = _written(llm, requests, progress)
     own = traced(models)
     rows = config.scheduler.most_step_tokens
-    curves = measured_alone(config, models, rows + max(map(_block_size, own.values()), default=0), progress)
+    curves = measure_curves(config, models, rows + max(map(_block_size, own.values()), default=0), progress)
     trace = Trace(
         model=Path(config.model).name,
         engine=RecordedEngine(
@@ -274,7 +274,7 @@ def _guess(
                     runner,
                     shape,
                     max_rows=engine.max_step_tokens,
-                    reads=ids_read(model, vocabulary),
+                    reads=embedding_limit(model, vocabulary),
                     draw=RecordedPasses(runner, name, vocabulary, notes[name]),
                 )
             )

@@ -30,9 +30,17 @@ from torch import Tensor
 
 from specinfer.processors.changes import Changes, RowChanges
 from specinfer.verify.logprobs import Scores, score
-from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, LogitType, Scan, no_likeliest
+from specinfer.verify.scan import (
+    SAMPLE_REQUEST,
+    Likeliest,
+    LogitBlock,
+    LogitType,
+    SampleRequest,
+    Scan,
+    no_likeliest,
+)
 
-_FEWEST_BESIDE: Final = 16  # rows that must fit beside the block of the likeliest, which is else dropped
+_MIN_ROWS_BESIDE: Final = 16  # rows that must fit beside the block of the likeliest, which is else dropped
 MAX_BYTES: Final = 32 << 20  # logits held by a flight, except that a single row may be larger
 _TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FEW_ROWS: Final = 16  # rows read together, as another call costs as much as ten rows
@@ -40,30 +48,30 @@ BLOCK_ROWS: Final = 64  # rows made together if not all are needed, so that weig
 
 
 # Callback for a block: indices into the requested rows, the block's logits, and the rows' indices in it.
-_Question = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
+_Visitor = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
 
 
 def rows_at_once(vocab: int, dtype: torch.dtype) -> int:
     """Return the maximum rows of a pass for which all logits are made at once."""
-    return min(BLOCK_ROWS, _most_rows(vocab, dtype))
+    return min(BLOCK_ROWS, _max_rows(vocab, dtype))
 
 
-def _most_rows(vocab: int, dtype: torch.dtype) -> int:
+def _max_rows(vocab: int, dtype: torch.dtype) -> int:
     return max(1, MAX_BYTES // (vocab * dtype.itemsize))
 
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 
-def inference(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+def inference(call: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Decorate `call` to run in PyTorch's inference mode, entered only if it is not active.
 
     Entering takes about 25 us after a pass has evicted the CPU caches, and a step calls six such functions.
     """
 
     @wraps(call)
-    def without_gradients(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def without_gradients(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         if torch.is_inference_mode_enabled():
             return call(*args, **kwargs)
         with torch.inference_mode():
@@ -105,7 +113,10 @@ class Flight(Protocol):
         ...
 
     def choices(
-        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+        self,
+        rows: Sequence[int],
+        requests: Sequence[SampleRequest],
+        changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
         """Return the model's choice at each row after its changes, as `verify.scan.choice` does.
 
@@ -169,7 +180,7 @@ class HostFlight:
         "_count",
         "_head",
         "_hidden_RD",
-        "_most_rows",
+        "_max_rows",
         "_order",
         "_taps",
         "_whole",
@@ -205,7 +216,7 @@ class HostFlight:
         self._head = head
         self._taps = taps
         self._count = count = hidden_RD.size(0)  # faster than `len`, which PyTorch implements in Python
-        self._most_rows = _most_rows(vocab, hidden_RD.dtype)
+        self._max_rows = _max_rows(vocab, hidden_RD.dtype)
         self._order: NDArray[np.int64] | None = None  # rows, likeliest first; None: in order
         if likelihoods is not None and count > BLOCK_ROWS:
             self._order = np.argsort(-np.array(likelihoods()), kind="stable")
@@ -230,51 +241,54 @@ class HostFlight:
     def row(self, row: int) -> NDArray[np.float32]:
         """See Flight."""
         found: list[NDArray[np.float32]] = []
-        self._ask(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
+        self._visit(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
         return found[0]
 
     def copy(self, row: int, into: NDArray[np.float32]) -> None:
         """See Flight."""
-        self._ask(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
+        self._visit(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
 
     def choices(
-        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+        self,
+        rows: Sequence[int],
+        requests: Sequence[SampleRequest],
+        changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
         """See Flight."""
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
         if changed is None and (whole := self._whole) is not None:  # the usual case
             self._check(rows)
-            return self.scan.chosen(whole, rows, asks)
-        asked, places = np.array(asks, dtype=ASK), np.array(rows, dtype=np.int64)
+            return self.scan.chosen(whole, rows, requests)
+        request_array, places = np.array(requests, dtype=SAMPLE_REQUEST), np.array(rows, dtype=np.int64)
         chosen = np.empty(len(rows), dtype=np.int64)
 
         def choose(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
             here = None if changed is None else Changes.of([changed[place] for place in places.tolist()])
-            chosen[places] = self.scan.choices(block, there, asked[places], here)
+            chosen[places] = self.scan.choices(block, there, request_array[places], here)
 
-        self._ask(places, choose)
+        self._visit(places, choose)
         return chosen.tolist()
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
         """See Flight."""
-        asked, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
+        temperature_array, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
 
         def look(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
-            part = self.scan.likeliest(block, there, n, asked[places])
+            part = self.scan.likeliest(block, there, n, temperature_array[places])
             found.ids[places], found.values[places] = part.ids, part.values
             found.found[places], found.masses[places] = part.found, part.masses
 
-        self._ask(np.array(rows, dtype=np.int64), look)
+        self._visit(np.array(rows, dtype=np.int64), look)
         return found
 
     def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
         """See Flight; each block of logits is reduced before the next one is made."""
-        asked, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
+        token_array, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
 
         def read(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
-            found.put(places, score(block, there, asked[places], top, self.scan))
+            found.put(places, score(block, there, token_array[places], top, self.scan))
 
-        self._ask(np.array(rows, dtype=np.int64), read)
+        self._visit(np.array(rows, dtype=np.int64), read)
         return found
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
@@ -287,21 +301,21 @@ class HostFlight:
         places = torch.tensor([known.index(layer) for layer in layers], device=tapped_TND.device)
         return tapped_TND.index_select(1, places)
 
-    def _ask(self, rows: NDArray[np.int64], question: _Question) -> None:
-        """Call `question` for every block with some of these rows; makes missing blocks, drops old ones.
+    def _visit(self, rows: NDArray[np.int64], visitor: _Visitor) -> None:
+        """Call `visitor` for every block with some of these rows; makes missing blocks, drops old ones.
 
         Raises IndexError for a row that the pass does not have.
         """
         self._check(rows.tolist())
         left = np.arange(len(rows))
         if (whole := self._whole) is not None:
-            question(left, whole, rows)
+            visitor(left, whole, rows)
             return
         for place in range(len(self._blocks)):  # by index, as a variable would keep a dropped block alive
-            left = self._blocks[place].ask(rows, left, question)
+            left = self._blocks[place].visit(rows, left, visitor)
         while len(left):
             self._make(np.unique(rows[left]))
-            left = self._blocks[-1].ask(rows, left, question)
+            left = self._blocks[-1].visit(rows, left, visitor)
 
     def _check(self, rows: Sequence[int]) -> None:
         if rows and not 0 <= min(rows) <= max(rows) < self._count:
@@ -314,18 +328,18 @@ class HostFlight:
         The first block has the likeliest rows of all, so it is kept while another block fits beside it.
         """
         count, blocks = self._count, self._blocks
-        size = min(self._most_rows, count if self._order is None else BLOCK_ROWS)
+        size = min(self._max_rows, count if self._order is None else BLOCK_ROWS)
         if size >= count:
             self._whole = _in_host_memory(self._head(self._hidden_RD))
             return
         wanted = wanted[:size]
-        if blocks and (beside := self._most_rows - len(blocks[0].rows)) >= _FEWEST_BESIDE:
+        if blocks and (beside := self._max_rows - len(blocks[0].rows)) >= _MIN_ROWS_BESIDE:
             wanted = wanted[:beside]
-        while blocks and self._most_rows - self._held_rows < len(wanted):
+        while blocks and self._max_rows - self._held_rows < len(wanted):
             blocks.pop()
         candidates = np.arange(count) if self._order is None else self._order
         others = candidates[~np.isin(candidates, np.concatenate([wanted, *(block.rows for block in blocks)]))]
-        rows = np.sort(np.concatenate([wanted, others])[: min(size, self._most_rows - self._held_rows)])
+        rows = np.sort(np.concatenate([wanted, others])[: min(size, self._max_rows - self._held_rows)])
         chosen = torch.from_numpy(rows).to(self._hidden_RD.device)
         blocks.append(_Block(_in_host_memory(self._head(self._hidden_RD.index_select(0, chosen))), rows))
 
@@ -343,13 +357,13 @@ class _Block:
         self.logits = logits
         self.rows = rows  # of the pass, ascending
 
-    def ask(self, rows: NDArray[np.int64], left: NDArray[np.int64], question: _Question) -> NDArray[np.int64]:
-        """Call `question` for those of rows[left] in this block; returns the part of `left` that is not."""
+    def visit(self, rows: NDArray[np.int64], left: NDArray[np.int64], visitor: _Visitor) -> NDArray[np.int64]:
+        """Call `visitor` for those of rows[left] in this block; returns the part of `left` that is not."""
         wanted = rows[left]
         places = np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)
         here: NDArray[np.bool_] = self.rows[places] == wanted
         if here.any():
-            question(left[here], self.logits, places[here])
+            visitor(left[here], self.logits, places[here])
         elsewhere: NDArray[np.int64] = left[~here]
         return elsewhere
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.config import EngineConfig
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.errors import TuneError
 from specinfer.llm import LLM
 from specinfer.models.language_model import LayeredModel, Residual
@@ -117,7 +117,7 @@ class _InProgress:
 
     one: Asked
     ids: Sequence[int]
-    admitted: Admitted
+    admitted: AdmittedRequest
     tokens: list[int] = field(default_factory=list)
 
 

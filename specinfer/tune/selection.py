@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Curves, measured_alone
+from specinfer.engine.build import Curves, measure_curves
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.models import load_models
 from specinfer.files import write_text
@@ -372,4 +372,4 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
         draft_quantization=config.quantization,
     )
     wanted = replace(config, speculation=speculation)
-    return measured_alone(wanted, load_models(wanted, progress), _MIN_ROWS, progress)
+    return measure_curves(wanted, load_models(wanted, progress), _MIN_ROWS, progress)

@@ -15,7 +15,7 @@ from specinfer.verify.law import most_likely
 from specinfer.verify.scan import NO_TOKEN, LogitBlock, Scan
 from specinfer.verify.target_law import target_law
 
-FIGURE_BYTES: Final = 16  # bytes for one token at one position: id, rank and log-probability
+LOGPROB_BYTES: Final = 16  # bytes for one token at one position: id, rank and log-probability
 
 
 class Scores(NamedTuple):

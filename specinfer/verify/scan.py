@@ -35,7 +35,7 @@ ASK: Final = np.dtype(
         ("position", np.int64),  # absolute position of the token to choose
     ]
 )
-Ask = tuple[float, int, float, float, int, int]  # the fields of an entry with dtype ASK
+Ask = tuple[float, int, float, float, int, int]  # the fields of an entry with dtype SAMPLE_REQUEST
 NO_TOKEN: Final = -1
 _MAX_TOP_K: Final = 2**62  # keeps every token
 
@@ -162,8 +162,8 @@ class Scan(RowScan):
     ) -> NDArray[np.int64]:
         """Return the target's choice in each row, [R], as `choice` does; NO_TOKEN for a row without tokens.
 
-        `asks` are of dtype ASK, [R]. `changes` apply to copies of the R rows. Raises IndexError if they
-        change a token outside the vocabulary.
+        `requests` are of dtype SAMPLE_REQUEST, [R]. `changes` apply to copies of the rows. Raises IndexError
+        if they change a token outside the vocabulary.
         """
         check_rows(logits, rows, changes)
         chosen = [
@@ -182,7 +182,7 @@ class Scan(RowScan):
 NUMPY: Final = Scan()
 
 
-def ask(params: SamplingParams, seed: int, position: int) -> Ask:
+def sample_request(params: SamplingParams, seed: int, position: int) -> Ask:
     """Return the sampling request for the token at an absolute position."""
     top_k = min(params.top_k, _MAX_TOP_K)
     return params.temperature, top_k, params.top_p, params.min_p, seed, position

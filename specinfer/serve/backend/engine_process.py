@@ -41,7 +41,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, PeerLostError, RequestError, SpecInferError
 from specinfer.progress import default_progress
@@ -72,7 +72,7 @@ class _WorkInHand:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.admitted: Admitted | None = None  # None until it is checked
+        self.admitted: AdmittedRequest | None = None  # None until it is checked
         self.aborted = False
         self.started = False  # True after its first step has started
         self.trees: list[dict[str, Any]] = []  # of the current step

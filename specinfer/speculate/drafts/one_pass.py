@@ -28,7 +28,7 @@ from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import HeadPass, HeadRunner
 from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
-from specinfer.kernels.structures import TREE_ASK, TYPES, GrownArgs, GuesserArgs
+from specinfer.kernels.structures import TREE_REQUEST, TYPES, GrownArgs, GuesserArgs
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight, inference
@@ -281,10 +281,10 @@ class NativeTrees:
         code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
         if count > self._room:
             self._make_room(count)
-        asks = b"".join([_ask(one, min(most, MAX_NODES)) for one in guessed])
+        requests = b"".join([_ask(one, min(most, MAX_NODES)) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
-            *(asks, count, ctypes.byref(self._grown)),
+            *(requests, count, ctypes.byref(self._grown)),
         )
         if not there:
             raise IndexError(f"trees of {count} requests in {rows} rows of logits")
@@ -315,7 +315,7 @@ class NativeTrees:
 def _ask(one: GuessedTree, most: int) -> bytes:
     """Return one request's arguments in the layout of cpu/best_first.h."""
     site, builder = one.site, one.growth.builder
-    return TREE_ASK.pack(
+    return TREE_REQUEST.pack(
         *(one.first, one.levels, builder.root, min(most, builder.max_nodes - 1)),
         *(site.temperature, MIN_PATH, site.seed, site.position, site.draws_by is DrawRule.COUPLED),
     )

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from specinfer import LLM
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.loop import EngineLoop
 from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, write_tiny
@@ -24,7 +24,7 @@ from tests.unit.engine.offloading import threads as streaming_threads
 from tests.unit.engine.offloading import until
 
 T = TypeVar("T")
-Make = Callable[..., Admitted]
+Make = Callable[..., AdmittedRequest]
 
 
 @pytest.fixture

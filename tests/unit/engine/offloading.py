@@ -15,7 +15,7 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
-from specinfer.engine.memory import ROOMS, MemoryPlan, Wanted, offload_folder
+from specinfer.engine.memory import STREAM_LIMITS, MemoryNeeds, MemoryPlan, offload_folder
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.placement import ExpertRoom, Placement
 from specinfer.models.streamed import layer_records
@@ -36,15 +36,15 @@ class Planned:
     twin: bool = False
     slots: int = 0  # for experts of a mixture, all of whose layers stay
 
-    def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
-        prepared = wanted.prepare(offload_folder(config), progress)
+    def __call__(self, needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
+        prepared = needs.prepare(offload_folder(config), progress)
         sizes = [prepared.records[name].length for name in layer_records(prepared)]
         layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
-        if (experts := wanted.sizes(prepared).experts) is not None:
+        if (experts := needs.sizes(prepared).experts) is not None:
             placement = Placement(1 << 40, {}, sizes, 0, (), ExpertRoom(experts, self.slots))
-        guessers = wanted.guessers[-1 if self.twin else 0]
-        return MemoryPlan(placement, guessers, ROOMS[-1], 1 << 22, DISK, 1e10, prepared)
+        drafts = needs.draft_sets[-1 if self.twin else 0]
+        return MemoryPlan(placement, drafts, STREAM_LIMITS[-1], 1 << 22, DISK, 1e10, prepared)
 
 
 def streamed(

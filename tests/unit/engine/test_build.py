@@ -15,7 +15,7 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
-from specinfer.engine.memory import Wanted
+from specinfer.engine.memory import MemoryNeeds
 from specinfer.engine.models import Models, load_models, models_for, threads_of_torch
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
@@ -123,8 +123,8 @@ def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
 ) -> None:
     checked: list[dict[str, int]] = []
 
-    def note(wanted: Wanted, *_: object) -> None:
-        checked.append({wanted.name: wanted.weights, **wanted.drafts})
+    def note(needs: MemoryNeeds, *_: object) -> None:
+        checked.append({needs.name: needs.weights, **needs.draft_weights})
 
     monkeypatch.setattr(loading, "plan_memory", note)
     target = str(folder / "target")

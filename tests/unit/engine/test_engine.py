@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.errors import ConfigError, RequestError
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
@@ -118,7 +118,7 @@ def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, lis
     engine = engine_of(llm)
     params = SAMPLING["T=1"]
     finished: dict[str, list[int]] = {}
-    asked: dict[str, Admitted] = {}
+    asked: dict[str, AdmittedRequest] = {}
     for step in range(60):
         if step < 2 * len(PROMPTS) and step % 2 == 0:
             number = step // 2
@@ -264,7 +264,7 @@ def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
     tiny: Tiny, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
-    for method in ("_launch", "_ask", "_advance", "_commit"):
+    for method in ("_launch", "_verify", "_advance", "_commit"):
         for calls in (1, 4):
             with monkeypatch.context() as patch:
                 left = iter([False] * (calls - 1) + [True])

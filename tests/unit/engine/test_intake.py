@@ -319,7 +319,7 @@ def test_every_refusal_names_its_parameter(models: dict[str, Intake]) -> None:
 
 
 def test_as_many_figures_of_a_prompt_as_are_allowed(models: dict[str, Intake]) -> None:
-    assert 4189 * 1001 <= admission.MOST_FIGURES < 4191 * 1001
+    assert 4189 * 1001 <= admission.MAX_PROMPT_LOGPROBS < 4191 * 1001
     [[one]] = models["long"].prompts("a" * 4189, SamplingParams(prompt_logprobs=1000))
     assert one.transcript.prompt_logprobs is not None
     with pytest.raises(RequestError, match=r"are 4195191 figures; allowed: at most 4194304; lower"):

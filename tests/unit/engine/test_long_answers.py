@@ -28,7 +28,7 @@ from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.work import Work
 from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
-from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan
+from specinfer.verify.scan import NUMPY, Likeliest, SampleRequest, Scan
 from tests.engines import engine_of, write_tiny
 
 TOKENS = 32_000
@@ -50,7 +50,10 @@ class Choices:
         self.chosen = chosen
 
     def choices(
-        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+        self,
+        rows: Sequence[int],
+        requests: Sequence[SampleRequest],
+        changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
         return [self.chosen[row] for row in rows]
 

@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 
-from specinfer.engine.memory import ROOMS, Guessers, MemoryPlan, Room, chosen
+from specinfer.engine.memory import STREAM_LIMITS, DraftSet, MemoryPlan, StreamLimits, best_plan
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.placement import Placement
 
 GB = 10**9
 LAYERS = [GB] * 10
-NONE = Guessers()
-TWIN = Guessers(("self",), weights=3 * GB, reads=3 * GB, rate=0.9)
+NONE = DraftSet()
+TWIN = DraftSet(("self",), weights=3 * GB, reads=3 * GB, rate=0.9)
 
 
-def plan(memory: int, rate: float, guessers: Guessers = NONE, room: Room = ROOMS[0]) -> MemoryPlan:
-    parts = {"this process": GB, "drafts": guessers.weights}
+def plan(
+    memory: int, rate: float, drafts: DraftSet = NONE, limits: StreamLimits = STREAM_LIMITS[0]
+) -> MemoryPlan:
+    parts = {"this process": GB, "drafts": drafts.weights}
     placement = Placement.within(memory, parts, LAYERS, buffers=2)
     disk = DiskRate(readers=1, piece=1 << 22, bytes_per_second=rate, direct=True)
     prepared: Any = SimpleNamespace(path=Path("/disk/model.safetensors"))
-    return MemoryPlan(placement, guessers, room, 0, disk, 50e9, prepared)
+    return MemoryPlan(placement, drafts, limits, 0, disk, 50e9, prepared)
 
 
 def test_the_seconds_of_a_pass_are_the_disks_or_those_of_computing() -> None:
@@ -54,14 +56,14 @@ def test_a_draft_is_expected_to_make_a_chain_of_the_best_length() -> None:
     ],
 )
 def test_the_fastest_plan_is_taken(memory: int, rate: float, names: tuple[str, ...]) -> None:
-    assert chosen([plan(memory, rate), plan(memory, rate, TWIN)]).guessers.names == names
+    assert best_plan([plan(memory, rate), plan(memory, rate, TWIN)]).drafts.names == names
 
 
-def test_room_is_worth_a_tenth_of_the_speed() -> None:
-    wide, narrow = ROOMS[0], ROOMS[-1]
-    assert chosen([plan(8 * GB, 2e9, room=wide), plan(8 * GB, 2e9, room=narrow)]).room == wide
-    assert chosen([plan(8 * GB, 1.85e9, room=wide), plan(8 * GB, 2e9, room=narrow)]).room == wide
-    assert chosen([plan(8 * GB, 1.75e9, room=wide), plan(8 * GB, 2e9, room=narrow)]).room == narrow
+def test_wider_limits_are_worth_a_tenth_of_the_speed() -> None:
+    wide, narrow = STREAM_LIMITS[0], STREAM_LIMITS[-1]
+    assert best_plan([plan(8 * GB, 2e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == wide
+    assert best_plan([plan(8 * GB, 1.85e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == wide
+    assert best_plan([plan(8 * GB, 1.75e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == narrow
 
 
 def test_a_line_says_what_was_decided() -> None:

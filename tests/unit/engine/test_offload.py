@@ -15,7 +15,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine import memory
 from specinfer.engine import models as loading
-from specinfer.engine.memory import MemoryPlan, Wanted
+from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
@@ -201,9 +201,9 @@ def test_who_may_guess_where_no_draft_is_named(
     found: list[tuple[str, ...]] = []
 
     class Recording(Planned):
-        def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
-            found.extend(guessers.names for guessers in wanted.guessers)
-            return super().__call__(wanted, config, progress)
+        def __call__(self, needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
+            found.extend(drafts.names for drafts in needs.draft_sets)
+            return super().__call__(needs, config, progress)
 
     with streamed(folder / "target", monkeypatch, Recording(), **options):
         assert found == guessing
@@ -316,14 +316,14 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
             with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
                 plan = llm.models.plan
                 assert plan is not None
-                plans.append(f"{plan.placement} {plan.guessers.names} {plan.room}")
+                plans.append(f"{plan.placement} {plan.drafts.names} {plan.limits}")
     assert plans[0] == plans[1]
     assert "streamed=(" in plans[0]
     taken[0] = 1 << 20
     with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
         plan = llm.models.plan
         assert plan is not None
-        assert f"{plan.placement} {plan.guessers.names} {plan.room}" != plans[0]
+        assert f"{plan.placement} {plan.drafts.names} {plan.limits}" != plans[0]
 
 
 def test_the_file_of_a_twin_serves_others_too(

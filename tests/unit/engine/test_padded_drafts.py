@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
-from specinfer.engine.drafts import what_is_timed
+from specinfer.engine.drafts import timing_key
 from specinfer.errors import ConfigError
 from specinfer.replay.recorder import record, shapes_of
 from specinfer.tree.token_tree import TokenTree
@@ -147,4 +147,4 @@ def test_a_draft_that_lacks_tokens_has_another_vocabulary(folder: Path, tmp_path
 def test_logits_are_made_of_ids_that_both_have(folder: Path, target: int, draft: int, kept: int) -> None:
     with engine(folder, target, draft) as llm:
         model = llm.models.drafts["draft"]
-        assert what_is_timed(model, llm.models.named.get("draft")) == f"{kept} logits"
+        assert timing_key(model, llm.models.named.get("draft")) == f"{kept} logits"

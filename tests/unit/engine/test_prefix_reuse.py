@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.engine import kv_blocks
-from specinfer.engine.admission import Admitted
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
@@ -226,7 +226,7 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
         Request(f"{number}", tuple(prompt), params, seed=params.seed or 0)
         for number, (prompt, params) in enumerate(requests)
     ]
-    present: dict[str, Admitted] = {}
+    present: dict[str, AdmittedRequest] = {}
 
     def arrive(request: Request) -> None:
         present[request.request_id] = engine.admission.admit(request)

@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
-from specinfer.engine.scheduler import Scheduler, prompt_rows, share
+from specinfer.engine.scheduler import Scheduler, fair_shares, prompt_rows
 from specinfer.errors import IntegrityError
 from specinfer.sampling_params import SamplingParams
 from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares
@@ -74,7 +74,7 @@ def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> No
     ],
 )
 def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) -> None:
-    assert share(rows, wanted) == given
+    assert fair_shares(rows, wanted) == given
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ class NotedScan(Scan):
         self.asked: list[tuple[int, bool, LogitBlock]] = []
 
     def choices(
-        self, logits: LogitBlock, rows: NDArray[np.int64], asks: Any, changes: Changes | None = None
+        self, logits: LogitBlock, rows: NDArray[np.int64], requests: Any, changes: Changes | None = None
     ) -> NDArray[np.int64]:
         self.asked.append((len(rows), changes is not None, logits))
-        return super().choices(logits, rows, asks, changes)
+        return super().choices(logits, rows, requests, changes)
 
 
 def laws_of(flight: Flight, *of: dict[str, Any]) -> list[TargetLaws]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specinfer.engine.drafts import Found, FoundHead, find, find_drafts
+from specinfer.engine.drafts import FoundHead, FoundModel, find, find_drafts
 from specinfer.errors import ModelError
 from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.heads.speculators import body_from_hf, body_to_hf
@@ -270,7 +270,7 @@ def test_a_head_and_a_model_are_drafts_by_themselves(target: Path, tmp_path: Pat
     write_tiny_llama(tmp_path / "model", seed=3)
     names = [str(tmp_path / "head"), str(tmp_path / "model")]
     found = find_drafts(names, find(str(target), NoProgress()), str(target), NoProgress())
-    assert [type(found[name]) for name in names] == [FoundHead, Found]
+    assert [type(found[name]) for name in names] == [FoundHead, FoundModel]
 
 
 def test_an_early_eagle_with_norms_that_it_has_not_is_refused(target: Path, tmp_path: Path) -> None:

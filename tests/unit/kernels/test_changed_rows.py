@@ -17,7 +17,7 @@ from specinfer.kernels.sampling import NativeScan
 from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, biases, joined
 from specinfer.processors.pipeline import Processors
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, LogitBlock, ask, choice
+from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock, choice, sample_request
 from specinfer.verify.target_law import NUMPY_ROW
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, Row, rows
@@ -52,18 +52,18 @@ def check(
     native: NativeScan,
     block: LogitBlock,
     numbers: Sequence[int],
-    asks: NDArray[Any],
+    requests: NDArray[Any],
     of: Sequence[RowChanges],
 ) -> list[int]:
     """Ask natively, the twin, and the law in rows that are changed beforehand; what they choose."""
     before = block.rows_RV.copy()
     where, changes = np.array(numbers, dtype=np.int64), Changes.of(of)
-    got = native.choices(block, where, asks, changes).tolist()
-    assert got == NUMPY.choices(block, where, asks, changes).tolist()
+    got = native.choices(block, where, requests, changes).tolist()
+    assert got == NUMPY.choices(block, where, requests, changes).tolist()
     changed = [block[row].copy() for row in numbers]
     for row, own in zip(changed, of, strict=True):
         own.apply(row)
-    assert got == [choice(row, one, NUMPY_ROW) for row, one in zip(changed, asks, strict=True)]
+    assert got == [choice(row, one, NUMPY_ROW) for row, one in zip(changed, requests, strict=True)]
     assert block.rows_RV.tobytes() == before.tobytes(), "a row is not written to"
     return got
 
@@ -88,8 +88,10 @@ def test_choices_in_changed_rows_are_those_of_the_law(
     for block in blocks(lines).values():
         numbers = [*range(len(lines)), *range(len(lines))]
         of = [some_changes(rng, block[row]) if n % 3 else NOTHING for n, row in enumerate(numbers)]
-        asks = np.array([ask(params, 7 + n, n) for n in range(len(numbers))], dtype=ASK)
-        check(native, block, numbers, asks, of)
+        requests = np.array(
+            [sample_request(params, 7 + n, n) for n in range(len(numbers))], dtype=SAMPLE_REQUEST
+        )
+        check(native, block, numbers, requests, of)
 
 
 VOCAB = 40
@@ -127,10 +129,10 @@ def test_choices_of_any_rows_with_any_changes(
     seed: int,
 ) -> None:
     native, of = native_scan(), [row_changes(own) for own in entries]
-    asks = np.array([ask(params, seed, n) for n in range(4)], dtype=ASK)
+    requests = np.array([sample_request(params, seed, n) for n in range(4)], dtype=SAMPLE_REQUEST)
     with np.errstate(over="ignore", invalid="ignore"):  # the law's, of differences that float32 does not have
         for block in blocks([np.array(line, dtype=np.float32) for line in lines]).values():
-            check(native, block, [n % len(lines) for n in range(4)], asks, of)
+            check(native, block, [n % len(lines) for n in range(4)], requests, of)
 
 
 @settings(max_examples=100)
@@ -168,12 +170,14 @@ def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
     RowChanges(np.arange(count), terms).apply(expected)
     finite = np.isfinite(expected)
     logits, terms, expected = logits[finite], terms[finite], expected[finite]
-    asks = np.array([ask(SamplingParams(temperature=0), 0, 0)] * len(logits), dtype=ASK)
+    requests = np.array(
+        [sample_request(SamplingParams(temperature=0), 0, 0)] * len(logits), dtype=SAMPLE_REQUEST
+    )
     for changed in (0, 1):
         lines = np.stack([logits, expected] if changed == 0 else [expected, logits], axis=1)
         own = [RowChanges(np.array([changed]), term[None]) for term in terms]
         if own:
-            got = native.choices(LogitBlock(lines), np.arange(len(own)), asks, Changes.of(own))
+            got = native.choices(LogitBlock(lines), np.arange(len(own)), requests, Changes.of(own))
             assert not got.any(), (logits[got > 0], terms[got > 0])
 
 
@@ -196,9 +200,9 @@ def test_what_processors_ask_for_is_chosen_from_what_they_make_of_the_row(
             path = rng.choice(likely, 4).tolist()
             changes = processors.changes(path)
             assert changes is not None
-            asks = np.array([ask(asked, seed, 9)], dtype=ASK)
-            got = native.choices(block, np.array([0]), asks, Changes.of([changes]))
-            assert got[0] == choice(processors.apply(block[0], path), asks[0], NUMPY)
+            requests = np.array([sample_request(asked, seed, 9)], dtype=SAMPLE_REQUEST)
+            got = native.choices(block, np.array([0]), requests, Changes.of([changes]))
+            assert got[0] == choice(processors.apply(block[0], path), requests[0], NUMPY)
             processors.commit(path[:1])
 
 
@@ -214,10 +218,12 @@ def test_a_row_that_is_left_to_the_law_is_changed_there_too(
 
     monkeypatch.setattr(sampling, "choice", counted)
     for block in blocks([np.array([5, 0, 0], dtype=np.float32), np.zeros(3, dtype=np.float32)]).values():
-        asks = np.array([ask(SamplingParams(top_p=0.5), seed, 3) for seed in range(30)], dtype=ASK)
+        requests = np.array(
+            [sample_request(SamplingParams(top_p=0.5), seed, 3) for seed in range(30)], dtype=SAMPLE_REQUEST
+        )
         # Half of two equal ones is a matter of rounding.
         of = [bans([0]) if n % 2 else bans([2]) for n in range(30)]
-        check(native, block, [0 if n % 2 else 1 for n in range(30)], asks, of)
+        check(native, block, [0 if n % 2 else 1 for n in range(30)], requests, of)
         assert len(asked_for) == 30
         assert {tuple(row.tolist()) for row in asked_for} == {(-math.inf, 0, 0), (0, 0, -math.inf)}
         asked_for.clear()
@@ -226,9 +232,11 @@ def test_a_row_that_is_left_to_the_law_is_changed_there_too(
 @pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
 def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, params: SamplingParams) -> None:
     block = blocks([rows(70)["wide"], np.full(70, np.nan, dtype=np.float32)])
-    asks = np.array([ask(params, 1, n) for n in range(4)], dtype=ASK)
+    requests = np.array([sample_request(params, 1, n) for n in range(4)], dtype=SAMPLE_REQUEST)
     for lying in block.values():
-        got = check(native, lying, [0, 0, 1, 1], asks, [bans(range(70)), bans(range(69)), NOTHING, bans([3])])
+        got = check(
+            native, lying, [0, 0, 1, 1], requests, [bans(range(70)), bans(range(69)), NOTHING, bans([3])]
+        )
         assert got == [NO_TOKEN, 69, NO_TOKEN, NO_TOKEN]
         # If NaNs are banned, only numbers are left.
         [got_behind] = check(native, lying, [1], asks[:1], [joined([bans(range(70)), biases({4: 1.0})])])
@@ -241,13 +249,13 @@ def test_with_any_number_of_threads(native: NativeScan) -> None:
     lines, rng = list(rows(40_003).values()), np.random.default_rng(0)
     numbers = np.arange(60) % len(lines)
     of = Changes.of([some_changes(rng, lines[row]) for row in numbers])
-    asks = np.array([ask(ALL_PARAMS["top_p"], n, n) for n in range(60)], dtype=ASK)
+    requests = np.array([sample_request(ALL_PARAMS["top_p"], n, n) for n in range(60)], dtype=SAMPLE_REQUEST)
     before = library.threads()
     try:
         answers = []
         for threads in (1, 2, 8):
             library.set_threads(threads)
-            answers.append(native.choices(LogitBlock(np.stack(lines)), numbers, asks, of).tolist())
+            answers.append(native.choices(LogitBlock(np.stack(lines)), numbers, requests, of).tolist())
     finally:
         library.set_threads(before)
     assert answers[0] == answers[1] == answers[2]
@@ -255,19 +263,19 @@ def test_with_any_number_of_threads(native: NativeScan) -> None:
 
 def test_tokens_that_rows_lack_are_refused(native: NativeScan) -> None:
     block = LogitBlock(np.zeros((3, 20), dtype=np.float32))
-    asks = np.array([ask(SamplingParams(), 1, n) for n in range(2)], dtype=ASK)
+    requests = np.array([sample_request(SamplingParams(), 1, n) for n in range(2)], dtype=SAMPLE_REQUEST)
     for scan in (native, NUMPY):
         for wrong in (20, 2**62, -1, -(2**62)):
             for of in ([bans([3]), bans([3, wrong])], [bans([wrong]), NOTHING]):
                 with pytest.raises(IndexError, match=r"got changes of token ids .* in rows of 20 logits"):
-                    scan.choices(block, np.array([0, 2]), asks, Changes.of(of))
+                    scan.choices(block, np.array([0, 2]), requests, Changes.of(of))
         with pytest.raises(IndexError, match=r"got rows 0 \.\. 3 of a block of 3"):
-            scan.choices(block, np.array([0, 3]), asks, Changes.of([bans([1]), NOTHING]))
+            scan.choices(block, np.array([0, 3]), requests, Changes.of([bans([1]), NOTHING]))
 
 
 def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
     block, numbers = LogitBlock(np.zeros((3, 20), dtype=np.float32)), np.arange(2, dtype=np.int64)
-    asks = np.array([ask(SamplingParams(), 1, n) for n in range(2)], dtype=ASK)
+    requests = np.array([sample_request(SamplingParams(), 1, n) for n in range(2)], dtype=SAMPLE_REQUEST)
     good = Changes.of([bans([3, 4]), bans([5])])
     for wrong, said in (
         (
@@ -285,6 +293,6 @@ def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
         (good._replace(terms=good.terms.T.copy().T), r"the terms of changes must be contiguous"),
     ):
         with pytest.raises(TypeError, match=said):
-            native.choices(block, numbers, asks, wrong)
+            native.choices(block, numbers, requests, wrong)
     with pytest.raises(IndexError, match=r"row ends \[4, 3\]"):
-        native.choices(block, numbers, asks, good._replace(ends=np.array([4, 3])))
+        native.choices(block, numbers, requests, good._replace(ends=np.array([4, 3])))

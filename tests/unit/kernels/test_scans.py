@@ -17,7 +17,7 @@ from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, LogitBlock, ask
+from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock, sample_request
 from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, target_law
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, rows
@@ -63,7 +63,8 @@ def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
 
 def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int = 12) -> NDArray[Any]:
     return np.array(
-        [ask(p, s, position + i) for i, (p, s) in enumerate(zip(params, seeds, strict=True))], ASK
+        [sample_request(p, s, position + i) for i, (p, s) in enumerate(zip(params, seeds, strict=True))],
+        SAMPLE_REQUEST,
     )
 
 
@@ -79,9 +80,9 @@ def check(
 ) -> NDArray[np.int64]:
     """Ask for row i % rows with every param; the answers."""
     order = np.arange(len(params), dtype=np.int64)[::-1].copy() % len(block)
-    asks = asked(params, seeds)
-    got = native.choices(block, order, asks)
-    assert native.chosen(block, order.tolist(), [one.item() for one in asks]) == got.tolist()
+    requests = asked(params, seeds)
+    got = native.choices(block, order, requests)
+    assert native.chosen(block, order.tolist(), [one.item() for one in requests]) == got.tolist()
     want = [
         oracle(block[row], p, s, 12 + i)
         for i, (row, p, s) in enumerate(zip(order, params, seeds, strict=True))
@@ -199,8 +200,8 @@ def test_a_filter_that_hangs_on_a_rounding_keeps_the_ids_of_the_law(native: Nati
         for top_p in near(float(weights[:kept].sum() / weights.sum())):
             params = SamplingParams(top_p=top_p)
             law = target_law(row, params)
-            asks = asked([params] * 300, range(300))
-            got = native.choices(LogitBlock(row[None]), np.zeros(300, dtype=np.int64), asks)
+            requests = asked([params] * 300, range(300))
+            got = native.choices(LogitBlock(row[None]), np.zeros(300, dtype=np.int64), requests)
             assert law.ids is not None
             assert set(got.tolist()) == set(law.ids.tolist())
 
@@ -259,14 +260,14 @@ def test_with_any_number_of_threads(native: NativeScan) -> None:
     assert library is not None
     lines = list(rows(40_003).values())
     numbers = np.arange(60, dtype=np.int64) % len(lines)
-    asks = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60))
+    requests = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60))
     before = library.threads()
     try:
         answers = []
         for threads in (1, 2, 8):
             library.set_threads(threads)
             found = native.likeliest(LogitBlock(np.stack(lines)), numbers, 9, np.full(60, 0.8))
-            chosen = native.choices(LogitBlock(np.stack(lines)), numbers, asks)
+            chosen = native.choices(LogitBlock(np.stack(lines)), numbers, requests)
             answers.append([part.tolist() for part in (chosen, *found)])
     finally:
         library.set_threads(before)
@@ -303,23 +304,23 @@ def test_rows_that_are_not_there_are_refused(native: NativeScan) -> None:
             with pytest.raises(IndexError, match=r"got rows -?\d .. \d of a block of 3"):
                 scan.likeliest(block, numbers, 1, np.ones(2))
         none = np.zeros(0, dtype=np.int64)
-        assert scan.choices(block, none, np.zeros(0, dtype=ASK)).shape == (0,)
+        assert scan.choices(block, none, np.zeros(0, dtype=SAMPLE_REQUEST)).shape == (0,)
         assert scan.likeliest(block, none, 4, np.zeros(0)).ids.shape == (0, 4)
 
 
 def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
     block, numbers = LogitBlock(np.zeros((3, 20), dtype=np.float32)), np.arange(2, dtype=np.int64)
-    asks = asked([SamplingParams()] * 2, range(2))
+    requests = asked([SamplingParams()] * 2, range(2))
     with pytest.raises(TypeError, match=r"rows must be contiguous int64 \[2\], got int32 \[2\]"):
-        native.choices(block, numbers.astype(np.int32), asks)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"asks must be contiguous .* \[2\], got .* \[1\]"):
-        native.choices(block, numbers, asks[:1])
+        native.choices(block, numbers.astype(np.int32), requests)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"requests must be contiguous .* \[2\], got .* \[1\]"):
+        native.choices(block, numbers, requests[:1])
     with pytest.raises(ValueError, match="got 1 requests for 2 rows"):
-        native.chosen(block, [0, 1], [asks[0].item()])
+        native.chosen(block, [0, 1], [requests[0].item()])
     with pytest.raises(IndexError, match=r"got rows 0 \.\. 3 of a block of 3"):
-        native.chosen(block, [0, 3], [one.item() for one in asks])
+        native.chosen(block, [0, 3], [one.item() for one in requests])
     assert native.chosen(block, [], []) == []
-    with pytest.raises(TypeError, match="asks must be"):
+    with pytest.raises(TypeError, match="requests must be"):
         native.choices(block, numbers, np.ones(2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"temperatures must be contiguous float64 \[2\], got float32"):
         native.likeliest(block, numbers, 1, np.ones(2, dtype=np.float32))  # type: ignore[arg-type]

@@ -14,13 +14,13 @@ from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.scan import NO_TOKEN, NUMPY, ask, choice
+from specinfer.verify.scan import NO_TOKEN, NUMPY, choice, sample_request
 
 VOCAB = 300
-ASKS = [
-    ask(SamplingParams(temperature=0), 1, 5),
-    ask(SamplingParams(temperature=0.8), 2, 9),
-    ask(SamplingParams(temperature=1.2, top_p=0.9, top_k=40), 3, 9),
+REQUESTS = [
+    sample_request(SamplingParams(temperature=0), 1, 5),
+    sample_request(SamplingParams(temperature=0.8), 2, 9),
+    sample_request(SamplingParams(temperature=1.2, top_p=0.9, top_k=40), 3, 9),
 ]
 
 
@@ -103,19 +103,19 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
     flight = HostFlight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
     for size in (1, 7, 150, 300):
         rows = rng.integers(0, 150, size).tolist()  # some of them twice
-        asks = [ASKS[i % len(ASKS)] for i in range(size)]
-        as_array = np.array(asks, dtype=flight_module.ASK)
-        assert flight.choices(rows, asks) == [
+        requests = [REQUESTS[i % len(REQUESTS)] for i in range(size)]
+        as_array = np.array(requests, dtype=flight_module.SAMPLE_REQUEST)
+        assert flight.choices(rows, requests) == [
             choice(want[r], a, NUMPY) for r, a in zip(rows, as_array, strict=True)
         ]
         changes = [NOTHING if r % 3 else bans([int(want[r].argmax()), r]) for r in rows]
         changed = [want[r].copy() for r in rows]
         for row, own in zip(changed, changes, strict=True):
             own.apply(row)
-        assert flight.choices(rows, asks, changes) == [
+        assert flight.choices(rows, requests, changes) == [
             choice(row, a, NUMPY) for row, a in zip(changed, as_array, strict=True)
         ]
-        assert flight.choices(rows, asks, [NOTHING] * size) == flight.choices(rows, asks)
+        assert flight.choices(rows, requests, [NOTHING] * size) == flight.choices(rows, requests)
         found = flight.likeliest(rows, 3, [0.5 + r % 3 for r in rows])
         assert found.ids.tolist() == [NUMPY.most_likely(want[r], 3).tolist() for r in rows]
         assert found.values.tolist() == [
@@ -129,7 +129,7 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
 def test_rows_without_numbers_have_no_choice() -> None:
     rows = torch.tensor([[0.0, float("nan")], [1.0, 2.0], [-torch.inf, -torch.inf]])
     flight = HostFlight(rows, lambda h: h, 2, NUMPY)
-    assert flight.choices([0, 1, 2], ASKS[:1] * 3) == [NO_TOKEN, 1, NO_TOKEN]
+    assert flight.choices([0, 1, 2], REQUESTS[:1] * 3) == [NO_TOKEN, 1, NO_TOKEN]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,7 +153,7 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
     assert len(made) == 1
     for first in range(0, 1024, 128):  # a walk that asks for everything
         flight.row(first)
-        flight.choices(list(range(first, first + 128)), ASKS[:1] * 128)
+        flight.choices(list(range(first, first + 128)), REQUESTS[:1] * 128)
     assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MAX_BYTES
     assert max(alive) <= flight_module.MAX_BYTES == 32 * 2**20
 

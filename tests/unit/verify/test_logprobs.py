@@ -16,7 +16,7 @@ from specinfer import SamplingParams
 from specinfer.kernels.choice import choose_kernels
 from specinfer.request import Logprob
 from specinfer.verify.logprobs import (
-    FIGURE_BYTES,
+    LOGPROB_BYTES,
     PromptLogprobs,
     Scores,
     processed_logprobs,
@@ -186,5 +186,5 @@ def test_a_prompts_reports_are_kept_and_sent_as_numbers() -> None:
         found.add(first, Scores(*(c[part] for c in scores)), text_of)
     assert len(made) == len(set(made)) <= 500, "the text of each token is made once"
     sent = pickle.dumps(found)
-    assert len(sent) <= tokens * (1 + top) * FIGURE_BYTES + 500 * 16 + tokens + 1000
+    assert len(sent) <= tokens * (1 + top) * LOGPROB_BYTES + 500 * 16 + tokens + 1000
     assert pickle.loads(sent) == found
