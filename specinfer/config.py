@@ -70,14 +70,14 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.most_step_tokens < self.max_batch_size:
+        if self.row_limit < self.max_batch_size:
             raise ConfigError(
-                f"max_step_tokens is {self.most_step_tokens}; allowed: {self.max_batch_size} "
+                f"max_step_tokens is {self.row_limit}; allowed: {self.max_batch_size} "
                 "(max_batch_size) or more, as every request needs a row; raise it"
             )
 
     @property
-    def most_step_tokens(self) -> int:
+    def row_limit(self) -> int:
         """Maximum rows of a pass; for "auto" the largest that it may choose."""
         rows = 512 if self.max_step_tokens is None else self.max_step_tokens
         return max(MAX_ROWS, self.max_batch_size) if rows == "auto" else rows

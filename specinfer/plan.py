@@ -30,7 +30,7 @@ class PlanEntry:
     max_nodes: int  # maximum tree nodes, the root included; 0: a prefill chunk without a tree
     max_depth: int  # maximum levels below the root, within max_tokens and the context
     block_table: Sequence[int]  # blocks for at least end - 1 + max(max_nodes, 1) positions
-    incarnation: int  # incremented by each preemption, which invalidates the KV of earlier numbers
+    generation: int  # incremented by each preemption, which invalidates the KV of earlier numbers
     processors: Processors | None = None  # logit processors of the request's parameters
     speculators: tuple[str, ...] | None = None  # names of the speculators that may run; None: all
     block_hashes: Sequence[bytes] = ()  # hashes of the leading full blocks; equal hashes mean equal KV

@@ -206,7 +206,7 @@ class SpeculationConfig:
         return MAX_DEPTH if self.learns_shape else self.fixed_expansion.depth
 
     @property
-    def most_nodes(self) -> int:
+    def node_limit(self) -> int:
         """Maximum nodes of a request's tree; for "auto" the largest that it may choose."""
         nodes = 64 if self.max_nodes is None else self.max_nodes
         return MAX_ROWS if nodes == "auto" else nodes

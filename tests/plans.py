@@ -36,7 +36,7 @@ def entry(
         "max_nodes": 64,
         "max_depth": 100,
         "block_table": (),
-        "incarnation": 0,
+        "generation": 0,
     }
     return PlanEntry(**{**settled, **fields})
 

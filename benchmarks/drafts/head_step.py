@@ -8,7 +8,7 @@ target's pass has emptied the caches before the head starts. Medians of all step
     native     the two native calls: reading with the pass, then the trees
     head       the head's share: opening the step, reading, its pass, the trees
     propose    all work before the target's pass: the head, the policy and merging
-    hear       storing hidden states for the head after the pass
+    states     storing hidden states for the head after the pass
     weights    the lower bound: the bytes of the head's matrices divided by the memory bandwidth
 """
 
@@ -34,7 +34,7 @@ from specinfer.speculation_config import Quantization
 
 KINDS: tuple[Quantization, ...] = ("int8", "none")
 SIZES = ("fixed", "cost")
-COLUMNS = ("read and pass", "trees", "native", "head", "propose", "hear", "target")
+COLUMNS = ("read and pass", "trees", "native", "head", "propose", "states", "target")
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def measure(llm: LLM, kind: Quantization, questions: list[str], max_tokens: int)
         ("deepen", BlockDraft, "deepen"),
         ("tree", BlockDraft, "tree"),
         ("propose", Ensemble, "propose"),
-        ("hear", Ensemble, "hear"),
+        ("states", Ensemble, "receive_states"),
         ("target", ModelRunner, "launch"),
     ):
         watch.watch(part, of, name)

@@ -170,7 +170,7 @@ class Play:
             max_nodes=NODES,
             max_depth=NODES,
             block_table=(),
-            incarnation=0,
+            generation=0,
             speculators=self._speculators[n],
             room=PROMPT + ANSWER - end,
         )
@@ -224,7 +224,7 @@ class Head(LevelSpeculator):
         self._entries: Sequence[PlanEntry] = ()
         self._trees: list[TokenTree] = []
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the number of nodes of a complete tree, without the root."""
         return EXPANSION.num_nodes - 1
 

@@ -71,15 +71,15 @@ def reset(target: str | None) -> None:
 
 def _lines(stored: StoredPolicy) -> list[str]:
     """The contents of one file, as text."""
-    from specinfer.speculate.policy.chances import CONFIDENCES, TEMPERATURES, Chances
+    from specinfer.speculate.policy.acceptance import CONFIDENCES, TEMPERATURES, AcceptanceRates
     from specinfer.speculate.policy.memory import recall
 
     drafts, key = stored.learned.get("drafts"), stored.key
-    chances = Chances(
+    acceptance = AcceptanceRates(
         {str(name): _depth(levels) for name, levels in drafts.items()} if isinstance(drafts, dict) else {}
     )
     try:
-        recall(stored.learned, chances)
+        recall(stored.learned, acceptance)
     except (ValueError, KeyError, TypeError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
     temperatures = [
@@ -92,9 +92,9 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  target     {key.get('target')}",
         *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
         f"  device     {key.get('device')}",
-        f"  learned of {chances.outcomes} guesses",
+        f"  learned of {acceptance.outcomes} guesses",
     ]
-    for name, levels in chances.levels.items():
+    for name, levels in acceptance.levels.items():
         counted = zip(("", *temperatures), (levels.all, *levels.alike), strict=True)
         lines += [
             f"  levels     {name}{temperature}: accepted at level 1, 2, ... "
@@ -102,7 +102,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
             for temperature, counts in counted
             if not temperature or any(counts.tries)
         ]
-    for name, curves in chances.curves.items():
+    for name, curves in acceptance.curves.items():
         for kind, curve in zip(("others", "first choices"), curves, strict=True):
             rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in CONFIDENCES]
             lines.append(f"  {name}: {kind}, reported->accepted: {' '.join(rates)}")

@@ -18,7 +18,7 @@ from specinfer.processors.changes import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import PredictionShelf
+from specinfer.speculate.lookups.alignment import PredictionIndexes
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.logprobs import LOGPROB_BYTES, PromptLogprobs
@@ -61,7 +61,7 @@ class Admission:
         self._block_size = block_size  # positions per block, if requests share prefixes
         self._compiler: GrammarCompiler | None = None  # made for the first request with a form
         self._making = threading.Lock()
-        self._predictions = PredictionShelf()
+        self._predictions = PredictionIndexes()
 
     @property
     def max_length(self) -> int:

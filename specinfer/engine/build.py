@@ -36,7 +36,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.guard import Guard, Lending
+from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
 from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
@@ -83,7 +83,7 @@ def resolved(config: EngineConfig, target: CostCurve, max_rows: int = MAX_ROWS) 
 
 def max_pass_rows(config: EngineConfig, models: Models) -> int:
     """Return the maximum rows of a pass: the option's, else the number that the memory plan allows."""
-    rows, plan = config.scheduler.most_step_tokens, models.plan
+    rows, plan = config.scheduler.row_limit, models.plan
     return rows if plan is None or config.scheduler.max_step_tokens != "auto" else min(rows, plan.limits.rows)
 
 
@@ -123,7 +123,7 @@ def _target_curves(
         whole = computing + CostCurve(computing.rows, tuple(waits))
         return whole, whole
     rate, streamed = plan.disk.bytes_per_second, plan.placement.streamed_bytes
-    fewer = streamed if models.lent is None else models.lent.streamed_bytes
+    fewer = streamed if models.draft_memory is None else models.draft_memory.streamed_bytes
     return computing.at_least(streamed / rate), computing.at_least(fewer / rate)
 
 
@@ -174,7 +174,7 @@ def measure_curves(
     runners = {
         name: make_draft(
             *(name, model, executor, Shape.of(config.speculation), models.named.get(name)),
-            max_rows=config.scheduler.most_step_tokens,
+            max_rows=config.scheduler.row_limit,
         )[0]
         for name, model in models.drafts.items()
     }
@@ -207,7 +207,7 @@ def build_engine(
         models.target,
         [draft for draft in drafts if not isinstance(draft, HeadModel) or draft.head.body is not None],
         block_size=config.cache.block_size,
-        wanted_positions=limits.max_batch_size * (max_context + speculation.most_nodes),
+        wanted_positions=limits.max_batch_size * (max_context + speculation.node_limit),
         needed_positions=min(max_context, 128),
         limit=_cache_limit(config, models),
         memory=config.memory if models.plan is None else None,
@@ -217,12 +217,12 @@ def build_engine(
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
-    lending: Lending | None = None  # a draft's memory that layers may use
+    draft_memory: DraftMemoryCurves | None = None  # a draft's memory that layers may use
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
-            curve, lent = _target_curves(config, executor, models, progress)
-        if models.lent is not None and models.target.stream is not None:
-            lending = Lending(models.lent, curve, lent)
+            curve, swapped = _target_curves(config, executor, models, progress)
+        if models.draft_memory is not None and models.target.stream is not None:
+            draft_memory = DraftMemoryCurves(models.draft_memory, curve, swapped)
         config = resolved(config, curve, max_pass_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
@@ -236,7 +236,7 @@ def build_engine(
             shape,
             models.named.get(name),
             models.foreign.get(name),
-            max_rows=limits.most_step_tokens,
+            max_rows=limits.row_limit,
         )
         for name, model in models.drafts.items()
     }
@@ -254,15 +254,15 @@ def build_engine(
             measured=measured,
             known=streamed,
             deepest=deepest,
-            lending=lending,
+            draft_memory=draft_memory,
         )
         for name, model in draft_names(speculation.drafts).items():
             if model in (SELF, config.model) and name in costs:
-                cost_policy.chances.expect_twin(name)
+                cost_policy.acceptance.expect_self_draft(name)
         policy, guard = cost_policy, cost_policy.guard
         if measured and guard is not None:  # clock "curve" must decide alike in every run
             policy_memory = PolicyMemory(
-                _policy_key(config, models, executor.device_name), cost_policy.chances, guard
+                _policy_key(config, models, executor.device_name), cost_policy.acceptance, guard
             )
             policy_memory.recall()
     speculators: list[Speculator | LevelSpeculator] = [
@@ -287,7 +287,7 @@ def build_engine(
         scheduler=Scheduler(
             limits,
             pool,
-            tree_nodes=speculation.most_nodes,
+            tree_nodes=speculation.node_limit,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
             max_adapters=config.max_loras,

@@ -355,7 +355,7 @@ class Engine:
             else None
             for result in results
         ]
-        self._speculators.hear(text_rows(launched.plan, launched.trees, paths), flight)
+        self._speculators.receive_states(text_rows(launched.plan, launched.trees, paths), flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Store the log-probabilities of the prompt's tokens after `entry.start`, one per row."""

@@ -19,7 +19,7 @@ from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.errors import RequestError, naming
 from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.lookups.alignment import within_reach
+from specinfer.speculate.lookups.alignment import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed
@@ -178,7 +178,7 @@ class Intake:
         room = min(params.max_tokens, self.max_context - len(prompt))
         with naming("prediction"):
             encode = partial(self.tokenizer.encode, add_special=False)
-            guess = within_reach(params.prediction or (), room, encode)
+            guess = relevant_tokens(params.prediction or (), room, encode)
         return [
             Request(
                 request_id=f"request-{number}" if params.n == 1 else f"request-{number}-{index}",

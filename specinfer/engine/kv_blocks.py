@@ -200,7 +200,7 @@ class SequenceState:
     processors: Processors | None = None  # logit processors of its parameters
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
-    incarnation: int = 0
+    generation: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
     published: int = 0  # number of leading blocks that are published
     cached_tokens: int = 0  # prompt tokens found in the cache at its first start

@@ -24,8 +24,8 @@ from specinfer.kernels.choice import Kernels, guessing, streaming
 from specinfer.kernels.machine import give_back_memory
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.language_model import LanguageModel, LayeredModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
@@ -58,9 +58,9 @@ class Loader:
     sum_parts: int  # parts of the target's float sums
     progress: Progress
 
-    def lent_memory(
+    def draft_memory(
         self, found: FoundModel, quantization: Quantization, *, output: bool
-    ) -> LentMemory | None:
+    ) -> DraftMemory | None:
         """Return the memory of a `self` draft that layers of a streamed target may use, or None.
 
         `output` is True if the draft has its own output layer.
@@ -71,11 +71,11 @@ class Loader:
         layers = layer_records(target)
         streamed = [layers[number] for number in plan.placement.streamed]
 
-        def read(prepared: PreparedFile) -> LentMemory:
+        def read(prepared: PreparedFile) -> DraftMemory:
             names = layer_records(prepared)
             if output and not plan.drafts.shares_head and _OUTPUT in prepared.records:
                 names.append(_OUTPUT)
-            return LentMemory(prepared, names, target, streamed, plan.disk)
+            return DraftMemory(prepared, names, target, streamed, plan.disk)
 
         make = partial(self._prepare, found, self.kernels, quantization)
         return _used(make(), read, make)
@@ -86,11 +86,11 @@ class Loader:
         quantization: Quantization,
         *,
         reads_table: bool,
-        lent: LentMemory | None = None,
+        draft_memory: DraftMemory | None = None,
     ) -> LanguageModel:
         """Load the target; if it is streamed and a head reads its embeddings, these stay in memory.
 
-        Some of its layers may use memory that is `lent`.
+        Some of its layers may use the `draft_memory`.
         """
         kernels, plan, part = self._fitting(found, quantization), self.plan, None
         if self.sum_parts > 1:
@@ -108,7 +108,7 @@ class Loader:
                 kernels=kernels,
                 quantization=quantization,
                 table_in_memory=reads_table,
-                lent=lent,
+                draft_memory=draft_memory,
                 progress=self.progress,
                 name=found.files.name,
                 part=part,
@@ -188,12 +188,12 @@ class Loader:
         target: LanguageModel,
         quantization: Quantization,
         logit_ids: Sequence[int] | None,
-        lent: LentMemory | None = None,
+        draft_memory: DraftMemory | None = None,
     ) -> LanguageModel:
         """Load the `self` draft: the target in fewer bits.
 
         It shares the target's embeddings, and has an output layer if the memory plan gives it one. It uses
-        `lent` memory before other memory.
+        `draft_memory` before other memory.
         """
         kernels = guessing(self._fitting(found, quantization))
         shares_head = False
@@ -203,9 +203,9 @@ class Loader:
         elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
-        shared = Shared(target.table, target.output if shares_head else None, lent)
+        shared = Shared(target.table, target.output if shares_head else None, draft_memory)
         loaded = self._load(found, kernels, quantization, logit_ids, shared)
-        if lent is not None:
+        if draft_memory is not None:
             give_back_memory()  # freed by matrices read from the file
         return loaded
 

@@ -45,11 +45,11 @@ from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.adapters.peft_folder import PeftFolder
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import identity
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
@@ -93,7 +93,9 @@ class Models:
     hosts: Sequence[Host] = ()  # hosts of ranks, this one first; empty for a single process
     # Adapters that requests may name; None for models that the caller made.
     adapters: AdapterShelf | None = None
-    lent: LentMemory | None = None  # memory of a `self` draft that layers may use while speculation is off
+    draft_memory: DraftMemory | None = (
+        None  # memory of a `self` draft that layers may use while speculation is off
+    )
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the decisions that loading has made for its open options."""
@@ -212,13 +214,13 @@ def _load_models(
         name: logit_ids_of(draft, named.get(name), foreign.get(name))
         for name, draft in models_among(drafts).items()
     }
-    lent: LentMemory | None = None
+    draft_memory: DraftMemory | None = None
     if len(self_drafts) == 1 and config.ranks == 1:
-        lent = loader.lent_memory(target, kinds[self_drafts[0]], output=ids[self_drafts[0]] is None)
+        draft_memory = loader.draft_memory(target, kinds[self_drafts[0]], output=ids[self_drafts[0]] is None)
     ranks: Ranks | None = None
     loaded_drafts: dict[str, AnyDraft] = {}
     if layout is None:
-        loaded = loader.target(target, of_target, reads_table=needs.reads_table, lent=lent)
+        loaded = loader.target(target, of_target, reads_table=needs.reads_table, draft_memory=draft_memory)
     else:
         can = {
             name: (draft, kinds[name])
@@ -242,7 +244,7 @@ def _load_models(
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
             continue
         if draft is target:
-            loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], lent)
+            loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], draft_memory)
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
     for name, adapter in adapted.items():
@@ -278,7 +280,7 @@ def _load_models(
         origin=origin,
         hosts=[] if ranks is None else ranks.hosts,
         adapters=adapters,
-        lent=lent,
+        draft_memory=draft_memory,
     )
 
 
@@ -332,7 +334,7 @@ def _memory_needs(
         for name, draft in drafts.items()
     )
     caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
-    may = config.offload == "auto" and config.quantization != "int4" and config.speculation.most_nodes > 1
+    may = config.offload == "auto" and config.quantization != "int4" and config.speculation.node_limit > 1
     added = needs.self_drafts() if may and not names else []
     return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
 
@@ -407,9 +409,9 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     plan = models.plan
     if plan is not None:
         plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
-    if models.lent is not None and {SELF, config.model} & {*wanted.speculation.drafts}:
-        models.lent.keep()
-    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, lent=None)
+    if models.draft_memory is not None and {SELF, config.model} & {*wanted.speculation.drafts}:
+        models.draft_memory.keep()
+    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, draft_memory=None)
 
 
 def pick_device(name: str) -> torch.device:

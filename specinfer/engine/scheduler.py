@@ -96,7 +96,7 @@ class Scheduler:
             self._publish(sequence)
         preemptions = self.preemptions
         running = self._reserve_rows(only)
-        rows = self._config.most_step_tokens - len(running)
+        rows = self._config.row_limit - len(running)
         preempted = self.preemptions > preemptions  # a request preempted now is not admitted at once
         awaited: set[tuple[int, bytes]] = set()
         while not preempted and rows > 0 and len(self.running) < self._config.max_batch_size:
@@ -179,7 +179,7 @@ class Scheduler:
         It falls with the length of the text, because a row attends to all of it, and steps should take about
         the same time.
         """
-        whole = self._config.most_step_tokens
+        whole = self._config.row_limit
         return max(min(whole, _MIN_ROWS), whole * _DOUBLE_COST_AT // (_DOUBLE_COST_AT + sequence.computed))
 
     def _with_trees(
@@ -215,7 +215,7 @@ class Scheduler:
             max_nodes=nodes,
             max_depth=sequence.room(self._max_context) - 1 if nodes > 1 else 0,
             block_table=tuple(sequence.block_table),
-            incarnation=sequence.incarnation,
+            generation=sequence.generation,
             processors=sequence.processors,
             speculators=sequence.speculators,
             block_hashes=sequence.block_hashes,
@@ -252,7 +252,7 @@ class Scheduler:
         self._pool.share(sequence.block_table, found)
         sequence.published = len(found)
         sequence.computed = len(found) * self._pool.block_size
-        if sequence.incarnation == 0:
+        if sequence.generation == 0:
             sequence.cached_tokens = sequence.computed
         if self._prefix_reuse and not sequence.request.scores_prompt:
             self.prefix_queries += len(sequence.token_ids)
@@ -284,7 +284,7 @@ class Scheduler:
     def _requeue(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.incarnation += 1
+        sequence.generation += 1
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: SequenceState) -> None:

@@ -30,8 +30,8 @@ from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import BlocksWeight, FloatWeight, Int4Weight, Int8Weight, Weight
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
+from specinfer.models.draft_memory import DraftMemory, tensor_in
 from specinfer.models.expert_stream import ExpertStream
-from specinfer.models.lent_memory import LentMemory, tensor_in
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import Place, PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable
@@ -162,12 +162,12 @@ class StreamedWeights(Weights):
         disk: DiskRate,
         *,
         table_in_memory: bool,
-        lent: LentMemory | None = None,
+        draft_memory: DraftMemory | None = None,
     ) -> None:
-        """Some of the streamed layers may use `lent` memory."""
+        """Some of the streamed layers may use the `draft_memory`."""
         super().__init__(reader, torch.device("cpu"), kernels)
         self._file = file
-        self._lent: Mapping[int, memoryview] = {} if lent is None else lent.layers
+        self._swapped: Mapping[int, memoryview] = {} if draft_memory is None else draft_memory.layers
         self._layers = layer_records(file)
         self._streamed = {number: place for place, number in enumerate(placement.streamed)}
         self._table_in_memory = table_in_memory
@@ -181,9 +181,9 @@ class StreamedWeights(Weights):
         if records:
             source = StreamSource(file.path)
             self._layer_stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
-            if lent is not None:
+            if draft_memory is not None:
                 streamed = [self._layers[number] for number in placement.streamed]
-                lent.serve(self._layer_stream, file, streamed)
+                draft_memory.serve(self._layer_stream, file, streamed)
         if placement.experts is not None:
             self._experts = StreamedExperts(kernels, file, placement.experts.slots, disk)
         self.stream = self._layer_stream if self._experts is None else self._experts.stream
@@ -272,8 +272,8 @@ class StreamedWeights(Weights):
             return [make(number)]
         self._record, self._vectors = self._file.records[self._layers[number]], {}
         made: list[_Part] = []
-        lent = self._lent.get(self._streamed[number])
-        for buffer in [*self._layer_stream.buffers, *([] if lent is None else [lent])]:
+        swapped = self._swapped.get(self._streamed[number])
+        for buffer in [*self._layer_stream.buffers, *([] if swapped is None else [swapped])]:
             self._buffer = buffer
             made.append(make(number))
         self._buffer = self._record = self._largest = None

@@ -35,7 +35,7 @@ from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import Int8Product, NativeProducts
 from specinfer.kernels.structures import BLOCK, num_blocks
-from specinfer.models.lent_memory import LentMemory
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.shared_sums import EmbeddingTable, JoinedProduct, SharedOutTable, SummedProduct
 from specinfer.models.stream import WeightStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
@@ -49,7 +49,7 @@ class Shared(NamedTuple):
 
     table: EmbeddingTable | None = None
     output: Product | None = None  # for logits
-    memory: LentMemory | None = None  # may contain this model's matrices
+    memory: DraftMemory | None = None  # may contain this model's matrices
 
 
 class Weights:
@@ -269,8 +269,12 @@ class Weights:
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
         """These matrices, stacked, or some of their rows; `weight` is memory of their kind and shapes."""
-        lent = self._shared.memory
-        if lent is not None and rows is None and (there := lent.weight("+".join(matrices), type(weight))):
+        draft_memory = self._shared.memory
+        if (
+            draft_memory is not None
+            and rows is None
+            and (there := draft_memory.weight("+".join(matrices), type(weight)))
+        ):
             self._reader.mark_read(matrices)
             return there
         self._reader.read(matrices, weight, rows)

@@ -24,13 +24,13 @@ from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.experts import EXPERTS, PRECISE
 from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.placement import ExpertSizes, Placement
 from specinfer.models.prepared import (
     NewPreparedFile,
@@ -158,14 +158,14 @@ def load_streamed(
     kernels: Kernels,
     quantization: Quantization = "none",
     table_in_memory: bool = False,
-    lent: LentMemory | None = None,
+    draft_memory: DraftMemory | None = None,
     progress: Progress | None = None,
     name: str | None = None,
     part: ModelConfig | None = None,
 ) -> LanguageModel:
     """Load a model with some layers streamed from its prepared file in every pass; otherwise as `load_model`.
 
-    Some of the streamed layers may use `lent` memory.
+    Some of the streamed layers may use the `draft_memory`.
 
     Readers start at once, and end when the model is freed. With `table_in_memory` the embeddings are whole,
     as heads need them; with `part` its sums have parts. Reads the whole file once: raises DamagedFileError if
@@ -178,7 +178,13 @@ def load_streamed(
         WeightReader(model, dtype, show, quantization, prepared) as reader,
     ):
         weights = StreamedWeights(
-            reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory, lent=lent
+            reader,
+            kernels,
+            prepared,
+            placement,
+            disk,
+            table_in_memory=table_in_memory,
+            draft_memory=draft_memory,
         )
         built = Decoder(part or model.config, weights)
         weights.check(show)

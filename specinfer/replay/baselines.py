@@ -100,7 +100,7 @@ def fixed_choices(
 
 def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
     """Play parts with a fixed choice."""
-    nodes = max(speculation.most_nodes, choice.nodes)
+    nodes = max(speculation.node_limit, choice.nodes)
     if choice.depth > speculation.fixed_expansion.depth:
         speculation = replace(speculation, expansion=speculation.fixed_expansion.deepened(choice.depth))
     looks_up = "lookup" in choice.speculators

@@ -81,8 +81,8 @@ class RecordedTrees:
     others: GrowTrees
     notes: GuessRecorder
 
-    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
-        """Grow these trees (`one_pass.GrowTrees`) to their largest size, whatever `most` is."""
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, max_nodes: int) -> None:
+        """Grow these trees (`one_pass.GrowTrees`) to their largest size, whatever `max_nodes` is."""
         self.others(guessed, logits_TU, MAX_NODES)
         for one in guessed:
             tree = one.growth.tree()
@@ -242,7 +242,7 @@ class ReplayedHead(Replayed):
         none = torch.empty(0, 0)
         return HeadPass([none[:0].flatten() if text.count else None for text in texts], none, none)
 
-    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, max_nodes: int) -> None:
         """Grow these trees (`one_pass.GrowTrees`): the first nodes of the recorded ones."""
         for one in guessed:
             guesses, root = self.root(one.site)
@@ -252,7 +252,7 @@ class ReplayedHead(Replayed):
                     f"{one.site.request_id}; record the trace anew"
                 )
                 continue
-            wanted = MAX_NODES if self.whole else most
+            wanted = MAX_NODES if self.whole else max_nodes
             regrow(one.growth.builder, guesses, root, wanted, self.name, one.site.draws_by)
 
     def draw(
@@ -269,9 +269,9 @@ AnyReplayed = ReplayedPasses | ReplayedHead
 
 
 def regrow(
-    builder: TreeBuilder, guesses: GuessTrie, root: int, most: int, speculator: str, rule: DrawRule
+    builder: TreeBuilder, guesses: GuessTrie, root: int, max_nodes: int, speculator: str, rule: DrawRule
 ) -> None:
-    """Add the `most` likeliest nodes below a root's site, as far as the builder has space.
+    """Add the `max_nodes` likeliest nodes below a root's site, as far as the builder has space.
 
     Nodes come in their recorded order. Equally likely paths come in order of discovery; a node's next
     sibling comes before its first child.
@@ -290,7 +290,7 @@ def regrow(
 
     wait(1.0, 0, root, 0)
     added = 0
-    while waiting and added < most and not builder.full:
+    while waiting and added < max_nodes and not builder.full:
         path, _, parent, site, rank, above = heapq.heappop(waiting)
         tokens, likely, below = known[site]
         seen = guesses.seen(site)

@@ -220,7 +220,7 @@ class ReplayEngine:
                     max_context=max_context,
                 ),
                 BlockPool(blocks, facts.block_size),
-                tree_nodes=speculation.most_nodes,
+                tree_nodes=speculation.node_limit,
                 max_context=max_context,
                 prefix_reuse=facts.prefix_reuse,
             ),
@@ -327,7 +327,7 @@ def _wordless_tokenizer(ending: Iterable[int]) -> Tokenizer:
 
 def num_blocks(facts: RecordedEngine, speculation: SpeculationConfig, batch: int) -> int:
     """Return the KV blocks for `batch` texts of the largest length with their trees."""
-    return -(-batch * (facts.max_context + speculation.most_nodes) // facts.block_size)
+    return -(-batch * (facts.max_context + speculation.node_limit) // facts.block_size)
 
 
 def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...]:

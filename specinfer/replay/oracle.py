@@ -25,7 +25,7 @@ from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
-from specinfer.tree.merging import firm_nodes, keep
+from specinfer.tree.merging import keep, pinned_nodes
 from specinfer.tree.token_tree import draws_by_parent
 
 Reaches = Mapping[str, int]  # speculator -> number of correct tokens that it proposes below a root
@@ -130,7 +130,7 @@ class OraclePolicy(_KnowsTexts):
         """Return the paths along the text; trees with sampled draws stay whole."""
         return [
             tree
-            if firm_nodes(tree)
+            if pinned_nodes(tree)
             else keep(tree, sorted((0, *self._path(entry, tree)[: self._choice(entry).nodes])))
             for entry, tree in zip(self._plan.tree_entries, trees, strict=True)
         ]

@@ -70,7 +70,7 @@ def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
 def learned_shape(speculation: SpeculationConfig) -> Shape:
     """Return the shape with all likely paths, which contains every learned shape."""
     usual, rule = speculation.fixed_expansion, speculation.draw_rule
-    return Shape(usual, rule, learned=True, nodes=LIKELY_NODES, least=0.0)
+    return Shape(usual, rule, learned=True, nodes=LIKELY_NODES, min_probability=0.0)
 
 
 def record(
@@ -90,7 +90,7 @@ def record(
     progress = progress or NoProgress()
     outputs, stages = _written(llm, requests, progress)
     own = traced(models)
-    rows = config.scheduler.most_step_tokens
+    rows = config.scheduler.row_limit
     curves = measure_curves(config, models, rows + max(map(_block_size, own.values()), default=0), progress)
     trace = Trace(
         model=Path(config.model).name,

@@ -293,7 +293,7 @@ def _speculation(facts: EngineInfo) -> dict[str, Any]:
     usual = facts.speculation
     return {
         "speculators": list(facts.speculators),
-        "max_nodes": usual.most_nodes,
+        "max_nodes": usual.node_limit,
         "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
         "verifier": usual.verifier,
     }

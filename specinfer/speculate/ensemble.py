@@ -24,7 +24,7 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
-_KEPT_FOR: Final = 8  # consecutive steps without guesses during which heads still receive hidden states
+_MAX_WITHOUT: Final = 8  # consecutive steps without guesses in which heads still receive hidden states
 
 
 class Ensemble:
@@ -62,7 +62,7 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a distinct name")
         self._keep(speculators)
-        self._held = 0  # consecutive steps without guesses, up to this one
+        self._steps_without = 0  # consecutive steps without guesses, up to this one
         self._names = tuple(names)  # of all speculators, including failed ones
         self._vocab = vocab  # of the target
         self._policy = policy
@@ -76,14 +76,14 @@ class Ensemble:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """Return one merged tree per tree entry, of at most `entry.max_nodes` nodes."""
         self._passes = []
-        asked_for, plan = plan, self._decided("begin_step", plan)
-        self._proposed = Proposed(asked_for, plan)
-        held = all(map(_lets_nobody_guess, plan.entries))
-        self._held = self._held + 1 if held else 0
-        if held:
-            alone = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
-            self._proposed.guessed = self._proposed.chosen = alone
-            return alone
+        requested, plan = plan, self._decided("begin_step", plan)
+        self._proposed = Proposed(requested, plan)
+        without_guesses = all(map(_excludes_all, plan.entries))
+        self._steps_without = self._steps_without + 1 if without_guesses else 0
+        if without_guesses:
+            roots = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+            self._proposed.guessed = self._proposed.chosen = roots
+            return roots
         shared = [SharedTree(entry) for entry in plan.tree_entries]
         guessing: list[AnySpeculator] = []
         for speculator in self._speculators:
@@ -91,7 +91,7 @@ class Ensemble:
             if not offer.entries:
                 continue
             guessing.append(speculator)
-            trees = self._from(speculator, offer, shared)
+            trees = self._trees_of(speculator, offer, shared)
             self._count(speculator.name, trees)
             for one, tree in zip(asked, trees, strict=False):  # no trees if it failed
                 one.add(tree)
@@ -100,7 +100,7 @@ class Ensemble:
         fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
         self._proposed.guessed, self._proposed.chosen = guessed, fitting
         for speculator in guessing:
-            self._trying(speculator, partial(speculator.see_choices, guessed, fitting))
+            self._isolated(speculator, partial(speculator.see_choices, guessed, fitting))
         return fitting
 
     def explain(self) -> list[Decision]:
@@ -118,41 +118,41 @@ class Ensemble:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose inputs a speculator reads in this step; see `hear`.
+        """The target's layers whose inputs a speculator reads in this step; see `receive_states`.
 
         Empty after several steps without guesses; a head then resumes at the next block of its cache.
         """
-        return () if self._held > _KEPT_FOR else self._taps
+        return () if self._steps_without > _MAX_WITHOUT else self._taps
 
-    def hear(self, texts: TextRows, flight: Flight) -> None:
+    def receive_states(self, texts: TextRows, flight: Flight) -> None:
         """Pass the hidden states of one pass, for texts that continue, to the speculators that read them."""
         for speculator in self._speculators:
             if speculator.taps:
-                self._trying(speculator, partial(self._tell, speculator, texts, flight))
+                self._isolated(speculator, partial(self._send_states, speculator, texts, flight))
 
     @staticmethod
-    def _tell(reader: AnySpeculator, texts: TextRows, flight: Flight) -> None:
+    def _send_states(reader: AnySpeculator, texts: TextRows, flight: Flight) -> None:
         own = texts.of_those(lambda entry: entry.lets_guess(reader.name))
-        reader.hear(own.features(flight, reader.taps))
+        reader.receive_states(own.features(flight, reader.taps))
 
     def observe(self, report: StepReport) -> None:
         """Pass the outcomes to every speculator, and the report with the time of this to the policy."""
         began = self._clock()
         for speculator in self._speculators:
-            self._trying(speculator, partial(speculator.observe, report.outcomes))
+            self._isolated(speculator, partial(speculator.observe, report.outcomes))
         if report.seconds:
             seconds = {**report.seconds, "observe": self._clock() - began}
             report = replace(report, seconds=seconds, passes=self._passes)
             self._passes = []
         self._decided("observe", report)
 
-    def _from(
+    def _trees_of(
         self, speculator: AnySpeculator, plan: StepPlan, shared: Sequence[SharedTree]
     ) -> list[TokenTree]:
         """Return a speculator's checked trees without impossible tokens; no trees if it fails."""
         trees: list[TokenTree] = []
 
-        def ask() -> None:
+        def grow() -> None:
             if isinstance(speculator, LevelSpeculator):
                 proposed = self._grown(speculator, plan, [one.tree for one in shared])
             else:
@@ -167,7 +167,7 @@ class Ensemble:
             self._note_confidences(speculator.name, checked)  # with those of all levels
             trees.extend(_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True))
 
-        self._trying(speculator, ask)
+        self._isolated(speculator, grow)
         return trees
 
     def _checked(
@@ -247,12 +247,12 @@ class Ensemble:
             self._policy = self._fallback
             return getattr(self._policy, method)(*arguments)
 
-    def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
+    def _isolated(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
             _LOG.exception(
-                "speculator %r failed and is not asked again; texts go on without it", speculator.name
+                "speculator %r failed and does not run again; texts go on without it", speculator.name
             )
             self._keep([s for s in self._speculators if s is not speculator])
 
@@ -262,7 +262,7 @@ class Ensemble:
         self._taps = tuple(sorted({tap for speculator in speculators for tap in speculator.taps}))
 
 
-def _lets_nobody_guess(entry: PlanEntry) -> bool:
+def _excludes_all(entry: PlanEntry) -> bool:
     return entry.speculators == ()
 
 

@@ -24,7 +24,7 @@ class GrammarSpeculator(Speculator):
     def __init__(self, *, depth: int) -> None:
         self._depth = depth
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the length of one chain if the request has a form, else 0."""
         return self._depth if request.params.structured_output is not None else 0
 

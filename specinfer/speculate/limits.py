@@ -32,10 +32,10 @@ class SpeculationLimits:
                 f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
                 "and this engine has no draft model: leave it out"
             )
-        if (overrides.max_nodes or 0) > self._config.most_nodes:
+        if (overrides.max_nodes or 0) > self._config.node_limit:
             raise RequestError(
                 f"speculation.max_nodes is {overrides.max_nodes}; the engine allows at most "
-                f"{self._config.most_nodes}: lower it"
+                f"{self._config.node_limit}: lower it"
             )
 
     def speculators(self, request: Request) -> tuple[str, ...]:
@@ -44,8 +44,8 @@ class SpeculationLimits:
 
     def nodes(self, request: Request) -> int:
         """Return the request's maximum tree nodes, the root included; 1: no speculator may guess."""
-        limit = request.params.speculation.max_nodes or self._config.most_nodes
-        return min(limit, 1 + sum(most for _, most in self._guessing(request)))
+        limit = request.params.speculation.max_nodes or self._config.node_limit
+        return min(limit, 1 + sum(nodes for _, nodes in self._guessing(request)))
 
     def _guessing(self, request: Request) -> list[tuple[AnySpeculator, int]]:
         """Return the speculators that may guess for the request, each with its maximum nodes."""
@@ -53,13 +53,13 @@ class SpeculationLimits:
         if not overrides.enabled:
             return []
         named = self._named(overrides.speculators)
-        known_chance = params.knows_chance(self._config.verifier)
+        knows_chance = params.knows_chance(self._config.verifier)
         return [
-            (speculator, most)
+            (speculator, nodes)
             for speculator in self._speculators
             if (named is None or speculator.name in named)
-            and not (known_chance and speculator.remembers_answers)
-            and (most := self._most_nodes(speculator, request)) > 0
+            and not (knows_chance and speculator.remembers_answers)
+            and (nodes := self._max_nodes(speculator, request)) > 0
         ]
 
     def _named(self, names: Sequence[str] | None) -> set[str] | None:
@@ -70,14 +70,14 @@ class SpeculationLimits:
         """Return the present name of a speculator, unless the engine has one of the given name."""
         return name if name in self.names else OLD_NAMES.get(name, name)
 
-    def _most_nodes(self, speculator: AnySpeculator, request: Request) -> int:
+    def _max_nodes(self, speculator: AnySpeculator, request: Request) -> int:
         """Return the maximum nodes of a speculator: its own limit, or the engine's."""
-        most = speculator.most_nodes(request)
-        return self._config.most_nodes if most is None else most
+        limit = speculator.max_nodes(request)
+        return self._config.node_limit if limit is None else limit
 
     def _any_has_shape(self, request: Request) -> bool:
         """Return whether a draft or a caller's speculator may use a request's expansion."""
         return any(
-            isinstance(speculator, LevelSpeculator) or speculator.most_nodes(request) is None
+            isinstance(speculator, LevelSpeculator) or speculator.max_nodes(request) is None
             for speculator in self._speculators
         )

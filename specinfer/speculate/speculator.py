@@ -41,14 +41,14 @@ class SpeculatorBase:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn which tokens were committed, and which requests ended. Does nothing by default."""
 
-    def most_nodes(self, request: Request) -> int | None:
+    def max_nodes(self, request: Request) -> int | None:
         """Return the maximum nodes below the root for a request; 0: no guess is possible.
 
         None, the default: as many as the request may have.
         """
         return None
 
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         """Receive the hidden states (`taps`) of texts that a pass has computed. Does nothing by default.
 
         Each text continues at its former end, or starts again. Called before `observe`, without the requests

@@ -79,13 +79,13 @@ def prune(
         permits: returns whether a token may follow the tokens of a path; None: any token may.
         ending: token ids that end the text.
     """
-    firm = {draw.node for draw in tree.draws if sampled(draw)}
+    pinned = {draw.node for draw in tree.draws if sampled(draw)}
     paths: dict[int, tuple[int, ...]] = {0: ()}  # of the kept nodes
     for node in range(1, tree.num_nodes):
         parent, token = tree.parents[node], tree.token_ids[node]
         if parent not in paths or (parent > 0 and tree.token_ids[parent] in ending):
             continue
-        if permits is None or node in firm or permits(paths[parent], token):
+        if permits is None or node in pinned or permits(paths[parent], token):
             paths[node] = (*paths[parent], token)
     return keep(tree, paths)
 
@@ -95,38 +95,38 @@ def sampled(draw: Draw) -> bool:
     return draw.rule.is_sampled
 
 
-def firm_nodes(tree: TokenTree) -> set[int]:
+def pinned_nodes(tree: TokenTree) -> set[int]:
     """Return the nodes that may not be removed under any verifier; others may be, for any reason.
 
     These are the nodes of sampled draws, the nodes of draws before a sampled one below the same parent, and
     the ancestors of all of these. A sampled draw may not depend on the fate of earlier draws.
     """
-    firm: set[int] = set()
+    pinned: set[int] = set()
     if not any_sampled(tree.draws):
-        return firm
+        return pinned
     drawn_below: set[int] = set()
     for draw in reversed(tree.draws):
         if sampled(draw):
             drawn_below.add(draw.parent)
         node = draw.node if draw.parent in drawn_below else 0
-        while node and node not in firm:
-            firm.add(node)
+        while node and node not in pinned:
+            pinned.add(node)
             node = tree.parents[node]
-    return firm
+    return pinned
 
 
 def likeliest(tree: TokenTree, probabilities: Sequence[float], max_nodes: int) -> TokenTree:
     """Return the tree of the `max_nodes` likeliest nodes; ties keep the earlier node.
 
-    The root and firm nodes are always kept. `probabilities` are the acceptance probabilities of the nodes,
+    The root and pinned nodes are always kept. `probabilities` are the acceptance probabilities of the nodes,
     [num_nodes]; no node may be likelier than its parent.
     """
     if tree.num_nodes <= max_nodes:
         return tree
-    firm = firm_nodes(tree)
-    firm.add(0)
-    ranked = sorted(range(tree.num_nodes), key=lambda node: (node not in firm, -probabilities[node]))
-    return keep(tree, sorted(ranked[: max(max_nodes, len(firm))]))
+    pinned = pinned_nodes(tree)
+    pinned.add(0)
+    ranked = sorted(range(tree.num_nodes), key=lambda node: (node not in pinned, -probabilities[node]))
+    return keep(tree, sorted(ranked[: max(max_nodes, len(pinned))]))
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:

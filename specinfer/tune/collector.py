@@ -52,7 +52,7 @@ class HiddenStateListener(Speculator):
         """Return trees without guesses."""
         return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
 
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         """Keep these states; a text that starts again replaces its old states."""
         for features in texts:
             name = features.entry.request.request_id
@@ -86,7 +86,7 @@ def collecting(config: EngineConfig) -> EngineConfig:
         scheduler=replace(
             config.scheduler,
             max_batch_size=max(_BATCH, config.scheduler.max_batch_size),
-            max_step_tokens=max(512, config.scheduler.most_step_tokens),
+            max_step_tokens=max(512, config.scheduler.row_limit),
         ),
     )
 

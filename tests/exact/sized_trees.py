@@ -12,8 +12,8 @@ from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.allowance import WINDOW
-from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard
@@ -138,9 +138,9 @@ class Sized:
             name: PricedDraft(CostModel(name, pass_, learns=False), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        chances = Chances({name: len(widths) for name, _, widths in self.drafts})
+        acceptance = AcceptanceRates({name: len(widths) for name, _, widths in self.drafts})
         target = CostModel("target", self.target, learns=False)
-        policy = self.policy(target, drafts, chances, text)
+        policy = self.policy(target, drafts, acceptance, text)
         speculators = [
             DraftModel(
                 name, MadeUpRunner(world, name), Shape(Expansion(widths), rule, self.learned), max_rows=64
@@ -157,9 +157,9 @@ class Sized:
         self.proposed.add(tuple(sum(d.speculator == s.name for d in tree.draws) for s in speculators))
         return tree
 
-    def policy(self, target, drafts, chances, text, guard=None):
+    def policy(self, target, drafts, acceptance, text, guard=None):
         """Return the policy that sizes the next tree after `text`."""
-        return Watched(self.starts, self.parts, target, drafts, chances, guard)
+        return Watched(self.starts, self.parts, target, drafts, acceptance, guard)
 
 
 class Guarded(Sized):
@@ -167,9 +167,9 @@ class Guarded(Sized):
 
     held = frozenset()  # per tree: whether the guard turned speculation off
 
-    def policy(self, target, drafts, chances, text):
+    def policy(self, target, drafts, acceptance, text):
         guard = Guard(target, {name: draft.costs for name, draft in drafts.items()}, measured=False)
-        policy = super().policy(target, drafts, chances, text, guard)
+        policy = super().policy(target, drafts, acceptance, text, guard)
         was, wrong = plans.entry(PROMPT, max_nodes=4, max_depth=2), tree_of(2)
         for step in range(PLAIN + (WINDOW if text[:1] == (1,) else 0)):
             policy.begin_step(plans.plan(was))
@@ -187,14 +187,14 @@ class Alike(Sized):
         super().__init__(*args, **sizes)
         self.behind = {}  # by the text's length and whether it starts with 1: the drafts' `starts`
 
-    def policy(self, target, drafts, chances, text):
+    def policy(self, target, drafts, acceptance, text):
         begins = text[:1] == (1,)
-        for levels in chances.levels.values():
+        for levels in acceptance.levels.values():
             for level in (0, 1) * 60:
                 levels.learn(level, None if begins else 0, 1.5)
                 levels.learn(level, 0 if begins else None, PARAMS.temperature)
         self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in drafts})
-        return super().policy(target, drafts, chances, text)
+        return super().policy(target, drafts, acceptance, text)
 
 
 class Wayward(Sized):
@@ -210,8 +210,8 @@ class Wayward(Sized):
         super().__init__(*args, **sizes)
         self.shown = set()  # open leaves whose draws the policy saw
 
-    def policy(self, target, drafts, chances, text):
-        policy = WaywardPolicy(self.starts, set(), target, drafts, chances)
+    def policy(self, target, drafts, acceptance, text):
+        policy = WaywardPolicy(self.starts, set(), target, drafts, acceptance)
         policy.wayward, policy.shown = self.parts, self.shown
         return policy
 
@@ -239,8 +239,8 @@ class WaywardPolicy(Watched):
 class TakingBack(Wayward):
     """A mutant: deepens every node, and then drops children by the values that were drawn."""
 
-    def policy(self, target, drafts, chances, text):
-        return TakingBackPolicy(self.starts, self.parts, target, drafts, chances)
+    def policy(self, target, drafts, acceptance, text):
+        return TakingBackPolicy(self.starts, self.parts, target, drafts, acceptance)
 
 
 class TakingBackPolicy(WaywardPolicy):

@@ -113,14 +113,14 @@ def test_taking_back_what_was_drawn_below_a_node_is_seen(drafts, monkeypatch):
 
 
 def only_samples(tree):
-    """A mutant of `firm_nodes`: nodes before a sample may be dropped."""
+    """A mutant of `pinned_nodes`: nodes before a sample may be dropped."""
     return {draw.node for draw in tree.draws if draw.rule in (IID, WITHOUT)}
 
 
 def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
     # Guesses before the samples fit only if both samples are the same token.
     monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
-    monkeypatch.setattr(cost_policy, "firm_nodes", only_samples)
+    monkeypatch.setattr(cost_policy, "pinned_nodes", only_samples)
     sizes = {"points": "first", "max_nodes": 4}
     assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN
 
@@ -145,5 +145,5 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
-    monkeypatch.setattr(cost_policy, "firm_nodes", lambda tree: set())
+    monkeypatch.setattr(cost_policy, "pinned_nodes", lambda tree: set())
     assert play(drafts, 0.01, monkeypatch)[1] > SEEN

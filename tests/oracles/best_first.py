@@ -54,7 +54,7 @@ class _Ranked:
 
     places: NDArray[np.int64]  # indices among the level's candidates
     tokens: list[list[int]]
-    hopes: list[list[float]]
+    probabilities: list[list[float]]
     evidence: list[tuple[float, float]]  # for each A: probabilities of the two likeliest tokens; 0 for one
 
 
@@ -75,8 +75,8 @@ def grow(
 
     def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
         """Queue the child of that rank, if it exists and is likely enough."""
-        hopes = ranked[level].hopes[before]
-        if rank < len(hopes) and (path := above * hopes[rank]) >= MIN_PATH:
+        probabilities = ranked[level].probabilities[before]
+        if rank < len(probabilities) and (path := above * probabilities[rank]) >= MIN_PATH:
             heapq.heappush(waiting, (-path, len(builder.parents), parent, level, before, rank, above))
 
     wait(1.0, 0, 0, 0, 0)
@@ -84,8 +84,10 @@ def grow(
     while waiting and added < most and not builder.full:
         path, _, parent, level, before, rank, above = heapq.heappop(waiting)
         at = ranked[level]
-        tokens, hopes, seen = at.tokens[before], at.hopes[before], at.evidence[before]
-        node = builder.add(parent, tokens[rank], speculator, rule, confidence=hopes[rank], evidence=seen)
+        tokens, probabilities, seen = at.tokens[before], at.probabilities[before], at.evidence[before]
+        node = builder.add(
+            parent, tokens[rank], speculator, rule, confidence=probabilities[rank], evidence=seen
+        )
         added += 1
         wait(above, parent, level, before, rank + 1)
         if node is not None and level + 1 < len(ranked):

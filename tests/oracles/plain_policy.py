@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.policy.chances import Chances, LevelRate
+from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.policy import StepReport, has_own_size
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.merging import firm_nodes, keep, sampled
+from specinfer.tree.merging import keep, pinned_nodes, sampled
 from specinfer.tree.token_tree import single_node
 
 Floats = NDArray[np.float64]
@@ -27,7 +27,7 @@ class PlainPolicy:
 
     def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
         self.target, self.draft, self.expansion = target, draft, expansion
-        self.chances = Chances({"draft": expansion.depth})
+        self.acceptance = AcceptanceRates({"draft": expansion.depth})
         # The share of the first level that others missed, per step, without and with a prediction.
         self.left: dict[bool, list[float]] = {False: [], True: []}
         self.made: dict[bool, list[float]] = {False: [], True: []}  # tokens per step with others' proposals
@@ -97,79 +97,81 @@ class PlainPolicy:
         stay: list[set[int]] = []
         candidates: list[tuple[float, int, int]] = []  # least likely first; the last of equal ones
         for i, (entry, tree) in enumerate(zip(self.entries, trees, strict=True)):
-            hopes, firm = self._hopes(tree), firm_nodes(tree)
-            free = sorted((-hopes[node], i, node) for node in range(1, tree.num_nodes) if node not in firm)
-            del free[max(0, entry.max_nodes - 1 - len(firm)) :]
+            probabilities, pinned = self._probabilities(tree), pinned_nodes(tree)
+            free = sorted(
+                (-probabilities[node], i, node) for node in range(1, tree.num_nodes) if node not in pinned
+            )
+            del free[max(0, entry.max_nodes - 1 - len(pinned)) :]
             if has_own_size(entry):
-                firm |= {node for _, _, node in free}
+                pinned |= {node for _, _, node in free}
                 free = []
-            tokens += sum(hopes[node] for node in firm)
-            nodes += len(firm)
-            stay.append({0, *firm})
+            tokens += sum(probabilities[node] for node in pinned)
+            nodes += len(pinned)
+            stay.append({0, *pinned})
             candidates += free
         # Among equal probabilities the earlier request comes first, then the earlier node.
         candidates.sort()
-        chances = np.array([-hope for hope, _, _ in candidates])
-        count = fastest(chances, tokens, self._seconds(nodes + np.arange(len(chances) + 1)))
+        gains = np.array([-probability for probability, _, _ in candidates])
+        count = fastest(gains, tokens, self._seconds(nodes + np.arange(len(gains) + 1)))
         for _, i, node in candidates[:count]:
             stay[i].add(node)
         return [keep(tree, sorted(nodes)) for tree, nodes in zip(trees, stay, strict=True)]
 
     def observe(self, report: StepReport) -> None:
-        heats = {e.request.request_id: e.request.params.temperature for e in self.entries}
+        temperatures = {e.request.request_id: e.request.params.temperature for e in self.entries}
         for outcome in report.outcomes:
             name = outcome.request_id
             if self.trees[name].num_nodes > 1:
-                self.chances.learn(self.trees[name], outcome.committed, heats[name])
+                self.acceptance.learn(self.trees[name], outcome.committed, temperatures[name])
 
-    def _hopes(self, tree: TokenTree) -> list[float]:
+    def _probabilities(self, tree: TokenTree) -> list[float]:
         """Return each node's probability of being committed."""
-        hopes, rates = [1.0], self.chances.node_rates(tree)
+        probabilities, rates = [1.0], self.acceptance.node_rates(tree)
         for node in range(1, tree.num_nodes):
-            hopes.append(rates[node] * hopes[tree.parents[node]])
-        return hopes
+            probabilities.append(rates[node] * probabilities[tree.parents[node]])
+        return probabilities
 
-    def _drawn_hopes(self, entry: PlanEntry) -> tuple[TokenTree, list[float], list[bool]]:
+    def _drawn_probabilities(self, entry: PlanEntry) -> tuple[TokenTree, list[float], list[bool]]:
         """Return the draft's tree, its nodes' probabilities, and which of them others have proposed, too."""
         others = self.others[entry.request.request_id]
         tree = self.drawn.get(entry.request.request_id, single_node(others.token_ids[0]))
         paths = {others.path_tokens(node): node for node in range(others.num_nodes)}
-        rates, of_others = self.chances.node_rates(tree), self.chances.node_rates(others)
-        hopes, known = [1.0], [True]
+        rates, of_others = self.acceptance.node_rates(tree), self.acceptance.node_rates(others)
+        probabilities, known = [1.0], [True]
         for node in range(1, tree.num_nodes):
             place = paths.get(tree.path_tokens(node))
             rate = rates[node] if place is None else max(rates[node], of_others[place])
-            hopes.append(rate * hopes[tree.parents[node]])
+            probabilities.append(rate * probabilities[tree.parents[node]])
             known.append(place is not None)
-        return tree, hopes, known
+        return tree, probabilities, known
 
-    def _agreed_hopes(self, entry: PlanEntry) -> list[float]:
+    def _agreed_probabilities(self, entry: PlanEntry) -> list[float]:
         """Return the probabilities of others' nodes; those that the draft has drawn have the draft's
         confidence.
         """
-        others, (drawn, of_drawn, _) = self.others[entry.request.request_id], self._drawn_hopes(entry)
+        others, (drawn, of_drawn, _) = self.others[entry.request.request_id], self._drawn_probabilities(entry)
         drawn_at = {drawn.path_tokens(node): of_drawn[node] for node in range(drawn.num_nodes)}
-        hopes, rates = [1.0], self.chances.node_rates(others)
+        probabilities, rates = [1.0], self.acceptance.node_rates(others)
         for node in range(1, others.num_nodes):
-            below = rates[node] * hopes[others.parents[node]]
-            hopes.append(drawn_at.get(others.path_tokens(node), below))
-        return hopes
+            below = rates[node] * probabilities[others.parents[node]]
+            probabilities.append(drawn_at.get(others.path_tokens(node), below))
+        return probabilities
 
     def _gain(self, entry: PlanEntry, end: int, price: float) -> float:
         """Return the expected tokens from children of a node of the draft's tree that no other speculator
         has.
         """
         others = self.others[entry.request.request_id]
-        drawn, hopes, _ = self._drawn_hopes(entry)
+        drawn, probabilities, _ = self._drawn_probabilities(entry)
         path = drawn.path_tokens(end)
         node = next((n for n in range(others.num_nodes) if others.path_tokens(n) == path), None)
-        left = 1.0 if node is None else missed_by(others, node, self.chances.node_rates(others))
-        rate, arrives = self._rate(len(path), entry), hopes[end] * left
+        left = 1.0 if node is None else missed_by(others, node, self.acceptance.node_rates(others))
+        rate, arrives = self._rate(len(path), entry), probabilities[end] * left
         samples = any(map(sampled, drawn.draws))
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
 
     def _rate(self, level: int, entry: PlanEntry) -> LevelRate:
-        return self.chances.levels["draft"].rates(entry.request.params.temperature)[level]
+        return self.acceptance.levels["draft"].rates(entry.request.params.temperature)[level]
 
     def _price(self, tokens: float, nodes: int) -> float:
         """Return the tokens that another target row must bring, from the cost of four rows."""
@@ -182,10 +184,10 @@ class PlainPolicy:
         free: list[float] = []
         for entry in self.entries:
             others = self.others[entry.request.request_id]
-            hopes, firm = self._agreed_hopes(entry), firm_nodes(others)
-            best = [hopes[node] for node in range(1, others.num_nodes) if node not in firm]
-            stay = [hopes[node] for node in firm]
-            drawn, of_drawn, known = self._drawn_hopes(entry)
+            probabilities, pinned = self._agreed_probabilities(entry), pinned_nodes(others)
+            best = [probabilities[node] for node in range(1, others.num_nodes) if node not in pinned]
+            stay = [probabilities[node] for node in pinned]
+            drawn, of_drawn, known = self._drawn_probabilities(entry)
             samples = {draw.node for draw in drawn.draws if sampled(draw)}
             stay += [of_drawn[node] for node in samples]
             best += [of_drawn[n] for n in range(1, drawn.num_nodes) if not known[n] and n not in samples]
@@ -212,10 +214,10 @@ class PlainPolicy:
             seen, made = self.left[predicted], self.made[predicted]
             if grows[i]:
                 others = self.others[entry.request.request_id]
-                hopes = self._hopes(others)
+                probabilities = self._probabilities(others)
                 gains[i] = self._gain(entry, 0, price)
-                seen.append(missed_by(others, 0, self.chances.node_rates(others)))
-                made.append(1 + sum(hope for hope in hopes[1:] if hope > price))
+                seen.append(missed_by(others, 0, self.acceptance.node_rates(others)))
+                made.append(1 + sum(probability for probability in probabilities[1:] if probability > price))
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
             usual, of_others = rate * of_late(seen, LEFT[predicted]), of_late(made, MADE[predicted])
@@ -258,6 +260,6 @@ def of_late(values: Sequence[float], thought: float) -> float:
     return float((before * thought + (weights * values).sum()) / (before + weights.sum()))
 
 
-def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:
+def fastest(probabilities: Floats, tokens: float, seconds: Floats) -> int:
     """Return the number of likeliest nodes with the highest tokens per second."""
-    return int(((np.append(0.0, hopes.cumsum()) + tokens) / seconds).argmax())
+    return int(((np.append(0.0, probabilities.cumsum()) + tokens) / seconds).argmax())

@@ -30,7 +30,7 @@ from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ADMITTED, CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.speculate.lookups.alignment import within_reach
+from specinfer.speculate.lookups.alignment import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread
@@ -258,7 +258,7 @@ class Service:
             return params
         room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
         encode = partial(self.tokenizer.encode, add_special=False)
-        ids = await self.in_thread("prediction", lambda: within_reach(text, room, encode))
+        ids = await self.in_thread("prediction", lambda: relevant_tokens(text, room, encode))
         return replace(params, prediction=ids)
 
     @contextmanager

@@ -35,7 +35,7 @@ from specinfer.tree import TokenTree
 class CachedText:
     """A draft's state for one request between steps."""
 
-    incarnation: int
+    generation: int
     cached: int  # positions origin..cached-1 are in its cache
     claimed: int  # leading blocks of the table whose contents are final
     unread: UnreadFeatures  # the target's hidden states that a head has not read
@@ -53,28 +53,28 @@ class CachedTexts:
     and the output does not change.
     """
 
-    def __init__(self, *, block_size: int, most_unread: int = 0) -> None:
+    def __init__(self, *, block_size: int, max_unread: int = 0) -> None:
         self.block_size = block_size
-        self._most_unread = most_unread  # maximum tokens of a text whose hidden states are kept
+        self._max_unread = max_unread  # maximum tokens of a text whose hidden states are kept
         self._texts: dict[str, CachedText] = {}
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
-    def of(self, entry: PlanEntry, most: int) -> CachedText:
+    def of(self, entry: PlanEntry, limit: int) -> CachedText:
         """Return the state of the entry's request; a preemption discards it.
 
-        A new text starts after the shared blocks that the draft has read, up to `most` positions.
+        A new text starts after the shared blocks that the draft has read, up to `limit` positions.
         """
         name = entry.request.request_id
         text = self._texts.get(name)
-        if text is None or text.incarnation != entry.incarnation:
-            text = self._texts[name] = self._start(entry, most)
+        if text is None or text.generation != entry.generation:
+            text = self._texts[name] = self._start(entry, limit)
         return text
 
     def known(self, request_id: str) -> CachedText | None:
         """Return the state of a request, or None."""
         return self._texts.get(request_id)
 
-    def hear(self, features: TextFeatures) -> None:
+    def receive_states(self, features: TextFeatures) -> None:
         """Keep a text's new hidden states until they are read."""
         entry = features.entry
         text = self.of(entry, entry.start)
@@ -85,8 +85,8 @@ class CachedTexts:
         known, count = max(0, unread.end - features.start), len(features.states)
         if known < count:
             unread.add(features.states.part(known, count) if known else features.states)
-        if unread.end - unread.first > self._most_unread:
-            self._miss(text, unread.end - self._most_unread)
+        if unread.end - unread.first > self._max_unread:
+            self._miss(text, unread.end - self._max_unread)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that ended."""
@@ -105,14 +105,14 @@ class CachedTexts:
         for number in entry.block_table[written:]:
             self._holds.pop(number, None)
 
-    def _start(self, entry: PlanEntry, most: int) -> CachedText:
+    def _start(self, entry: PlanEntry, limit: int) -> CachedText:
         held = 0
         for block, key in zip(entry.block_table, entry.block_hashes, strict=False):
-            if self._holds.get(block) != key or (held + 1) * self.block_size > most:
+            if self._holds.get(block) != key or (held + 1) * self.block_size > limit:
                 break
             held += 1
         cached = held * self.block_size
-        return CachedText(entry.incarnation, cached, held, UnreadFeatures(cached))
+        return CachedText(entry.generation, cached, held, UnreadFeatures(cached))
 
     def _miss(self, text: CachedText, first: int) -> None:
         """Restart at the first block whose tokens, from position `first` on, have hidden states."""
@@ -136,13 +136,13 @@ class Draft(LevelSpeculator):
         self.taps = taps
         self._shape = shape
         self._max_rows = max_rows
-        self._texts = CachedTexts(block_size=block_size, most_unread=max_rows)
+        self._texts = CachedTexts(block_size=block_size, max_unread=max_rows)
         self._growths: list[Growth] = []  # one per entry of the step's plan
         self._seen: list[CachedText] = []  # likewise
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree of the request's or the engine's shape, without its root."""
-        return self._shape.most_nodes(request)
+        return self._shape.max_nodes(request)
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Start a step; returns about how many tokens of each text the draft has not read."""
@@ -153,10 +153,10 @@ class Draft(LevelSpeculator):
         """Return the present tree of an entry, given by its number in the plan."""
         return self._growths[entry].tree()
 
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the target's hidden states of these texts until they are read."""
         for features in texts:
-            self._texts.hear(features)
+            self._texts.receive_states(features)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Drop the state of requests that ended."""
@@ -223,7 +223,7 @@ class LevelDraft(Draft):
         return self._growths[entry].ends
 
     @abstractmethod
-    def _read(self, entry: int, most: int) -> Rows | None:
+    def _read(self, entry: int, max_rows: int) -> Rows | None:
         """Return at most `most` rows of the unread text; the root's row has logits if there is a tree.
 
         None if the step has no rows left or there is nothing to read.
@@ -319,11 +319,11 @@ class DraftModel(LevelDraft):
         self._seen = [self._texts.of(entry, entry.end - 1) for entry in entries]
         return [len(entry.token_ids) - text.cached for entry, text in zip(entries, self._seen, strict=True)]
 
-    def _read(self, entry: int, most: int) -> Rows | None:
+    def _read(self, entry: int, max_rows: int) -> Rows | None:
         """See LevelDraft; also None if the text fills the draft's context."""
         growth, text = self._growths[entry], self._seen[entry]
         planned, start = growth.entry, text.cached
-        end = min(planned.end, start + most)
+        end = min(planned.end, start + max_rows)
         if end <= start or len(planned.token_ids) >= self._runner.max_context:
             return None
         self._texts.claim(text, planned)

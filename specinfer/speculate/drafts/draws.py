@@ -42,7 +42,7 @@ class Site:
     rule: DrawRule
     processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # applies logit processors
     request_id: str = ""
-    least: float = 0.0  # minimum probability of draws after the first; not for samples
+    min_probability: float = 0.0  # minimum probability of draws after the first; not for samples
 
     @property
     def draws_by(self) -> DrawRule:
@@ -56,7 +56,7 @@ class Site:
 
     def keeps(self, rank: int, confidence: float) -> bool:
         """Return whether a draw becomes a child: the first one, and others that are likely enough."""
-        return rank == 0 or confidence >= self.least
+        return rank == 0 or confidence >= self.min_probability
 
     @property
     def candidates(self) -> int:
@@ -93,8 +93,8 @@ def _likeliest(
     flight: Flight, rows: Sequence[int], sites: Sequence[Site]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], float]]:
     """Yield the likeliest tokens of each row, their logits, and the mass of all tokens."""
-    most = max(sites[row].candidates for row in rows)
-    found = flight.likeliest(rows, most, [sites[row].temperature for row in rows])
+    widest = max(sites[row].candidates for row in rows)
+    found = flight.likeliest(rows, widest, [sites[row].temperature for row in rows])
     for i, row in enumerate(rows):
         # Cut to the number of this site, as another site may need more.
         count = min(int(found.found[i]), sites[row].candidates)

@@ -66,9 +66,9 @@ class ForeignDraft(LevelDraft):
         self._ended: list[_Text] = []  # oldest first
         self._retokenized: list[RetokenizedTree] = []  # one per entry of the step, if guesses are retokenized
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree, without its root; more for retokenized guesses."""
-        return super().most_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
+        return super().max_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
 
     def tree(self, entry: int) -> TokenTree:
         """Return the present tree of an entry, given by its number in the plan, in the target's tokens."""
@@ -122,7 +122,7 @@ class ForeignDraft(LevelDraft):
         text.cached = text.root + 1 + len(path)
         return moves_along(path, growth, text.root, text.table)
 
-    def _read(self, entry: int, most: int) -> Rows | None:
+    def _read(self, entry: int, max_rows: int) -> Rows | None:
         """See LevelDraft; also None if the text fills the context or no block is free."""
         growth = self._growths[entry]
         text = self._text_of(growth.entry)
@@ -133,7 +133,7 @@ class ForeignDraft(LevelDraft):
             growth.limit = 0
         growth.limit = min(growth.limit, self._runner.max_context - len(ids))
         start = min(text.cached, len(ids) - 1)  # the root is always run
-        end = min(len(ids), start + most)
+        end = min(len(ids), start + max_rows)
         nodes = growth.builder.max_nodes if growth.limit else 1
         if end <= start or not self._has_blocks(text, len(ids) - 1 + nodes):
             return None

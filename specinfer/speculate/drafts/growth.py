@@ -37,8 +37,8 @@ class Shape(NamedTuple):
     learned: bool = False
     # For learned shapes:
     nodes: int = _NODES  # maximum nodes without the root
-    least: float = _MIN_PROB  # minimum probability of children after the first
-    least_path: float = _MIN_PATH_PROB  # minimum probability of a path that may be extended
+    min_probability: float = _MIN_PROB  # minimum probability of children after the first
+    min_path: float = _MIN_PATH_PROB  # minimum probability of a path that may be extended
     deepest: int = MAX_DEPTH  # maximum levels
 
     @classmethod
@@ -54,8 +54,8 @@ class Shape(NamedTuple):
         The minimum for children is unchanged, as a tree full of them is not deep.
         """
         return cls.of(speculation)._replace(
-            nodes=max(1, speculation.most_nodes - 1),
-            least_path=_MIN_PATH_PROB_STREAMED,
+            nodes=max(1, speculation.node_limit - 1),
+            min_path=_MIN_PATH_PROB_STREAMED,
             deepest=MAX_DEPTH_STREAMED,
         )
 
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
         """Return the number of children of a node at this depth that is run."""
         return _WIDTH if self.is_learned(request) else self._of(request).widths[depth]
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the maximum nodes of a request's trees without their roots."""
         return self.nodes if self.is_learned(request) else self._of(request).num_nodes - 1
 
@@ -104,7 +104,7 @@ class Growth:
     waiting: list[int] = field(default_factory=list)  # other nodes that may get children
     depths: list[int] = field(default_factory=lambda: [0])  # of all nodes
     likely: list[float] = field(default_factory=lambda: [1.0])  # the draft's probability of each node's path
-    least: float = 0.0  # minimum probability of paths that may be extended
+    min_path: float = 0.0  # minimum probability of paths that may be extended
     # Selected nodes: their number in the order of selection, and for each number that of the parent.
     order: dict[int, int] = field(default_factory=lambda: {0: 0})
     above: list[int] = field(default_factory=lambda: [-1])
@@ -128,7 +128,7 @@ class Growth:
         request = entry.request
         levels = min(entry.max_depth, shape.depth(request))
         growth = cls.of(entry, name, levels if limit is None else min(levels, limit))
-        growth.least = shape.least_path if shape.is_learned(request) else 0.0
+        growth.min_path = shape.min_path if shape.is_learned(request) else 0.0
         return growth
 
     def uniform(self) -> float:
@@ -170,7 +170,7 @@ class Growth:
                 likely.append(likely[draw.parent] * draw.confidence)
         self.seen = len(builder.draws)
         new = range(before, len(depths))
-        self.waiting += [n for n in new if depths[n] < self.limit and likely[n] >= self.least]
+        self.waiting += [n for n in new if depths[n] < self.limit and likely[n] >= self.min_path]
 
     def path(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes along these tokens below the root, as far as they are in the cache."""
@@ -189,7 +189,7 @@ class Growth:
         entry, builder = self.entry, self.builder
         request, params = entry.request, entry.request.params
         processors = entry.active_processors
-        least = shape.least if shape.is_learned(request) else 0.0
+        min_probability = shape.min_probability if shape.is_learned(request) else 0.0
         return [
             Site(
                 builder,
@@ -202,7 +202,7 @@ class Growth:
                 rule=draw_rule(params.speculation.verifier, shape.rule),
                 processed=partial(processors.apply, path=builder.path_tokens(node)) if processors else None,
                 request_id=request.request_id,
-                least=least,
+                min_probability=min_probability,
             )
             for node in self.frontier
         ]

@@ -80,8 +80,8 @@ class EagleDraft(LevelDraft):
         self._fed = {}
         return super()._unread(entries)
 
-    def _read(self, entry: int, most: int) -> Rows | None:
-        return _eagle_rows(self._texts, self._seen[entry], self._growths[entry], most)
+    def _read(self, entry: int, max_rows: int) -> Rows | None:
+        return _eagle_rows(self._texts, self._seen[entry], self._growths[entry], max_rows)
 
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth, origin = self._growths[entry], self._seen[entry].origin
@@ -114,9 +114,9 @@ class ParallelEagleDraft(OnePassDraft):
         # The rows of the root and of masks use the blocks reserved for the tree.
         return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth, entry.max_nodes))
 
-    def _text(self, entry: int, most: int) -> tuple[EagleText, int, int] | None:
+    def _text(self, entry: int, max_rows: int) -> tuple[EagleText, int, int] | None:
         text, growth = self._seen[entry], self._growths[entry]
-        rows = _eagle_rows(self._texts, text, growth, most)
+        rows = _eagle_rows(self._texts, text, growth, max_rows)
         if rows is None:
             return None
         count, levels = len(rows.token_ids), growth.limit if growth.started else 0
@@ -124,14 +124,14 @@ class ParallelEagleDraft(OnePassDraft):
         return EagleText(rows, text.origin, states=states, masks=max(0, levels - 1)), count, levels
 
 
-def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int) -> Rows | None:
+def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, max_rows: int) -> Rows | None:
     """Return at most `most` unread rows of a text; the root's row has logits.
 
     Their hidden states are the first unread ones of the text. None if the step has no rows left, or none is
     unread.
     """
     entry, start = growth.entry, text.cached
-    count = min(text.unread.end - start, most)
+    count = min(text.unread.end - start, max_rows)
     if count <= 0:
         return None
     texts.claim(text, entry)
@@ -144,12 +144,12 @@ def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int)
 class BlockDraft(OnePassDraft):
     """Draft of a block head."""
 
-    def _text(self, entry: int, most: int) -> tuple[BlockText, int, int] | None:
+    def _text(self, entry: int, max_rows: int) -> tuple[BlockText, int, int] | None:
         text, growth = self._seen[entry], self._growths[entry]
         planned = growth.entry
         table = planned.block_table[text.origin // self._texts.block_size :]
         part = BlockText(table, text.origin, begin=text.cached - text.origin, last=text.last_D)
-        if (count := min(text.unread.end - text.cached, most)) > 0:
+        if (count := min(text.unread.end - text.cached, max_rows)) > 0:
             self._texts.claim(text, planned)
             part.states, part.count = text.unread.take(count), count
             text.cached += count
@@ -186,7 +186,7 @@ class MedusaDraft(OnePassDraft):
         super().__init__(*args, **limits)
         self._last: dict[str, tuple[int, TappedRows]] = {}  # end and last state of each text
 
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the last hidden state of each text."""
         for features in texts:
             count = len(features.states)
@@ -200,7 +200,7 @@ class MedusaDraft(OnePassDraft):
     def _forget(self, request_id: str) -> None:
         self._last.pop(request_id, None)
 
-    def _text(self, entry: int, most: int) -> tuple[MedusaText, int, int] | None:
+    def _text(self, entry: int, max_rows: int) -> tuple[MedusaText, int, int] | None:
         growth = self._growths[entry]
         state = self._state(growth.entry)
         if growth.limit < 1 or state is None:

@@ -81,7 +81,7 @@ class OnePassTrees:
         """Make a grower; `shape` is that of trees that are not grown best first."""
         self._name = name
         self.shape = shape._replace(learned=False)  # trees drawn by levels have a fixed shape
-        self._most = MAX_NODES  # present limit of nodes of a best-first tree
+        self._node_limit = MAX_NODES  # present limit of nodes of a best-first tree
         self._grow_best_first = grow_best_first
         self._draw_level = draw_level
 
@@ -94,11 +94,11 @@ class OnePassTrees:
             name, shape, grow_best_first(name, model, vocabulary), level_drawer(name, model, vocabulary)
         )
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
         own = request.params.speculation.expansion
-        least = 0 if self._grow_best_first is None else MAX_NODES
-        return max(least, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
+        min_nodes = 0 if self._grow_best_first is None else MAX_NODES
+        return max(min_nodes, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
     def open(self, growth: Growth, first: int, levels: int) -> GuessedTree:
         """Return an initial tree whose levels are the guessing rows first..first+levels-1."""
@@ -116,11 +116,11 @@ class OnePassTrees:
         for tree, part in zip(guessed, chosen, strict=True):
             there, here = (as_runs(t.draws).drawn_by(self._name) for t in (tree, part))
             grown, kept = max(grown, there), max(kept, here)
-            whole = whole or there == here >= self._most
+            whole = whole or there == here >= self._node_limit
         if whole:
-            self._most = min(MAX_NODES, 2 * self._most)
-        elif grown and 3 * kept < self._most:
-            self._most = max(_MIN_NODES, self._most // 2)
+            self._node_limit = min(MAX_NODES, 2 * self._node_limit)
+        elif grown and 3 * kept < self._node_limit:
+            self._node_limit = max(_MIN_NODES, self._node_limit // 2)
 
     @inference
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> None:
@@ -134,7 +134,7 @@ class OnePassTrees:
                 one.growth.limit = min(one.growth.limit, self.shape.depth(one.growth.entry.request))
                 by_level.append(one)
         if best_first and self._grow_best_first is not None:
-            self._grow_best_first(best_first, logits_TU, self._most)
+            self._grow_best_first(best_first, logits_TU, self._node_limit)
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 
@@ -209,9 +209,9 @@ class OnePassDraft(Draft):
     def _growth(self, entry: PlanEntry) -> Growth:
         return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
-        return self._trees.most_nodes(request)
+        return self._trees.max_nodes(request)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Adjust the size of trees to the number of verified nodes."""
@@ -241,7 +241,7 @@ class OnePassDraft(Draft):
         return {}
 
     @abstractmethod
-    def _text(self, entry: int, most: int) -> tuple[Any, int, int] | None:
+    def _text(self, entry: int, max_rows: int) -> tuple[Any, int, int] | None:
         """Return an entry's part of the pass, its read tokens (at most `most`), and its levels.
 
         Levels are 0 without a tree, or if the text is not read to the end. None: it is not in the pass.
@@ -274,37 +274,37 @@ class NativeTrees:
             args.markov = cast(NativeProduct, model.markov.product).args
             args.before, args.named = model.markov.before_VM.data_ptr(), model.markov.named_UM.data_ptr()
         self._args = args
-        self._make_room(1)
+        self._allocate(1)
 
-    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, max_nodes: int) -> None:
         """Grow these trees; see `GrowTrees`."""
         code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
-        if count > self._room:
-            self._make_room(count)
-        requests = b"".join([_ask(one, min(most, MAX_NODES)) for one in guessed])
+        if count > self._capacity:
+            self._allocate(count)
+        requests = b"".join([_packed_request(one, min(max_nodes, MAX_NODES)) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
             *(requests, count, ctypes.byref(self._grown)),
         )
         if not there:
             raise IndexError(f"trees of {count} requests in {rows} rows of logits")
-        whole, chances, name = self._room * MAX_NODES, self._chances, self._name
+        whole, chances, name = self._capacity * MAX_NODES, self._probabilities, self._name
         for i, one in enumerate(guessed):
             first = i * MAX_NODES
             end = first + self._nodes[i]
-            parents = self._nodes[self._room + first : self._room + end].tolist()
-            tokens = self._nodes[self._room + whole + first : self._room + whole + end].tolist()
+            parents = self._nodes[self._capacity + first : self._capacity + end].tolist()
+            tokens = self._nodes[self._capacity + whole + first : self._capacity + whole + end].tolist()
             confidences = chances[first:end].tolist()
             evidence = chances[whole + 2 * first : whole + 2 * end].tolist()
             run = Run(name, one.site.draws_by, parents, range(1, len(parents) + 1), confidences, evidence, 2)
             one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), Runs((run,)))
 
-    def _make_room(self, count: int) -> None:
+    def _allocate(self, count: int) -> None:
         """Allocate memory for the trees of `count` requests, reused in each step."""
-        self._room, nodes = count, count * MAX_NODES
+        self._capacity, nodes = count, count * MAX_NODES
         self._nodes = array("q", bytes(8 * (count + 2 * nodes)))  # counts, parents, tokens
-        self._chances = array("d", bytes(8 * 3 * nodes))  # confidences, evidence
-        at, chance = self._nodes.buffer_info()[0], self._chances.buffer_info()[0]
+        self._probabilities = array("d", bytes(8 * 3 * nodes))  # confidences, evidence
+        at, chance = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
         parents = at + 8 * count
         self._grown = GrownArgs(
             *(MAX_NODES, at, parents, parents + 8 * nodes),
@@ -312,10 +312,10 @@ class NativeTrees:
         )
 
 
-def _ask(one: GuessedTree, most: int) -> bytes:
+def _packed_request(one: GuessedTree, max_nodes: int) -> bytes:
     """Return one request's arguments in the layout of cpu/best_first.h."""
     site, builder = one.site, one.growth.builder
     return TREE_REQUEST.pack(
-        *(one.first, one.levels, builder.root, min(most, builder.max_nodes - 1)),
+        *(one.first, one.levels, builder.root, min(max_nodes, builder.max_nodes - 1)),
         *(site.temperature, MIN_PATH, site.seed, site.position, site.draws_by is DrawRule.COUPLED),
     )

@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 
 from specinfer.errors import ensure
 
-TRUSTED = 4  # consecutive agreeing tokens that make a place certain
-LONGEST_TAIL = 16  # tokens; longer matches do not improve a place
-LONGEST_REPLACED = 8  # tokens; longer replacements are not expected to recur
-NEAR = 16  # candidate places on either side of the anchor
+CERTAIN_RUN = 4  # consecutive agreeing tokens that make a place certain
+MAX_TAIL = 16  # tokens; longer matches do not improve a place
+MAX_REPLACEMENT = 8  # tokens; longer replacements are not expected to recur
+MAX_NEAR = 16  # candidate places on either side of the anchor
 SIDE_DEPTH = 4  # tokens of every guess but the first: enough to become certain, and cheap if wrong
-LOST = 32  # tokens since the last certain place after which guesses are few and short
+UNCERTAIN_LIMIT = 32  # tokens since the last certain place after which guesses are few and short
 _MAX_REPLACED: Final = 64  # recorded replacements, as each guess searches all of them
 _LENGTHS: Final = (3, 1)  # lengths of the n-grams that locate a place, longest first
 _BITS: Final = 21  # bits of a token id, so that three fit into one integer
 # Limit of the prediction's length beyond the output's: longer deletions are rare, and a request with a short
 # output could otherwise send megabytes.
-LEFT_OUT: Final = 1024  # tokens
+MAX_DELETED: Final = 1024  # tokens
 _CHARACTERS: Final = 16  # maximum characters per token that are tokenized
 
 
@@ -53,15 +53,15 @@ class PredictionIndex:
             order = np.argsort(keys, kind="stable")
             self._found[n] = keys[order], order + n
 
-    def near(self, ngram: Sequence[int], place: int, most: int) -> list[int]:
-        """Return positions after an n-gram, ascending: at most `most` before `place` and `most` after."""
+    def near(self, ngram: Sequence[int], place: int, count: int) -> list[int]:
+        """Return positions after an n-gram, ascending: at most `count` before `place` and `count` after."""
         keys, stops = self._found[len(ngram)]
         key = 0
         for token in ngram:
             key = (key << _BITS) | token
         first, end = np.searchsorted(keys, key, "left"), np.searchsorted(keys, key, "right")
         middle = first + int(np.searchsorted(stops[first:end], place))
-        near: list[int] = stops[max(first, middle - most) : min(end, middle + most)].tolist()
+        near: list[int] = stops[max(first, middle - count) : min(end, middle + count)].tolist()
         return near
 
 
@@ -71,7 +71,7 @@ class IndexedPrediction(tuple[int, ...]):
     ngrams: PredictionIndex
 
 
-class PredictionShelf:
+class PredictionIndexes:
     """Indexes predictions once for all requests with equal ones; callable from several threads at once."""
 
     def __init__(self) -> None:
@@ -91,16 +91,16 @@ class PredictionShelf:
         return made
 
 
-def within_reach(
+def relevant_tokens(
     prediction: str | Sequence[int], room: int, encode: Callable[[str], Sequence[int]]
 ) -> tuple[int, ...]:
     """Return the token ids of a prediction that can matter to an output of at most `room` tokens.
 
     Only the needed part of a text is encoded.
     """
-    most = max(room, 0) + LEFT_OUT
-    token_ids = encode(prediction[: most * _CHARACTERS]) if isinstance(prediction, str) else prediction
-    return tuple(token_ids[:most])
+    limit = max(room, 0) + MAX_DELETED
+    token_ids = encode(prediction[: limit * _CHARACTERS]) if isinstance(prediction, str) else prediction
+    return tuple(token_ids[:limit])
 
 
 class Alignment:
@@ -115,7 +115,7 @@ class Alignment:
         known = prediction.ngrams if isinstance(prediction, IndexedPrediction) else None
         self._index = PredictionIndex(prediction) if known is None else known
         self._at = 0  # the expected place of the next token
-        self._run = TRUSTED  # agreeing tokens before it; 0: no place is preferred. An output starts at 0
+        self._run = CERTAIN_RUN  # agreeing tokens before it; 0: no place is preferred. An output starts at 0
         self._anchor = 0  # the last certain place
         self._since = 0  # tokens of the output after the anchor
         self._tail: list[int] = []  # the output's last tokens
@@ -131,16 +131,16 @@ class Alignment:
         """Follow the output by these tokens."""
         for token in tokens:
             self._tail.append(token)
-            del self._tail[:-LONGEST_TAIL]
+            del self._tail[:-MAX_TAIL]
             self._since += 1
             if self._run and self._at < len(self._prediction) and self._prediction[self._at] == token:
                 self._at += 1
                 self._run += 1
-                self._expect_what_was_kept()
+                self._drop_kept_replacements()
             else:
-                self._at, self._run = next(iter(self._meetings()), (self._anchor, 0))
-            if self._run >= TRUSTED:
-                self._expect_what_was_replaced()
+                self._at, self._run = next(iter(self._matches()), (self._anchor, 0))
+            if self._run >= CERTAIN_RUN:
+                self._record_replacement()
                 self._anchor, self._since = self._at, 0
         self.read += len(tokens)
 
@@ -150,13 +150,13 @@ class Alignment:
         The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH tokens, or as many after
         those that it shares with the first. An output without a certain place for long gets one short guess.
         """
-        if self._run < TRUSTED and self._since > LOST:
+        if self._run < CERTAIN_RUN and self._since > UNCERTAIN_LIMIT:
             depth, branches = min(depth, SIDE_DEPTH), 1
         guesses: list[list[int]] = []
         for place in self._places(branches):
-            reach = depth if not guesses else min(depth, SIDE_DEPTH)
-            guess, shared = self._replacing(place, reach)
-            plain = list(self._prediction[place : place + min(reach, shared + SIDE_DEPTH)])
+            limit = depth if not guesses else min(depth, SIDE_DEPTH)
+            guess, shared = self._replacing(place, limit)
+            plain = list(self._prediction[place : place + min(limit, shared + SIDE_DEPTH)])
             guesses.extend([guess] if plain == guess[: len(plain)] else [guess, plain])
         return guesses[:branches]
 
@@ -168,29 +168,29 @@ class Alignment:
         known = min(self._run, self._at, len(self._tail), self.read)
         agreed = list(self._prediction[self._at - known : self._at])
         ensure(agreed == self._tail[len(self._tail) - known :], "the last tokens agree with the prediction")
-        ensure((self._since == 0) == (self._run >= TRUSTED), "the anchor moves with a certain place")
+        ensure((self._since == 0) == (self._run >= CERTAIN_RUN), "the anchor moves with a certain place")
 
     def _places(self, count: int) -> list[int]:
         """Return the places of possible continuations with different next tokens; one if it is certain."""
-        if self._run >= TRUSTED:
+        if self._run >= CERTAIN_RUN:
             return [self._at] if self._at < len(self._prediction) else []
-        met = [place for place, _ in self._meetings()]
+        matches = [place for place, _ in self._matches()]
         likely = [self._at] if self._run else []
         inserted, replaced = self._anchor, self._anchor + self._since
         chosen: dict[int, int] = {}  # next token -> the best place it stands at
-        for place in [*likely, *met[:2], inserted, replaced, *met[2:]]:
+        for place in [*likely, *matches[:2], inserted, replaced, *matches[2:]]:
             if place < len(self._prediction) and len(chosen) < count:
                 chosen.setdefault(self._prediction[place], place)
         return list(chosen.values())
 
-    def _meetings(self) -> list[tuple[int, int]]:
+    def _matches(self) -> list[tuple[int, int]]:
         """Return the places after the output's last tokens, with the number of matching tokens.
 
         They are sorted by the length of the match, then those at or after the anchor, then by distance.
         """
         found: dict[int, int] = {}
         for n in _LENGTHS:
-            near = self._index.near(self._tail[-n:], self._anchor, NEAR) if n <= len(self._tail) else []
+            near = self._index.near(self._tail[-n:], self._anchor, MAX_NEAR) if n <= len(self._tail) else []
             for stop in near:
                 if stop not in found:
                     found[stop] = self._matched(stop)
@@ -198,32 +198,32 @@ class Alignment:
         return sorted(found.items(), key=lambda place: (-place[1], place[0] < anchor, abs(place[0] - anchor)))
 
     def _matched(self, stop: int) -> int:
-        matched, most = 0, min(stop, len(self._tail))
-        while matched < most and self._prediction[stop - 1 - matched] == self._tail[-1 - matched]:
+        matched, limit = 0, min(stop, len(self._tail))
+        while matched < limit and self._prediction[stop - 1 - matched] == self._tail[-1 - matched]:
             matched += 1
         return matched
 
-    def _expect_what_was_replaced(self) -> None:
+    def _record_replacement(self) -> None:
         """After the output has returned to the prediction, record what it replaced."""
         old, new = self._at - self._run - self._anchor, self._since - self._run
-        if 0 < old <= LONGEST_REPLACED and 0 < new <= LONGEST_REPLACED and self._since <= len(self._tail):
+        if 0 < old <= MAX_REPLACEMENT and 0 < new <= MAX_REPLACEMENT and self._since <= len(self._tail):
             was = tuple(self._prediction[self._anchor : self._anchor + old])
             end = len(self._tail)
             if was not in self._replaced and len(self._replaced) >= _MAX_REPLACED:
                 del self._replaced[next(iter(self._replaced))]  # the oldest
             self._replaced[was] = tuple(self._tail[end - self._since : end - self._run])
 
-    def _expect_what_was_kept(self) -> None:
+    def _drop_kept_replacements(self) -> None:
         for was in list(self._replaced):
             n = len(was)
             if n <= min(self._run, self._at) and tuple(self._prediction[self._at - n : self._at]) == was:
                 del self._replaced[was]
 
-    def _replacing(self, place: int, reach: int) -> tuple[list[int], int]:
+    def _replacing(self, place: int, depth: int) -> tuple[list[int], int]:
         """Return the continuation at `place` with known replacements, and the tokens before the first one."""
         guess: list[int] = []
         first: int | None = None
-        while len(guess) < reach and place < len(self._prediction):
+        while len(guess) < depth and place < len(self._prediction):
             for was, now in self._replaced.items():
                 if tuple(self._prediction[place : place + len(was)]) == was:
                     first = len(guess) if first is None else first
@@ -233,4 +233,4 @@ class Alignment:
             else:
                 guess.append(self._prediction[place])
                 place += 1
-        return guess[:reach], reach if first is None else first
+        return guess[:depth], depth if first is None else first

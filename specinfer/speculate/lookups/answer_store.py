@@ -15,11 +15,11 @@ from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex
 _KEY_BYTES: Final = 256  # tables of each key, in addition to the key's bytes
 _TEXT_BYTES: Final = 16  # tables of each text
 _TOKEN_BYTES: Final = 64  # upper bound per token
-_STRETCHES: Final = 8  # minimum number in a full memory, so at most an eighth is dropped at once
+_MIN_SEGMENTS: Final = 8  # minimum number in a full memory, so at most an eighth is dropped at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shelf:
+class _StoredTexts:
     """The texts of one key."""
 
     key: str | None
@@ -43,9 +43,9 @@ class AnswerStore:
         self._library = library
         self._lengths = lengths
         self._num_bytes = 0
-        self._longest_stretch = memory // (_STRETCHES * _TOKEN_BYTES)
-        self._shelves: dict[str | None, _Shelf] = {}
-        self._ages: list[_Shelf] = []  # the shelf of each text, oldest first
+        self._max_segment = memory // (_MIN_SEGMENTS * _TOKEN_BYTES)
+        self._by_key: dict[str | None, _StoredTexts] = {}
+        self._ages: list[_StoredTexts] = []  # the store entry of each text, oldest first
 
     @property
     def num_bytes(self) -> int:
@@ -60,53 +60,53 @@ class AnswerStore:
             return
         while self._bytes_with(key, fitting) > self._memory:
             self._drop_oldest()
-        shelf = self._shelves.get(key)
-        if shelf is None:
-            shelf = self._shelves[key] = _Shelf(key, self._new_index())
-            self._num_bytes += shelf.num_bytes
-        self._num_bytes -= shelf.num_bytes
-        shelf.texts.extend(text[len(text) - fitting :])
-        shelf.texts.close_text()
-        self._num_bytes += shelf.num_bytes
-        self._ages.append(shelf)
+        stored = self._by_key.get(key)
+        if stored is None:
+            stored = self._by_key[key] = _StoredTexts(key, self._new_index())
+            self._num_bytes += stored.num_bytes
+        self._num_bytes -= stored.num_bytes
+        stored.texts.extend(text[len(text) - fitting :])
+        stored.texts.close_text()
+        self._num_bytes += stored.num_bytes
+        self._ages.append(stored)
 
     def of(self, key: str | None) -> TextIndex | None:
         """Return the texts stored under `key`, or None."""
-        shelf = self._shelves.get(key)
-        return None if shelf is None else shelf.texts
+        stored = self._by_key.get(key)
+        return None if stored is None else stored.texts
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if sums or an index are wrong, or the memory limit is exceeded."""
-        held = sum(shelf.num_bytes for shelf in self._shelves.values())
+        held = sum(stored.num_bytes for stored in self._by_key.values())
         ensure(self._num_bytes == held, f"{self._num_bytes} bytes are counted, {held} held")
         ensure(held <= self._memory, f"{held} bytes in a memory of {self._memory}")
-        for key, shelf in self._shelves.items():
-            ensure(shelf.key == key, f"the shelf of key {shelf.key!r} stands under {key!r}")
-            known = self._ages.count(shelf)
-            ensure(shelf.texts.num_texts == known > 0, f"key {key!r} holds texts of no age")
-            shelf.texts.check_integrity()
-        ensure(set(self._ages) == set(self._shelves.values()), "each key has texts, each text has a key")
+        for key, stored in self._by_key.items():
+            ensure(stored.key == key, f"the entry of key {stored.key!r} stands under {key!r}")
+            known = self._ages.count(stored)
+            ensure(stored.texts.num_texts == known > 0, f"key {key!r} holds texts of no age")
+            stored.texts.check_integrity()
+        ensure(set(self._ages) == set(self._by_key.values()), "each key has texts, each text has a key")
 
     def _new_index(self) -> TextIndex:
-        return TextIndex(self._library, self._lengths, longest_stretch=self._longest_stretch)
+        return TextIndex(self._library, self._lengths, max_segment=self._max_segment)
 
     def _bytes_with(self, key: str | None, count: int) -> int:
         """Return the maximum bytes of all keys after adding a text of `count` tokens to this one."""
-        shelf = self._shelves.get(key)
-        if shelf is None:
+        stored = self._by_key.get(key)
+        if stored is None:
             added = _key_bytes(key) + self._new_index().bytes_with(count)
         else:
-            added = shelf.texts.bytes_with(count) - shelf.texts.num_bytes
+            added = stored.texts.bytes_with(count) - stored.texts.num_bytes
         return self._num_bytes + added + _TEXT_BYTES
 
     def _drop_oldest(self) -> None:
-        shelf = self._ages.pop(0)
-        self._num_bytes -= shelf.num_bytes
-        shelf.texts.drop_oldest_text()
-        if shelf.texts.num_texts:
-            self._num_bytes += shelf.num_bytes
+        stored = self._ages.pop(0)
+        self._num_bytes -= stored.num_bytes
+        stored.texts.drop_oldest_text()
+        if stored.texts.num_texts:
+            self._num_bytes += stored.num_bytes
         else:
-            del self._shelves[shelf.key]
+            del self._by_key[stored.key]
 
 
 def _key_bytes(key: str | None) -> int:

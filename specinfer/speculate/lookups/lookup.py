@@ -20,7 +20,7 @@ from specinfer.kernels.structures import GrownArgs, LookupRules
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.answer_store import AnswerStore
-from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex, refuse
+from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex, raise_refusal
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculation_config import LONGEST_MATCH
 from specinfer.tree import DrawRule, TokenTree
@@ -114,9 +114,9 @@ class LookupSpeculator(Speculator):
                 min_probability=options.min_probability,
             )
         )
-        self._make_room(256)
+        self._allocate(256)
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the maximum nodes of a tree without its root."""
         return self._options.max_nodes - 1
 
@@ -167,7 +167,7 @@ class LookupSpeculator(Speculator):
     def _look_up(self, entries: Sequence[PlanEntry]) -> None:
         """Index the texts up to this step's end, and look up guesses."""
         options = self._options
-        told: list[int] = []
+        requests: list[int] = []
         tokens: list[int] = []
         grown: list[tuple[TextIndex, int]] = []
         room = len(entries)
@@ -182,22 +182,22 @@ class LookupSpeculator(Speculator):
                 kept = None
             earlier = 0 if kept is None else kept.address
             depth, nodes = min(options.max_depth, entry.max_depth), min(options.max_nodes, entry.max_nodes)
-            told += (text.address, earlier, max(0, end - known), depth, nodes)
+            requests += (text.address, earlier, max(0, end - known), depth, nodes)
             room += nodes
-        if room > self._room:
-            self._make_room(min(room, _MAX_NODES * len(entries)))
-        lying, numbers = array("i", tokens), array("q", told)
+        if room > self._capacity:
+            self._allocate(min(room, _MAX_NODES * len(entries)))
+        lying, numbers = array("i", tokens), array("q", requests)
         at, behind = numbers.buffer_info()[0], lying.buffer_info()[0]
         if not self._library.lookup_trees(self._rules, at, len(entries), behind, len(lying), self._to):
             for text, _ in grown:
                 text.recount()  # some tokens may have been indexed before memory ran out
-            refuse(lying)
+            raise_refusal(lying)
         for text, end in grown:
             text.num_tokens = end
 
     def _trees(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
         """Return the found trees."""
-        room, nodes, name, rule = self._room, self._nodes, self.name, DrawRule.POINT_MASS
+        room, nodes, name, rule = self._capacity, self._nodes, self.name, DrawRule.POINT_MASS
         trees: list[TokenTree] = []
         first = 0
         for entry, count in zip(entries, nodes[: len(entries)], strict=True):
@@ -208,17 +208,17 @@ class LookupSpeculator(Speculator):
             end = first + count
             parents = nodes[room + first : room + end].tolist()
             tokens = nodes[2 * room + first : 2 * room + end]
-            confidences = self._chances[first:end].tolist()
-            evidence = self._chances[room + _EVIDENCE * first : room + _EVIDENCE * end].tolist()
+            confidences = self._probabilities[first:end].tolist()
+            evidence = self._probabilities[room + _EVIDENCE * first : room + _EVIDENCE * end].tolist()
             run = Run(name, rule, parents, range(1, count + 1), confidences, evidence, _EVIDENCE)
             trees.append(TokenTree((root, *tokens), (-1, *parents), Runs((run,))))
             first = end
         return trees
 
-    def _make_room(self, room: int) -> None:
+    def _allocate(self, room: int) -> None:
         """Allocate memory for `room` trees and nodes, reused in each step."""
-        self._room = room
+        self._capacity = room
         self._nodes = array("i", bytes(4 * 3 * room))  # counts, parents, tokens
-        self._chances = array("d", bytes(8 * (1 + _EVIDENCE) * room))  # confidences, evidence
-        at, chance = self._nodes.buffer_info()[0], self._chances.buffer_info()[0]
+        self._probabilities = array("d", bytes(8 * (1 + _EVIDENCE) * room))  # confidences, evidence
+        at, chance = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
         self._to = byref(GrownArgs(room, at, at + 4 * room, at + 8 * room, chance, chance + 8 * room))

@@ -32,7 +32,7 @@ class PredictionSpeculator(Speculator):
         self._branches = branches
         self._alignments: dict[str, Alignment] = {}
 
-    def most_nodes(self, request: Request) -> int:
+    def max_nodes(self, request: Request) -> int:
         """Return the nodes of one chain and its short branches, or 0 without a prediction."""
         return self._depth + (self._branches - 1) * SIDE_DEPTH if request.prediction else 0
 

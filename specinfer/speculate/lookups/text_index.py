@@ -9,11 +9,11 @@ and old texts can be removed, which is far more complex with a suffix tree.
      |  text 1 ... SEPARATOR  text 2 ... SEPARATOR  text 3 ...|
      no match and no continuation crosses a separator
 
-    |  stretch  |  stretch  |        stretch        |   ...   each as long as all earlier ones together
+    |  segment  |  segment  |        segment        |   ...   each as long as all earlier ones together
 
-Tables and chains belong to stretches of positions. The arrays of a stretch have their final size from its
-first token on, so no table is rebuilt, which would delay a step, and the memory is known. A stretch is
-dropped with the last of its texts. Chains end with their stretch; a search continues in the one before.
+Tables and chains belong to segments of positions. The arrays of a segment have their final size from its
+first token on, so no table is rebuilt, which would delay a step, and the memory is known. A segment is
+dropped with the last of its texts. Chains end with their segment; a search continues in the one before.
 
 The index is in native memory (kernels/cpu/text_index.cpp) and is searched there (kernels/cpu/lookups.cpp).
 """
@@ -49,22 +49,27 @@ class TextIndex:
     """Texts, oldest first, the newest one still growing, with an index of their n-grams.
 
     Positions count all tokens ever added, including separators, and are never reused. With four lengths a
-    token takes 52 bytes, and up to 100 while the newest stretch is empty. Not thread-safe.
+    token takes 52 bytes, and up to 100 while the newest segment is empty. Not thread-safe.
     """
 
     def __init__(
-        self, library: Library, lengths: Sequence[int] = LENGTHS, *, longest_stretch: int | None = None
+        self, library: Library, lengths: Sequence[int] = LENGTHS, *, max_segment: int | None = None
     ) -> None:
-        """Make an empty index of these n-gram lengths, with stretches of at most `longest_stretch` tokens.
+        """Make an empty index of these n-gram lengths, with segments of at most `max_segment` tokens.
 
-        A stretch is longer if more tokens are added at once. Shorter stretches free the memory of old texts
+        A segment is longer if more tokens are added at once. Shorter segments free the memory of old texts
         sooner. Raises ValueError without lengths, or if one is below 1.
         """
         self.lengths = tuple(sorted(lengths))
         self.num_tokens = 0  # tokens held, including separators
-        told, longest = array("q", self.lengths), -1 if longest_stretch is None else longest_stretch
+        sizes, longest = array("q", self.lengths), -1 if max_segment is None else max_segment
         address = library.index_new(
-            *(told.buffer_info()[0], len(told), min(longest, _MAX_TOKENS), _SECRET.buffer_info()[0])
+            *(
+                sizes.buffer_info()[0],
+                len(sizes),
+                min(longest, _MAX_TOKENS),
+                _SECRET.buffer_info()[0],
+            )
         )
         if address is None:
             raise ValueError(f"n-grams of {self.lengths} tokens; allowed: one length or more, each 1 or more")
@@ -85,20 +90,20 @@ class TextIndex:
 
     def bytes_with(self, count: int) -> int:
         """Return the maximum bytes after adding and closing another text of `count` tokens."""
-        with_it: int = self._library.index_bytes_with(self.address, min(count, _MAX_TOKENS))
-        return with_it
+        num_bytes: int = self._library.index_bytes_with(self.address, min(count, _MAX_TOKENS))
+        return num_bytes
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens to the newest text; raises ValueError, adding none, if one is below 0."""
-        told = array("i", tokens)
-        if not self._library.index_extend(self.address, told.buffer_info()[0], len(told)):
-            refuse(told)
-        self.num_tokens += len(told)
+        ids = array("i", tokens)
+        if not self._library.index_extend(self.address, ids.buffer_info()[0], len(ids)):
+            raise_refusal(ids)
+        self.num_tokens += len(ids)
 
     def close_text(self) -> None:
         """End the newest text; the next token starts another one."""
         if not self._library.index_close(self.address):
-            refuse(())
+            raise_refusal(())
         self.num_tokens += 1
 
     def drop_oldest_text(self) -> int:
@@ -117,21 +122,21 @@ class TextIndex:
         figures = self._figures()
         return self._tokens(figures.text_start, figures.end)
 
-    def places(self, tail: Sequence[int], length: int, most: int) -> list[int]:
-        """Return at most `most` positions after the last `length` tokens of `tail`, newest first.
+    def places(self, tail: Sequence[int], length: int, count: int) -> list[int]:
+        """Return at most `count` positions after the last `length` tokens of `tail`, newest first.
 
         The position may be the end of the index. Raises ValueError if the index does not have this `length`.
         """
-        most = max(0, min(most, self.num_tokens))
-        found = array("q", bytes(8 * (most + 1)))
-        told = array("i", tail)
-        count = self._library.index_places(
-            *(self.address, told.buffer_info()[0], len(told), min(length, _MAX_TOKENS), most),
+        limit = max(0, min(count, self.num_tokens))
+        found = array("q", bytes(8 * (limit + 1)))
+        ids = array("i", tail)
+        num_found = self._library.index_places(
+            *(self.address, ids.buffer_info()[0], len(ids), min(length, _MAX_TOKENS), limit),
             found.buffer_info()[0],
         )
-        if count < 0:
+        if num_found < 0:
             raise ValueError(f"n-grams of {length} tokens are not looked up; of {self.lengths} are")
-        return found[:count].tolist()
+        return found[:num_found].tolist()
 
     def texts(self) -> list[tuple[int, list[int]]]:
         """Return the texts with their first positions, oldest first."""
@@ -147,7 +152,7 @@ class TextIndex:
     def check_integrity(self) -> None:
         """Raise IntegrityError if texts, tables and chains are inconsistent."""
         figures = self._figures()
-        ensure(bool(self._library.index_sound(self.address)), "texts, separators and stretches agree")
+        ensure(bool(self._library.index_sound(self.address)), "texts, separators and segments agree")
         ensure(self.num_tokens == figures.end - figures.base, f"{self.num_tokens} tokens are counted")
         texts = self.texts()
         for length in self.lengths:
@@ -176,7 +181,7 @@ class TextIndex:
         return found
 
 
-def refuse(tokens: Sequence[int]) -> None:
+def raise_refusal(tokens: Sequence[int]) -> None:
     """Raise the reason why the library refused these tokens: ValueError or MemoryError."""
     if len(tokens) and min(tokens) < 0:
         raise ValueError(f"token {min(tokens)}; tokens are 0 or more")

@@ -46,20 +46,22 @@ class Tolerance(NamedTuple):
     # For one request; for more, divided by the root of their number.
     first: float  # initial allowance
     credit: float  # maximum allowance
-    most: float  # maximum that one step counts for
+    max_step: float  # maximum that one step counts for
     trial: float  # maximum loss of a trial
     enough: float  # allowance needed for a trial; with less it would end at its first miss
     pause: int  # steps of the first pause
 
 
-USUAL: Final = Tolerance(first=32.0, credit=32.0, most=32.0, trial=4.0, enough=0.5, pause=WINDOW)
-KNOWN: Final = Tolerance(first=2.0, credit=8.0, most=8.0, trial=0.5, enough=0.25, pause=16)
+DEFAULT_TOLERANCE: Final = Tolerance(
+    first=32.0, credit=32.0, max_step=32.0, trial=4.0, enough=0.5, pause=WINDOW
+)
+KNOWN_COST_TOLERANCE: Final = Tolerance(2.0, credit=8.0, max_step=8.0, trial=0.5, enough=0.25, pause=16)
 
 
 class Allowance:
     """The seconds that speculation may still lose, and whether it is on."""
 
-    def __init__(self, tolerance: Tolerance = USUAL) -> None:
+    def __init__(self, tolerance: Tolerance = DEFAULT_TOLERANCE) -> None:
         self._tolerance = tolerance
         self.seconds = math.inf  # limited when the first step begins
         self.guessing = True  # True if speculation is on
@@ -83,8 +85,8 @@ class Allowance:
         """
         self._plain = plain
         tolerance = self._tolerance
-        most = tolerance.credit if math.isfinite(self.seconds) else tolerance.first
-        self.seconds = min(self.seconds, most * plain / math.sqrt(max(1, requests)))
+        limit = tolerance.credit if math.isfinite(self.seconds) else tolerance.first
+        self.seconds = min(self.seconds, limit * plain / math.sqrt(max(1, requests)))
         size, before = requests.bit_length(), self._size
         self._size = size
         if not self.guessing:
@@ -98,16 +100,18 @@ class Allowance:
                 self._window, self._won = [], 0.0
         return self.guessing
 
-    def held(self, seconds: float) -> None:
+    def count_plain(self, seconds: float) -> None:
         """Count a step of `seconds` in which speculation was off."""
         self._left -= 1
-        self.seconds += TRIALS * min(seconds, self._tolerance.most * self._plain)
+        self.seconds += TRIALS * min(seconds, self._tolerance.max_step * self._plain)
 
     def charge(self, seconds: float) -> None:
         """Subtract seconds that switching speculation off has cost."""
         self.seconds -= seconds
 
-    def guessed(self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0) -> None:
+    def count_guessing(
+        self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0
+    ) -> None:
         """Count a step in which speculation was on.
 
         Args:
@@ -120,9 +124,9 @@ class Allowance:
         self._reading += read
         part = self._reading / WINDOW
         self._reading -= part
-        most = self._tolerance.most * plain
-        lost = min(spent, most) + part
-        self.seconds += saved - lost + LOSS * min(seconds, most)
+        max_seconds = self._tolerance.max_step * plain
+        lost = min(spent, max_seconds) + part
+        self.seconds += saved - lost + LOSS * min(seconds, max_seconds)
         won = (saved - lost) / plain
         self._won += won
         self._window.append(won + LOSS * (1 + lost / plain))  # above 0: within the tolerance

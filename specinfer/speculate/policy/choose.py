@@ -50,8 +50,8 @@ class Candidates(NamedTuple):
     """One request's nodes as candidates for verification."""
 
     probabilities: Sequence[float]  # acceptance probabilities, [num_nodes]; the root's is 1
-    firm: frozenset[int] | set[int]  # nodes that may not be dropped (tree/merging.py)
-    most: int  # maximum nodes of the request, the root included
+    pinned: frozenset[int] | set[int]  # nodes that may not be dropped (tree/merging.py)
+    max_nodes: int  # maximum nodes of the request, the root included
     all_stay: bool  # True if the request sets the size of its tree
 
 
@@ -61,29 +61,29 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    stay, loose = (
+    stay, droppable = (
         list[list[int]](),
         list[list[int]](),
     )  # for each tree: the nodes that stay, and those that may be dropped
     likely = list[float]()  # probabilities of all nodes that may be dropped
-    for probabilities, firm, most, all_stay in trees:
-        found = [node for node in range(1, len(probabilities)) if node not in firm]
-        room = max(0, most - 1 - len(firm))
+    for probabilities, pinned, max_nodes, all_stay in trees:
+        found = [node for node in range(1, len(probabilities)) if node not in pinned]
+        room = max(0, max_nodes - 1 - len(pinned))
         if len(found) > room:
             found = sorted(sorted(found, key=probabilities.__getitem__, reverse=True)[:room])
-        kept = [0, *firm, *found] if all_stay else [0, *firm]
+        kept = [0, *pinned, *found] if all_stay else [0, *pinned]
         tokens += sum([probabilities[node] for node in kept]) - 1
         nodes += len(kept) - 1
         stay.append(kept)
-        loose.append([] if all_stay else found)
-        likely += [probabilities[node] for node in loose[-1]]
+        droppable.append([] if all_stay else found)
+        likely += [probabilities[node] for node in droppable[-1]]
     likely.sort(reverse=True)
-    count = how_many(likely, tokens, costs.seconds_from(nodes, len(likely)))
+    count = best_count(likely, tokens, costs.seconds_from(nodes, len(likely)))
     if not count:
         return [sorted(kept) for kept in stay]
     lowest = likely[count - 1]  # probability of the least likely node that stays
     ties = count - bisect_left(likely, -lowest, key=neg)
-    for kept, found, (probabilities, *_) in zip(stay, loose, trees, strict=True):
+    for kept, found, (probabilities, *_) in zip(stay, droppable, trees, strict=True):
         for node in found:
             if probabilities[node] > lowest:
                 kept.append(node)
@@ -103,18 +103,18 @@ def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> 
     """
     order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
     chosen = [False] * len(gains)
-    for number in order[: how_many([gains[n] for n in order], tokens, seconds)]:
+    for number in order[: best_count([gains[n] for n in order], tokens, seconds)]:
         chosen[number] = True
     return chosen
 
 
-def how_many(gains: Iterable[float], tokens: float, seconds: Iterable[float]) -> int:
+def best_count(gains: Iterable[float], tokens: float, seconds: Iterable[float]) -> int:
     """Return the number of leading candidates that `fastest` would choose, for `gains` in falling order."""
     speeds = [*map(truediv, accumulate(gains, initial=tokens), seconds)]
     return speeds.index(max(speeds))
 
 
-def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
+def path_probabilities(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
     """Return the product of the rates on each node's path, [num_nodes]; the root's is 1."""
     products = [1.0]
     for rate, parent in zip(rates[1:], parents[1:], strict=True):

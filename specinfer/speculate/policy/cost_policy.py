@@ -1,7 +1,7 @@
 """CostPolicy: the tree size with the most tokens per second, with a guard against losing time.
 
 Cost curves give the seconds of a step (choose.py), outcomes of earlier guesses its expected tokens
-(chances.py). A draft's pass competes with nodes: it runs for the requests whose next level is likely to be
+(acceptance.py). A draft's pass competes with nodes: it runs for the requests whose next level is likely to be
 right (drafting.py). A guard compares the time of steps with that of steps without guesses, and switches
 speculation off when it loses time (guard.py).
 
@@ -19,33 +19,33 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.decision import Appraisal
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import (
     NOTHING,
     Candidates,
     StepCosts,
-    along_paths,
+    best_count,
     choose,
     depth,
     fastest,
-    how_many,
+    path_probabilities,
 )
 from specinfer.speculate.policy.drafting import (
     USUAL_UNREAD,
     DraftStarts,
-    Growing,
+    GrowingGuesses,
     PricedDraft,
-    Without,
-    best_of,
+    StepWithoutDraft,
     children_each,
+    keep_largest,
     useful_levels,
 )
-from specinfer.speculate.policy.guard import Guard, Lending
+from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
-from specinfer.tree.merging import firm_nodes, keep
+from specinfer.tree.merging import keep, pinned_nodes
 
 _NONE: Final = ()
 
@@ -61,34 +61,34 @@ class CostPolicy(SpeculationPolicy):
         self,
         target: CostModel,
         drafts: Mapping[str, PricedDraft],
-        chances: Chances,
+        acceptance: AcceptanceRates,
         guard: Guard | None = None,
         *,
-        shares_room: bool = False,
+        divides_budget: bool = False,
     ) -> None:
-        """Make a policy; `chances` counts the levels of the same drafts, and without a guard it is always on.
+        """Make a policy; `acceptance` counts the levels of these drafts. Without a guard it is always on.
 
-        With `shares_room` the levels of a draft's tree divide its node budget. If nodes are so cheap that
+        With `divides_budget` the levels of a draft's tree divide its node budget. If nodes are so cheap that
         dozens are drawn per level, the first levels would otherwise use all of it.
         """
         super().__init__()
-        self._shares_room = shares_room
+        self._divides_budget = divides_budget
         self.guard = guard
-        self.chances = chances
+        self.acceptance = acceptance
         self._target = target
         self._drafts = drafts
         self._models = (target, *(draft.costs for draft in drafts.values()))
-        self._starts = {name: DraftStarts(draft, chances.levels[name]) for name, draft in drafts.items()}
+        self._starts = {name: DraftStarts(draft, acceptance.levels[name]) for name, draft in drafts.items()}
         self._entries: Sequence[PlanEntry] = ()  # this step's tree entries
         self._numbers: dict[str, int] = {}  # their indices, by request id
         self._trees: Sequence[TokenTree] = ()  # all guesses of each, from which the policy learns
         self._step = 0, 0  # number of requests, and rows without guesses
         self._costs = NOTHING  # costs of the step, if speculation is on
         self._row = 0.0  # seconds of another row of the target's pass in a step without prefill
-        self._growing: list[Growing] = []  # one per tree entry, while a draft grows
+        self._growing: list[GrowingGuesses] = []  # one per tree entry, while a draft grows
         self._tokens, self._nodes = 0.0, 0  # expected tokens of the step so far, and its worthwhile nodes
         self._refused: set[str] = set()  # drafts that could guess in the step but start for no request
-        self._held: str | None = None  # why speculation is off in this step
+        self._off_reason: str | None = None  # why speculation is off in this step
 
     @classmethod
     def by_curves(
@@ -101,7 +101,7 @@ class CostPolicy(SpeculationPolicy):
         guarded: bool = True,
         known: bool = False,
         deepest: int | None = None,
-        lending: Lending | None = None,
+        draft_memory: DraftMemoryCurves | None = None,
     ) -> CostPolicy:
         """Return the policy for tree_size "cost", with nothing learned.
 
@@ -113,7 +113,7 @@ class CostPolicy(SpeculationPolicy):
             guarded: False leaves out the guard.
             known: True if the target's curve gives the time of plain steps, as for streamed weights.
             deepest: maximum levels of trees with a learned shape, if not the default.
-            lending: a draft's memory that layers of a target with known costs may use.
+            draft_memory: a draft's memory that layers of a target with known costs may use.
         """
         costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
@@ -123,9 +123,17 @@ class CostPolicy(SpeculationPolicy):
         }
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
-        guard = Guard(costs, models, measured=measured, known=known, lending=lending) if guarded else None
+        guard = (
+            Guard(costs, models, measured=measured, known=known, draft_memory=draft_memory)
+            if guarded
+            else None
+        )
         return cls(
-            costs, priced, Chances(dict.fromkeys(priced, levels), quick=known), guard, shares_room=known
+            costs,
+            priced,
+            AcceptanceRates(dict.fromkeys(priced, levels), quick=known),
+            guard,
+            divides_budget=known,
         )
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
@@ -136,22 +144,22 @@ class CostPolicy(SpeculationPolicy):
         entries = plan.entries
         self._entries = trees = plan.tree_entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(trees)}
-        self._trees, self._refused, self._held, self._costs = (), set(), None, NOTHING
+        self._trees, self._refused, self._off_reason, self._costs = (), set(), None, NOTHING
         rows = sum([entry.end - entry.start for entry in entries])
         self._step = len(entries), rows
         context = sum([entry.end for entry in entries]) / max(1, len(entries))
         for model in self._models:
             model.begin(context)
-        wishes = any(map(has_own_size, trees))
+        own_size = any(map(has_own_size, trees))
         if self.guard is not None:
             names = [entry.request.request_id for entry in entries]
-            self._held = self.guard.begin(names, len(trees), rows, wishes)
-            if self._held is not None:
+            self._off_reason = self.guard.begin(names, len(trees), rows, own_size)
+            if self._off_reason is not None:
                 own = not self.guard.lacks_draft
                 plan = StepPlan(
                     tuple([e if own and has_own_size(e) else replace(e, speculators=_NONE) for e in entries])
                 )
-        if self._held is None or wishes:
+        if self._off_reason is None or own_size:
             self._look_up(*self._step)
         return plan
 
@@ -179,11 +187,11 @@ class CostPolicy(SpeculationPolicy):
             return [True] * len(entries)
         draft, costs = self._drafts[speculator], self._costs
         self._growing = [
-            Growing(tree, self.chances, entry.max_nodes, all_stay=has_own_size(entry))
+            GrowingGuesses(tree, self.acceptance, entry.max_nodes, all_stay=has_own_size(entry))
             for entry, tree in zip(self._entries, guessed, strict=True)
         ]
         self._expect()
-        step = Without(costs, self._tokens, self._nodes, self._row)
+        step = StepWithoutDraft(costs, self._tokens, self._nodes, self._row)
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
@@ -230,7 +238,7 @@ class CostPolicy(SpeculationPolicy):
         """
         if speculator not in self._drafts:
             return list(ends)
-        draft, levels = self._drafts[speculator], self.chances.levels[speculator]
+        draft, levels = self._drafts[speculator], self.acceptance.levels[speculator]
         own = [has_own_size(entry) for entry in entries]
         grown = [self._growing[self._numbers[entry.request.request_id]] for entry in entries]
         for growing, tree in zip(grown, trees, strict=True):
@@ -250,10 +258,10 @@ class CostPolicy(SpeculationPolicy):
                 level = depth(tree.parents, end)
                 brought.append(growing.gain(end, rates[min(level, deepest)], price))
                 wide += draft.width(level) if growing.samples else 1
-            if self._shares_room and brought:
+            if self._divides_budget and brought:
                 room, each = entry.max_nodes - tree.num_nodes, children_each(tree)
                 wanted = useful_levels(max(brought), rates[min(level, deepest)].first, level_price)
-                brought = best_of(brought, int(room / (each * min(wanted, levels.all.depth - level))))
+                brought = keep_largest(brought, int(room / (each * min(wanted, levels.all.depth - level))))
             gains += brought
         passes = draft.costs.table(bound + len(gains))[bound:]
         each = wide / len(gains) if gains else 1.0  # target rows per end
@@ -279,8 +287,8 @@ class CostPolicy(SpeculationPolicy):
             for n, nodes in zip(guessed, choose(candidates, self._costs), strict=True):
                 chosen[n] = keep(trees[n], nodes)
         if self.guard is not None:
-            most = [min(e.max_nodes, len(t.token_ids)) for e, t in zip(self._entries, chosen, strict=True)]
-            self.guard.chosen(sum(most) - len(most))
+            sizes = [min(e.max_nodes, len(t.token_ids)) for e, t in zip(self._entries, chosen, strict=True)]
+            self.guard.chosen(sum(sizes) - len(sizes))
         return chosen
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
@@ -288,12 +296,12 @@ class CostPolicy(SpeculationPolicy):
         if self._costs is NOTHING:  # speculation is off
             self._look_up(*self._step)
         costs = self._costs
-        likely = [along_paths(self.chances.node_rates(tree), tree.parents) for tree in trees]
+        likely = [path_probabilities(self.acceptance.node_rates(tree), tree.parents) for tree in trees]
         without, requests = costs.passes[costs.rows], int(costs.tokens)
         drafts = costs.spent - (costs.passes[requests] - without)
         seconds = drafts + costs._replace(spent=0.0).seconds(sum(len(of) - 1 for of in likely))
         besides = 0.0 if self.guard is None else self.guard.besides_pass
-        return Appraisal(likely, seconds - without, seconds + besides, self._held)
+        return Appraisal(likely, seconds - without, seconds + besides, self._off_reason)
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent was accepted, verified or not, and from the step's seconds."""
@@ -302,7 +310,7 @@ class CostPolicy(SpeculationPolicy):
                 number = self._numbers.pop(outcome.request_id, None)
                 if number is not None and len(self._trees[number].token_ids) > 1:
                     temperature = self._entries[number].request.params.temperature
-                    self.chances.learn(self._trees[number], outcome.committed, temperature)
+                    self.acceptance.learn(self._trees[number], outcome.committed, temperature)
         if report.seconds:
             for name in self._refused:
                 self._starts[name].refused()
@@ -311,22 +319,22 @@ class CostPolicy(SpeculationPolicy):
 
     def _expect(self) -> None:
         """Update the expected tokens of the step with the guesses so far, and its worthwhile nodes."""
-        tokens, nodes, loose = self._costs.tokens, 0, list[float]()
+        tokens, nodes, droppable = self._costs.tokens, 0, list[float]()
         for growing in self._growing:
             tokens, nodes = tokens + growing.tokens, nodes + growing.nodes
             if growing.all_stay:
-                tokens, nodes = tokens + sum(growing.loose), nodes + len(growing.loose)
+                tokens, nodes = tokens + sum(growing.droppable), nodes + len(growing.droppable)
             else:
-                loose += growing.loose
-        loose.sort(reverse=True)
-        count = how_many(loose, tokens, self._costs.seconds_from(nodes, len(loose)))
-        self._tokens, self._nodes = tokens + sum(loose[:count]), nodes + count
+                droppable += growing.droppable
+        droppable.sort(reverse=True)
+        count = best_count(droppable, tokens, self._costs.seconds_from(nodes, len(droppable)))
+        self._tokens, self._nodes = tokens + sum(droppable[:count]), nodes + count
 
     def _candidates(self, entry: PlanEntry, tree: TokenTree) -> Candidates:
         """Return a request's nodes as candidates for verification."""
-        likely = along_paths(self.chances.node_rates(tree), tree.parents)
-        firm = firm_nodes(tree) if any_sampled(tree.draws) else frozenset[int]()
-        return Candidates(likely, firm, entry.max_nodes, has_own_size(entry))
+        likely = path_probabilities(self.acceptance.node_rates(tree), tree.parents)
+        pinned = pinned_nodes(tree) if any_sampled(tree.draws) else frozenset[int]()
+        return Candidates(likely, pinned, entry.max_nodes, has_own_size(entry))
 
     def _spend(self, seconds: float) -> None:
         """Add the seconds of a draft's pass to the step."""

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.policy.chances import Chances, DraftLevels, LevelRate
-from specinfer.speculate.policy.choose import StepCosts, along_paths, how_many
+from specinfer.speculate.policy.acceptance import AcceptanceRates, DraftLevels, LevelRate
+from specinfer.speculate.policy.choose import StepCosts, best_count, path_probabilities
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.merging import firm_nodes
+from specinfer.tree.merging import pinned_nodes
 from specinfer.tree.token_tree import child_of
 
 # Factor of a level's cost when the worth of reading a prompt is judged: the draft will start only in those
@@ -57,24 +57,26 @@ class PricedDraft(NamedTuple):
         ]
 
 
-class Growing:
+class GrowingGuesses:
     """One request's guesses while a draft adds to them; `others` is the merged tree of earlier speculators.
 
-    A level is worth only the tokens that the other guesses do not hold. The request may have `most` nodes,
-    the root included; with `all_stay` all of them are verified.
+    A level is worth only the tokens that the other guesses do not hold. The request may have `max_nodes`
+    nodes, the root included; with `all_stay` all of them are verified.
     """
 
-    def __init__(self, others: TokenTree, chances: Chances, most: int, *, all_stay: bool) -> None:
-        self._others, self._chances, self.all_stay = others, chances, all_stay
-        self._rates = chances.node_rates(others)
+    def __init__(
+        self, others: TokenTree, acceptance: AcceptanceRates, max_nodes: int, *, all_stay: bool
+    ) -> None:
+        self._others, self._acceptance, self.all_stay = others, acceptance, all_stay
+        self._rates = acceptance.node_rates(others)
         held = [0.0] * len(self._rates)
         for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
             held[parent] += rate
         self.left = [
             max(0.0, 1.0 - of) for of in held
         ]  # probability that no guess holds the token after each node
-        self._firm = firm_nodes(others)
-        self._room = most - 1
+        self._pinned = pinned_nodes(others)
+        self._room = max_nodes - 1
         self._places = [0]  # index of each of the draft's nodes in `others`, or -1
         self._probabilities = [1.0]  # acceptance probabilities of the draft's nodes
         self._drawn = 0  # number of its draws that were added
@@ -92,7 +94,7 @@ class Growing:
         draws = tree.draws[self._drawn :]
         self._drawn += len(draws)
         probabilities, places, others = self._probabilities, self._places, self._others
-        for draw, rate in zip(draws, self._chances.rates(draws), strict=True):
+        for draw, rate in zip(draws, self._acceptance.rates(draws), strict=True):
             node, above = draw.node, places[draw.parent]
             if node < len(places):  # a repeated sample of the same token
                 continue
@@ -113,17 +115,19 @@ class Growing:
 
     def _weigh(self) -> None:
         """Update all probabilities; agreement of the draft makes others' later guesses likelier."""
-        firm = self._firm
-        self.known = along_paths(
+        pinned = self._pinned
+        self.known = path_probabilities(
             self._rates, self._others.parents
         )  # acceptance probabilities of others' nodes
-        self.nodes = len(firm) + len(self._sampled)  # nodes that cannot be dropped
-        self.tokens = sum([self.known[node] for node in firm]) + sum(
+        self.nodes = len(pinned) + len(self._sampled)  # nodes that cannot be dropped
+        self.tokens = sum([self.known[node] for node in pinned]) + sum(
             self._sampled
         )  # expected tokens of these
-        loose = [p for node, p in enumerate(self.known) if node and node not in firm] + self._dropped
-        loose.sort(reverse=True)
-        self.loose = loose[: max(0, self._room - self.nodes)]  # the best other nodes within the budget
+        droppable = [p for node, p in enumerate(self.known) if node and node not in pinned] + self._dropped
+        droppable.sort(reverse=True)
+        self.droppable = droppable[
+            : max(0, self._room - self.nodes)
+        ]  # the best other nodes within the budget
 
     def gain(self, end: int, rate: LevelRate, price: float) -> float:
         """Return the expected tokens of the children of a node of the draft's tree.
@@ -151,10 +155,10 @@ def useful_levels(best: float, rate: float, price: float) -> float:
     return 1.0 + math.log(price / best) / math.log(min(rate, _MAX_RATE))
 
 
-def best_of(gains: Sequence[float], most: int) -> list[float]:
-    """Return the gains with all but the `most` largest (at least 1) set to 0; ties keep the earlier."""
+def keep_largest(gains: Sequence[float], count: int) -> list[float]:
+    """Return the gains with all but the `count` largest (at least 1) set to 0; ties keep the earlier."""
     order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
-    kept = frozenset(order[: max(1, most)])
+    kept = frozenset(order[: max(1, count)])
     return [of if number in kept else 0.0 for number, of in enumerate(gains)]
 
 
@@ -164,7 +168,7 @@ def children_each(tree: TokenTree) -> float:
 
 
 @dataclass(slots=True)
-class _Fading:
+class _FadingMean:
     """Mean of about the last 30 values, with an initial value as a prior."""
 
     mean: float
@@ -176,7 +180,7 @@ class _Fading:
         self.mean += (value - self.mean) / self.count
 
 
-class Without(NamedTuple):
+class StepWithoutDraft(NamedTuple):
     """Estimates for the step without the draft."""
 
     costs: StepCosts
@@ -193,8 +197,8 @@ class DraftStarts:
         self._levels = levels
         # Recent means of the probability that others lack the first level's token, and of a step's tokens
         # with their guesses.
-        self._left = {predicted: _Fading(left) for predicted, left in _LEFT.items()}
-        self._made = {predicted: _Fading(made) for predicted, made in _MADE.items()}
+        self._left = {predicted: _FadingMean(left) for predicted, left in _LEFT.items()}
+        self._made = {predicted: _FadingMean(made) for predicted, made in _MADE.items()}
         self._refused = 0  # consecutive steps without a start
 
     def refused(self) -> None:
@@ -209,8 +213,8 @@ class DraftStarts:
         self,
         entries: Sequence[PlanEntry],
         unread: Sequence[int],
-        growing: Mapping[int, Growing],
-        step: Without,
+        growing: Mapping[int, GrowingGuesses],
+        step: StepWithoutDraft,
     ) -> list[bool]:
         """Return for which entries the first level makes the step faster, or later steps for prefill entries.
 
@@ -235,13 +239,13 @@ class DraftStarts:
         for more in range(len(first) + 1):
             shared += shares[first[more - 1]] if more else 0.0
             seconds.append(costs.seconds(nodes + more) + passes[USUAL_UNREAD * more] + shared)
-        for i in first[: how_many([gains[i] for i in first], tokens, seconds)]:
+        for i in first[: best_count([gains[i] for i in first], tokens, seconds)]:
             starts[i] = True
         if any(starts[i] for i in drawing):
             self._refused = 0
         return starts
 
-    def _gain(self, entry: PlanEntry, guesses: Growing, price: float) -> tuple[float, float]:
+    def _gain(self, entry: PlanEntry, guesses: GrowingGuesses, price: float) -> tuple[float, float]:
         """Return the expected tokens of the level, and their part of all tokens expected from the draft."""
         predicted = bool(entry.request.prediction)
         left_of_late, made_of_late = self._left[predicted], self._made[predicted]

@@ -11,7 +11,7 @@ corrected by every pass. The time of a plain step is then that of its pass and o
 steps. Guesses are charged their own time and the cost model's time of their rows, so that a disturbance of
 the disk is not charged to them.
 
-A draft may then hold memory that layers of the target could use (models/lent_memory.py). Plain steps are
+A draft may then hold memory that layers of the target could use (models/draft_memory.py). Plain steps are
 those of a target whose layers use it: a step in which the draft holds it is charged the difference, and when
 speculation is off the layers get the memory.
 """
@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final, NamedTuple
 
-from specinfer.models.lent_memory import LentMemory
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.decision import GUARD, PLAIN
-from specinfer.speculate.policy.allowance import KNOWN, USUAL, Allowance
+from specinfer.speculate.policy.allowance import DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE, Allowance
 from specinfer.speculate.policy.drafting import USUAL_UNREAD
 from specinfer.speculate.policy.policy import LevelPass
 from specinfer.speculate.speculator import Outcome
@@ -57,10 +57,10 @@ class GuardState:
     factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
 
 
-class Lending(NamedTuple):
+class DraftMemoryCurves(NamedTuple):
     """A draft's memory that layers may use, and the target's cost curves in both cases."""
 
-    memory: LentMemory
+    memory: DraftMemory
     draft: CostCurve  # while the draft holds the memory
     layers: CostCurve  # while layers of the target hold it
 
@@ -122,12 +122,12 @@ class Guard:
         *,
         measured: bool = True,
         known: bool = False,
-        lending: Lending | None = None,
+        draft_memory: DraftMemoryCurves | None = None,
     ) -> None:
-        """Make a guard that starts with the full allowance; `lending` needs `known`."""
-        self._lending = lending
+        """Make a guard that starts with the full allowance; `draft_memory` needs `known`."""
+        self._draft_memory = draft_memory
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
-        self._allowance = Allowance(KNOWN if known else USUAL)
+        self._allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
         self._besides = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = 0
@@ -137,13 +137,13 @@ class Guard:
         self._requests = 0  # requests with a tree
         self._rows = 0  # rows of the target without guesses
         self._nodes = 0  # verified guesses
-        self._wishes = False  # True if a request has its own size
-        self._held: str | None = None  # why speculation is off
+        self._own_size = False  # True if a request has its own size
+        self._off_reason: str | None = None  # why speculation is off
         self.lacks_draft = False  # True if the draft could not get its memory back
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # time of such a pass, relative to the curve
         self._plain = 0.0  # seconds of a plain step without prompts
-        self._rent = 0.0  # additional seconds of the pass because the draft holds memory of layers
+        self._memory_cost = 0.0  # additional seconds of the pass because the draft holds memory of layers
         self._fetched = False  # True if the draft got its memory back for this step
 
     def state(self) -> GuardState:
@@ -162,55 +162,55 @@ class Guard:
         """Seconds of a plain step outside its pass."""
         return _median(self._besides) if self._known and self._besides else max(0.0, self._plain - self._pass)
 
-    def begin(self, names: Collection[str], requests: int, rows: int, wishes: bool) -> str | None:
+    def begin(self, names: Collection[str], requests: int, rows: int, own_size: bool) -> str | None:
         """Start a step; returns why speculation is off for it, or None if it is on.
 
         Args:
             names: the ids of all its requests.
             requests: number of requests with a tree.
             rows: rows of the target without guesses.
-            wishes: True if a request has a size of its own.
+            own_size: True if a request has a size of its own.
         """
-        self._requests, self._rows, self._nodes, self._wishes = requests, rows, 0, wishes
+        self._requests, self._rows, self._nodes, self._own_size = requests, rows, 0, own_size
         known = self._names
         self._names = frozenset(names)
         self._fetched = False
         self._pass = self._target.expected(max(1, requests))
-        self._rent = self._rent_of(max(1, requests))
+        self._memory_cost = self._memory_cost_of(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
         if self._known:
-            self._plain = self._pass - self._rent + (_median(self._besides) if self._besides else 0.0)
+            self._plain = self._pass - self._memory_cost + (_median(self._besides) if self._besides else 0.0)
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
-        anchor = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
-        anchor = anchor and self._target.settled  # a measurement needs settled costs
-        self._held = GUARD if not allowed else PLAIN if anchor else None
-        if self._lending is not None:
-            self._lend(self._lending)
-        self._off_steps += self._held is not None
-        return self._held
+        plain_step = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
+        plain_step = plain_step and self._target.settled  # a measurement needs settled costs
+        self._off_reason = GUARD if not allowed else PLAIN if plain_step else None
+        if self._draft_memory is not None:
+            self._swap(self._draft_memory)
+        self._off_steps += self._off_reason is not None
+        return self._off_reason
 
-    def _lend(self, lending: Lending) -> None:
+    def _swap(self, curves: DraftMemoryCurves) -> None:
         """Give the memory to the draft if speculation is on, else to the layers."""
-        memory, self.lacks_draft = lending.memory, False
-        if self._held is not None and not self._wishes:
-            if memory.can_be_lent and memory.holder != "layers":
-                memory.lend()
+        memory, self.lacks_draft = curves.memory, False
+        if self._off_reason is not None and not self._own_size:
+            if memory.layers_may_use and memory.holder != "layers":
+                memory.give_to_layers()
                 self._allowance.charge(memory.seconds)
         elif memory.holder != "draft":
             self._fetched = True
-            if not memory.take_back():
-                self._held, self.lacks_draft = GUARD, True
-        self._target.follow(lending.layers if memory.holder == "layers" else lending.draft)
-        self._rent = self._rent_of(max(1, self._rows))
+            if not memory.give_to_draft():
+                self._off_reason, self.lacks_draft = GUARD, True
+        self._target.follow(curves.layers if memory.holder == "layers" else curves.draft)
+        self._memory_cost = self._memory_cost_of(max(1, self._rows))
 
-    def _rent_of(self, rows: int) -> float:
+    def _memory_cost_of(self, rows: int) -> float:
         """Return the additional seconds of a pass of `rows` rows because the draft holds memory of layers."""
-        lending = self._lending
-        if lending is None or lending.memory.holder == "layers" or not lending.memory.can_be_lent:
+        curves = self._draft_memory
+        if curves is None or curves.memory.holder == "layers" or not curves.memory.layers_may_use:
             return 0.0
-        return max(0.0, self._target.expected(rows) - self._target.expected_by(lending.layers, rows))
+        return max(0.0, self._target.expected(rows) - self._target.expected_by(curves.layers, rows))
 
     def chosen(self, nodes: int) -> None:
         """Set the number of verified guesses of the step."""
@@ -229,16 +229,16 @@ class Guard:
                 self._plain *= self._learn(stages, passes)
         else:
             guesses, reading = self._seconds_by_costs(passes)
-            if self._lending is not None and self._fetched:
-                guesses += self._lending.memory.seconds
+            if self._draft_memory is not None and self._fetched:
+                guesses += self._draft_memory.memory.seconds
             seconds = self._pass + guesses
-        if self._held is not None:
-            self._allowance.held(seconds)
+        if self._off_reason is not None:
+            self._allowance.count_plain(seconds)
             if self._undisturbed:
                 self._of_size(self._requests).learn(self._slowness, seconds / self._pass)
             return
         self._of_size(self._requests).since += 1
-        if self._wishes:
+        if self._own_size:
             return
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
         saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
@@ -249,10 +249,10 @@ class Guard:
             if self._known or self._prompts or not (self._nodes or passes):
                 # Prompts take their time without guesses, too, as does a step that got no guesses.
                 spent = self._seconds_of_nodes() + guessing
-        spent += self._rent
+        spent += self._memory_cost
         if self._prompts:
-            reading += self._rent
-        self._allowance.guessed(seconds, self._plain, spent - reading, saved, reading)
+            reading += self._memory_cost
+        self._allowance.count_guessing(seconds, self._plain, spent - reading, saved, reading)
 
     @property
     def _prompts(self) -> bool:
@@ -262,7 +262,7 @@ class Guard:
     @property
     def _undisturbed(self) -> bool:
         """True if the step, kept plain, measures the time of plain steps."""
-        return self._requests > 0 and not self._prompts and not self._wishes
+        return self._requests > 0 and not self._prompts and not self._own_size
 
     def _of_size(self, requests: int) -> PlainSteps:
         return self.plain_steps.setdefault(requests.bit_length(), PlainSteps())
@@ -308,7 +308,7 @@ class Guard:
         rows = self._rows + self._nodes
         of_target = seconds / self._target.expected(rows)
         self._target.learn(rows, seconds)
-        if not passes or self._wishes:
+        if not passes or self._own_size:
             return 1.0
         if self._known:
             for one in passes:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
-from specinfer.speculate.policy.chances import MAX_OFFSET, MAX_SLOPE, TEMPERATURES, Chances, Curve
+from specinfer.speculate.policy.acceptance import MAX_OFFSET, MAX_SLOPE, TEMPERATURES, AcceptanceRates, Curve
 from specinfer.speculate.policy.guard import KEPT, PLAIN_FIRST, Guard, PlainSteps
 
 _LOG = logging.getLogger(__name__)
@@ -48,11 +48,13 @@ class StoredPolicy:
 
 
 class PolicyMemory:
-    """Loads the state of a key into `chances` and `guard`, and writes theirs from then on."""
+    """Loads the state of a key into `acceptance` and `guard`, and writes theirs from then on."""
 
-    def __init__(self, key: Key, chances: Chances, guard: Guard, folder: Path | None = None) -> None:
+    def __init__(
+        self, key: Key, acceptance: AcceptanceRates, guard: Guard, folder: Path | None = None
+    ) -> None:
         self._key = key
-        self._chances, self._guard = chances, guard
+        self._acceptance, self._guard = acceptance, guard
         self._file = (folder or policies_dir()) / f"{_digest(key)[:16]}.json"
         self._steps = 0
         self._kept = 0  # outcomes in the file
@@ -64,8 +66,8 @@ class PolicyMemory:
             stored = read_policy(self._file)
             if stored.key != self._key:  # a collision of names, or a file that was moved
                 raise ValueError("it is of other models")
-            recall(stored.learned, self._chances, self._guard)
-            self._kept = self._chances.outcomes
+            recall(stored.learned, self._acceptance, self._guard)
+            self._kept = self._acceptance.outcomes
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError, KeyError) as error:
@@ -84,11 +86,11 @@ class PolicyMemory:
 
     def keep(self) -> None:
         """Write the file if there are MIN_OUTCOMES new outcomes."""
-        outcomes = self._chances.outcomes
+        outcomes = self._acceptance.outcomes
         if outcomes - self._kept < MIN_OUTCOMES:  # a test, or a short answer
             return
         self._kept = outcomes
-        learned = learned_values(self._chances, self._guard)
+        learned = learned_values(self._acceptance, self._guard)
         if not write_policy(self._file, self._key, learned) and not self._failed:
             self._failed = True
             _LOG.warning(
@@ -98,16 +100,17 @@ class PolicyMemory:
             )
 
 
-def learned_values(chances: Chances, guard: Guard) -> dict[str, Any]:
+def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
     """Return the learned state as JSON values."""
     return {
-        "outcomes": chances.outcomes,
+        "outcomes": acceptance.outcomes,
         "curves": {
-            name: [[curve.offset, curve.slope] for curve in curves] for name, curves in chances.curves.items()
+            name: [[curve.offset, curve.slope] for curve in curves]
+            for name, curves in acceptance.curves.items()
         },
         "drafts": {
             name: {"all": levels.all.to_json(), "alike": [alike.to_json() for alike in levels.alike]}
-            for name, levels in chances.levels.items()
+            for name, levels in acceptance.levels.items()
         },
         "plain": {
             str(size): [*map(list, plain.seen)] for size, plain in guard.plain_steps.items() if plain.seen
@@ -115,11 +118,11 @@ def learned_values(chances: Chances, guard: Guard) -> dict[str, Any]:
     }
 
 
-def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = None) -> None:
+def recall(learned: Mapping[str, Any], acceptance: AcceptanceRates, guard: Guard | None = None) -> None:
     """Load the result of `learned_values`; raises ValueError or KeyError for others, and loads nothing."""
     curves = {_name(name): _curves(one) for name, one in _mapping(learned["curves"], _MAX_NAMES).items()}
     stored = _mapping(learned["drafts"], _MAX_NAMES)
-    drafts = {name: checked_levels(stored[name]) for name in chances.levels if name in stored}
+    drafts = {name: checked_levels(stored[name]) for name in acceptance.levels if name in stored}
     plain = {
         _whole(int(size), 0, 64): [
             (_real(slow, 1 / _SLOWEST, _SLOWEST), _real(multiple, 1 / _SLOWEST, _SLOWEST))
@@ -128,12 +131,12 @@ def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = N
         for size, seen in _mapping(learned["plain"], 64).items()
     }
     outcomes = _whole(learned["outcomes"], 0, _MAX_OUTCOMES)
-    chances.recall(curves)
+    acceptance.recall(curves)
     for name, (of_all, alike) in drafts.items():
-        chances.levels[name].all.recall(of_all)
-        for counts, levels in zip(chances.levels[name].alike, alike, strict=True):
+        acceptance.levels[name].all.recall(of_all)
+        for counts, levels in zip(acceptance.levels[name].alike, alike, strict=True):
             counts.recall(levels)
-    chances.outcomes = outcomes
+    acceptance.outcomes = outcomes
     if guard is not None:
         for size, multiples in plain.items():
             guard.plain_steps[size] = PlainSteps(deque(multiples, maxlen=KEPT), count=PLAIN_FIRST)

@@ -16,7 +16,7 @@ from specinfer.errors import UserError
 from specinfer.replay.trace import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import learned_values, policies_dir, read_policy, write_policy
 from specinfer.tree import TreeBuilder
@@ -123,13 +123,13 @@ LEVELS = [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]  # first guesses right, others ri
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with the learned policies of two targets, and a broken file."""
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
-    chances, builder = Chances(), TreeBuilder(9)
+    acceptance, builder = AcceptanceRates(), TreeBuilder(9)
     builder.add(0, 10, "draft", confidence=0.7)
     builder.add(0, 11, "draft", confidence=0.2)
     for number in range(30):
-        chances.learn(builder.build(), (10 if number % 3 else 11, 99), 0.0)
+        acceptance.learn(builder.build(), (10 if number % 3 else 11, 99), 0.0)
     learned = {
-        **learned_values(chances, Guard(CostModel("target", CostCurve((1, 2), (1.0, 1.5))), {})),
+        **learned_values(acceptance, Guard(CostModel("target", CostCurve((1, 2), (1.0, 1.5))), {})),
         "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, [], [], LEVELS[:1]]}},
     }
     for target in ("large, int8", "larger, int8"):

@@ -274,7 +274,7 @@ def test_auto_is_what_rows_cost(folder: Path, curve: CostCurve, nodes: int, rows
     assert (found.speculation.max_nodes, found.scheduler.max_step_tokens) == (nodes, rows)
     numbers = config(folder / "target", max_nodes=9, max_step_tokens=99)
     assert resolved(numbers, curve) == numbers
-    assert asked.speculation.most_nodes == asked.scheduler.most_step_tokens == 2048, "until it is known"
+    assert asked.speculation.node_limit == asked.scheduler.row_limit == 2048, "until it is known"
 
 
 def test_a_step_of_auto_has_a_row_for_each_request_and_for_a_tree(folder: Path) -> None:

@@ -30,7 +30,7 @@ from specinfer.request import LoRARequest
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import LEFT_OUT, IndexedPrediction
+from specinfer.speculate.lookups.alignment import MAX_DELETED, IndexedPrediction
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer, chat_encoder, chat_template, tokenizer
@@ -108,9 +108,9 @@ def test_a_prediction_is_cut_encoded_and_indexed_once_for_all_n(
     monkeypatch.setattr(Tokenizer, "encode", counted)
     params = SamplingParams(n=8, prediction="ab" * (1 << 20), max_tokens=8)
     [group] = intake.prompts([[1, 2]], params)
-    assert encoded == [16 * (8 + LEFT_OUT)]
+    assert encoded == [16 * (8 + MAX_DELETED)]
     predictions = [one.request.prediction for one in group]
-    assert {len(one) for one in predictions} == {8 + LEFT_OUT}
+    assert {len(one) for one in predictions} == {8 + MAX_DELETED}
     assert all(isinstance(one, IndexedPrediction) for one in predictions)
     assert len({id(one.ngrams) for one in predictions}) == 1  # type: ignore[attr-defined]
     assert group[0].sequence.request is group[0].request

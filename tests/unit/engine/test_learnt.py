@@ -9,8 +9,8 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.speculate.policy import memory as policy_memory
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.allowance import Allowance
-from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.guard import PLAIN_FIRST, PlainSteps
 from specinfer.speculate.policy.memory import stored_policies
 from tests.engines import ENGINE, engine_of
@@ -39,12 +39,12 @@ def answered(folder: Path, **options: Any) -> str:
     return output.text
 
 
-def learnt() -> Chances:
+def learnt() -> AcceptanceRates:
     [(_, stored, why)] = stored_policies()
     assert stored is not None, why
-    chances = Chances({"draft": 4})
-    policy_memory.recall(stored.learned, chances)
-    return chances
+    acceptance = AcceptanceRates({"draft": 4})
+    policy_memory.recall(stored.learned, acceptance)
+    return acceptance
 
 
 def test_what_one_engine_has_learnt_the_next_one_adds_to(folder: Path) -> None:

@@ -146,9 +146,9 @@ def test_a_flipped_byte_of_a_twin_or_of_its_target(
     flip(next((tmp_path / "disk").glob(f"*-{kind}-*.safetensors")), record)
     with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
         assert texts(llm) == want
-        assert llm.models.lent is not None
-        llm.models.lent.lend()
-        assert llm.models.lent.holder == "layers"
+        assert llm.models.draft_memory is not None
+        llm.models.draft_memory.give_to_layers()
+        assert llm.models.draft_memory.holder == "layers"
         assert texts(llm.variant(drafts=())) == want
     assert len(caplog.messages) == 1
 

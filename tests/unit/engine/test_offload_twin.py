@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.speculate.policy.allowance import Allowance
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
@@ -48,14 +48,14 @@ def test_texts_while_layers_have_the_memory_of_the_twin(
     steps = count()
     monkeypatch.setattr(Allowance, "allows", lambda *asked, **more: next(steps) % 3 > 0)
     llm = streamed(deep, monkeypatch, Planned(twin=True), **options, tree_size="cost")
-    lent = llm.models.lent
-    assert lent is not None
-    assert lent.layers
+    draft_memory = llm.models.draft_memory
+    assert draft_memory is not None
+    assert draft_memory.layers
     moves = Counter[str]()
-    for name in ("lend", "take_back"):
-        monkeypatch.setattr(LentMemory, name, counted(moves, name, getattr(LentMemory, name)))
+    for name in ("give_to_layers", "give_to_draft"):
+        monkeypatch.setattr(DraftMemory, name, counted(moves, name, getattr(DraftMemory, name)))
     assert texts(llm) == want
-    assert min(moves["lend"], moves["take_back"]) > 9
+    assert min(moves["give_to_layers"], moves["give_to_draft"]) > 9
     assert next(steps) > 30
 
 
@@ -76,17 +76,17 @@ def test_the_twin_that_a_variant_asks_keeps_its_memory(
     draft = name if name == "self" else str(deep)
     want = texts(resident(deep, max_batch_size=4))
     with streamed(deep, monkeypatch, drafts=(draft,), max_batch_size=4) as llm:
-        lent = llm.models.lent
-        assert lent is not None
-        lent.lend()
-        assert lent.holder == "layers"
+        draft_memory = llm.models.draft_memory
+        assert draft_memory is not None
+        draft_memory.give_to_layers()
+        assert draft_memory.holder == "layers"
         without = llm.variant(drafts=())
         assert [output.token_ids for output in answers(without)] == want
-        assert lent.holder == "layers", "nobody else asks the twin"
+        assert draft_memory.holder == "layers", "nobody else asks the twin"
         other = llm.variant()
-        assert (lent.holder, lent.can_be_lent) == ("draft", False)
-        lent.lend()
-        assert lent.holder == "draft"
+        assert (draft_memory.holder, draft_memory.layers_may_use) == ("draft", False)
+        draft_memory.give_to_layers()
+        assert draft_memory.holder == "draft"
         assert [output.token_ids for output in answers(other)] == want
         assert other.statistics().guessed_tokens["draft"] > 50
         without.close()

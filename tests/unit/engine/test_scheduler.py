@@ -215,7 +215,7 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
     # a needs a third block; b, the newest running, loses its two and goes before c.
     plan = s.schedule()
     assert shares(plan) == [("a", 8, 9, 1)]
-    assert (s.preemptions, b.computed, b.block_table, b.incarnation) == (1, 0, [], 1)
+    assert (s.preemptions, b.computed, b.block_table, b.generation) == (1, 0, [], 1)
     assert list(s.waiting) == [b, c]
     s.check_integrity()
     commit(plan, [a, b])

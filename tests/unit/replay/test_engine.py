@@ -46,10 +46,10 @@ def test_likely_paths_are_recorded_however_many_there_are() -> None:
     config = SpeculationConfig()
     usual, all_likely = Shape.of(config), learned_shape(config)
     asked = plans.entry([1, 2, 3], params=SamplingParams(temperature=0)).request
-    # At each level at most 1 / least_path paths are likely, and each has a few children.
+    # At each level at most 1 / min_path paths are likely, and each has a few children.
     levels, width = all_likely.depth(asked), all_likely.width(asked, 0)
-    assert all_likely.most_nodes(asked) == LIKELY_NODES == round(levels * width / usual.least_path)
-    assert (all_likely.least, all_likely.least_path) == (0.0, usual.least_path)
+    assert all_likely.max_nodes(asked) == LIKELY_NODES == round(levels * width / usual.min_path)
+    assert (all_likely.min_probability, all_likely.min_path) == (0.0, usual.min_path)
 
 
 def test_a_path_follows_the_text_as_far_as_both_go() -> None:

@@ -220,7 +220,7 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
         ensemble.observe(StepReport([plans.outcome(5)]))
     assert wrong.asked == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith("speculator 'wrong' failed and is not asked again")
+    assert record.getMessage().startswith("speculator 'wrong' failed and does not run again")
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], SpeculatorError)
     assert complaint in str(record.exc_info[1])
@@ -240,7 +240,7 @@ def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0}))
     assert wrong.asked == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith("speculator 'wrong' failed and is not asked again")
+    assert record.getMessage().startswith("speculator 'wrong' failed and does not run again")
     assert complaint in str(record.exc_info)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.merging import firm_nodes, keep, likeliest, prune
+from specinfer.tree.merging import keep, likeliest, pinned_nodes, prune
 
 #      4
 #     / \
@@ -140,7 +140,7 @@ POINT, IID = DrawRule.POINT_MASS, DrawRule.IID
 
 @pytest.mark.parametrize("rule", list(DrawRule))
 def test_nodes_of_sampled_draws_stay(rule: DrawRule) -> None:
-    assert firm_nodes(tree(rule)) == (set() if rule in (POINT, DrawRule.COUPLED) else {1, 2, 3, 4, 5, 6})
+    assert pinned_nodes(tree(rule)) == (set() if rule in (POINT, DrawRule.COUPLED) else {1, 2, 3, 4, 5, 6})
 
 
 def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -> TokenTree:
@@ -153,7 +153,7 @@ def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -
 
 
 @pytest.mark.parametrize(
-    ("draws", "firm"),
+    ("draws", "pinned"),
     [
         ([(0, 5, IID), (0, 7, POINT), (1, 6, POINT)], {1}),
         ([(0, 5, POINT), (0, 7, IID)], {1, 2}),  # 7 was drawn without knowing what becomes of 5
@@ -163,9 +163,9 @@ def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -
     ],
 )
 def test_what_follows_all_samples_below_its_node_may_go(
-    draws: list[tuple[int, int, DrawRule]], firm: set[int]
+    draws: list[tuple[int, int, DrawRule]], pinned: set[int]
 ) -> None:
-    assert firm_nodes(grown(*draws)) == firm
+    assert pinned_nodes(grown(*draws)) == pinned
 
 
 @pytest.mark.parametrize(

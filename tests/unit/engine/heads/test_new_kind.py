@@ -81,7 +81,7 @@ class LinearDraft(OnePassDraft):
         super().__init__(*args, **limits)
         self._last: dict[str, tuple[int, TappedRows]] = {}
 
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         for text in texts:
             count = len(text.states)
             last = text.states.part(count - 1, count).to_keep()

@@ -23,7 +23,7 @@ from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ADMITTED, ApiError
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.speculate.lookups.alignment import LEFT_OUT
+from specinfer.speculate.lookups.alignment import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
 
 FACTS = EngineInfo(max_context=100, max_length=80)
@@ -343,7 +343,7 @@ def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
         return backend.works
 
     works = asyncio.run(run())
-    assert encoded == [16 * (8 + LEFT_OUT)]
+    assert encoded == [16 * (8 + MAX_DELETED)]
     assert len({id(work.params.prediction) for work in works}) == 1
     assert works[0].params.prediction == tuple(b"ab" * 516)
 

@@ -24,7 +24,7 @@ def heard(texts: CachedTexts, start: int, count: int, **fields: Any) -> CachedTe
     """Return the text after `count` hidden states from `start` on; each state encodes its position."""
     step = entry(start=start, **fields)
     states = torch.arange(start, start + count, dtype=torch.float32)[:, None, None]
-    texts.hear(TextFeatures(step, start, TappedRows(states, range(count))))
+    texts.receive_states(TextFeatures(step, start, TappedRows(states, range(count))))
     return texts.of(step, step.start)
 
 
@@ -38,7 +38,7 @@ def read(texts: CachedTexts, text: CachedText, step: PlanEntry) -> list[int]:
 
 
 def test_what_follows_is_read_in_order() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     text = heard(texts, 0, 5)
     assert read(texts, text, entry()) == [0, 1, 2, 3, 4]
     heard(texts, 5, 2)
@@ -47,7 +47,7 @@ def test_what_follows_is_read_in_order() -> None:
 
 
 def test_behind_a_gap_it_goes_on_with_the_next_block() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     read(texts, heard(texts, 0, 3), entry())
     text = heard(texts, 5, 2)  # 3 and 4 are missing; so are 5 to 7, whose block has begun
     assert (text.origin, text.cached, text.unread.end) == (8, 8, 8)
@@ -57,7 +57,7 @@ def test_behind_a_gap_it_goes_on_with_the_next_block() -> None:
 
 
 def test_no_more_waits_than_so_many() -> None:
-    texts = CachedTexts(block_size=4, most_unread=6)
+    texts = CachedTexts(block_size=4, max_unread=6)
     text = heard(texts, 0, 5)
     heard(texts, 5, 4)
     assert (text.origin, text.unread.first, text.unread.end) == (4, 4, 9)
@@ -65,7 +65,7 @@ def test_no_more_waits_than_so_many() -> None:
 
 
 def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     text = heard(texts, 0, 10)
     read(texts, text, entry())
     texts.claim(text, entry())  # as the next step does
@@ -80,7 +80,7 @@ def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
 
 
 def test_blocks_that_are_written_to_hold_nothing_for_others() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     text = heard(texts, 0, 12)
     read(texts, text, entry())
     texts.claim(text, entry())
@@ -91,7 +91,7 @@ def test_blocks_that_are_written_to_hold_nothing_for_others() -> None:
 
 
 def test_what_is_not_made_of_the_whole_text_is_for_nobody_else() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     text = heard(texts, 5, 20)
     assert text.origin == 8
     read(texts, text, entry())
@@ -100,7 +100,7 @@ def test_what_is_not_made_of_the_whole_text_is_for_nobody_else() -> None:
 
 
 def test_a_preempted_request_begins_anew() -> None:
-    texts = CachedTexts(block_size=4, most_unread=100)
+    texts = CachedTexts(block_size=4, max_unread=100)
     read(texts, heard(texts, 0, 6), entry())
-    text = heard(texts, 0, 3, incarnation=1, block_table=range(20, 30))
+    text = heard(texts, 0, 3, generation=1, block_table=range(20, 30))
     assert (text.cached, text.unread.end) == (0, 3)

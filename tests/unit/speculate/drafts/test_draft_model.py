@@ -92,7 +92,7 @@ class Choosing(SpeculationPolicy):
         return [[nodes[place] for place in self.places.pop(0)] if self.places else ()]
 
 
-LEARNED = Shape(Expansion((1, 1)), DrawRule.POINT_MASS, learned=True, least=0.0, least_path=0.0)
+LEARNED = Shape(Expansion((1, 1)), DrawRule.POINT_MASS, learned=True, min_probability=0.0, min_path=0.0)
 
 
 def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
@@ -155,7 +155,7 @@ def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_n
 def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
     confidences = [draw.confidence for draw in guesses(draft(tiny, 4), entry(TEXT)).draws]
     for kept, least in enumerate([1.0, *confidences[1:]]):
-        shape = LEARNED._replace(least=least)
+        shape = LEARNED._replace(min_probability=least)
         assert guesses(shaped(tiny, shape), entry(TEXT), Choosing()).num_nodes == 1 + max(1, kept + 1)
 
 
@@ -180,9 +180,9 @@ def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None
 def test_trees_are_deeper_where_a_pass_waits_for_its_weights() -> None:
     one = plans.entry(TEXT, params=SamplingParams(temperature=0)).request
     shape = Shape.streamed(SpeculationConfig(drafts=("d",), max_nodes=1024))
-    assert (shape.depth(one), shape.most_nodes(one)) == (48, 1023)
+    assert (shape.depth(one), shape.max_nodes(one)) == (48, 1023)
     shaped_one = plans.entry(TEXT, params=SamplingParams(temperature=0, speculation={"expansion": "2,1"}))
-    assert (shape.depth(shaped_one.request), shape.most_nodes(shaped_one.request)) == (2, 4)
+    assert (shape.depth(shaped_one.request), shape.max_nodes(shaped_one.request)) == (2, 4)
 
 
 def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> Non
     guesses(model, entry(TEXT))
     model.observe([outcome(17)])
     text = [*TEXT, 17]
-    moved = guesses(model, entry(text, blocks=30, incarnation=1))
+    moved = guesses(model, entry(text, blocks=30, generation=1))
     assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
 
 
@@ -368,7 +368,7 @@ def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
     for later in (
         entry(text),
         entry([*text, 3, 4]),
-        entry(text, incarnation=1),
+        entry(text, generation=1),
         entry(text, request_id="another"),
     ):
         assert guesses(model, later, policy).num_nodes == 1

@@ -66,7 +66,7 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
     mine = OnePassTrees.of("head", model, learned, vocabulary)
     if not native:
         mine = OnePassTrees("head", learned, None, level_drawer("head", model, vocabulary))
-        assert mine.most_nodes(entry.request) == 5
+        assert mine.max_nodes(entry.request) == 5
     mine.grow([mine.open(growth, 0, LEVELS)], model.logits(read_TD))
     by_levels = "top_p" in params or not native
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
@@ -121,7 +121,7 @@ class Chain(Speculator):
 def test_who_wants_to_know_is_told_what_will_be_verified() -> None:
     speculator = Chain()
     ensemble = Ensemble([speculator], vocab=64, policy=Halving())
-    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().most_nodes))
+    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().node_limit))
     assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
     assert speculator.seen == [(9, 5)]
     speculator.fails = True

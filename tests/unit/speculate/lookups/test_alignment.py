@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.lookups.alignment import LOST, SIDE_DEPTH, Alignment
+from specinfer.speculate.lookups.alignment import SIDE_DEPTH, UNCERTAIN_LIMIT, Alignment
 from tests.letters import letters
 
 
@@ -176,7 +176,7 @@ def test_one_edit_is_always_found_back_from(prediction: list[int], data: st.Data
 
 def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() -> None:
     prediction = "abcdefghijklmnopqrstuvwxyz"
-    near, far = "abcd" + "#" * LOST, "abcd" + "#" * (LOST + 1)
+    near, far = "abcd" + "#" * UNCERTAIN_LIMIT, "abcd" + "#" * (UNCERTAIN_LIMIT + 1)
     assert [len(guess) for guess in after(prediction, near)] == [6]
     assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
     assert after(prediction, far + "m") == ["nopq"]

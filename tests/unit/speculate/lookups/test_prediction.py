@@ -101,7 +101,7 @@ def test_it_may_be_asked_in_some_steps_only_and_survives_preemption() -> None:
         always.observe([outcome(ord(output[said]))])
         seldom.observe([outcome(ord(output[said]))])
     assert ask(always, prediction, output) == ask(seldom, prediction, output) == ("pqrst", (-1, 0, 1, 2, 3))
-    assert ask(seldom, prediction, output + "q", incarnation=1)[0] == "qrstu"
+    assert ask(seldom, prediction, output + "q", generation=1)[0] == "qrstu"
 
 
 def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:

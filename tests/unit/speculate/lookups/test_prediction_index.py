@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from specinfer.speculate.lookups import alignment
 from specinfer.speculate.lookups.alignment import (
-    LEFT_OUT,
+    MAX_DELETED,
     PredictionIndex,
-    PredictionShelf,
-    within_reach,
+    PredictionIndexes,
+    relevant_tokens,
 )
 
 IDS = st.lists(st.sampled_from([0, 1, 2, (1 << 21) - 1]), max_size=30)
@@ -45,15 +45,15 @@ def test_equal_predictions_have_one_index_as_long_as_somebody_has_them(
             super().__init__(token_ids)
 
     monkeypatch.setattr(alignment, "PredictionIndex", Counted)
-    shelf = PredictionShelf()
-    several = [shelf.indexed(tuple(range(1000))) for _ in range(8)]
+    indexes = PredictionIndexes()
+    several = [indexes.indexed(tuple(range(1000))) for _ in range(8)]
     assert several[0] == tuple(range(1000))
     assert made == [1000]
     gone = weakref.ref(several[0].ngrams)
     several.clear()
     gc.collect()
     assert gone() is None
-    assert shelf.indexed((1, 2)) == (1, 2)
+    assert indexes.indexed((1, 2)) == (1, 2)
     assert made == [1000, 2]
 
 
@@ -64,8 +64,8 @@ def test_a_text_is_encoded_as_far_as_it_can_matter() -> None:
         encoded.append(len(text))
         return list(text.encode())
 
-    assert within_reach("abc", 8, encode) == (97, 98, 99)
-    assert within_reach("a" * (2 << 20), 8, encode) == (97,) * (8 + LEFT_OUT)
-    assert encoded == [3, 16 * (8 + LEFT_OUT)]
-    assert within_reach(tuple(range(5000)), 8, encode) == tuple(range(8 + LEFT_OUT))
-    assert within_reach((1, 2), -5, encode) == (1, 2)  # a prompt that leaves no room is refused elsewhere
+    assert relevant_tokens("abc", 8, encode) == (97, 98, 99)
+    assert relevant_tokens("a" * (2 << 20), 8, encode) == (97,) * (8 + MAX_DELETED)
+    assert encoded == [3, 16 * (8 + MAX_DELETED)]
+    assert relevant_tokens(tuple(range(5000)), 8, encode) == tuple(range(8 + MAX_DELETED))
+    assert relevant_tokens((1, 2), -5, encode) == (1, 2)  # a prompt that leaves no room is refused elsewhere

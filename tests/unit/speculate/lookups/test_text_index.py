@@ -74,11 +74,11 @@ def test_it_holds_and_finds_what_a_list_of_texts_does(
     library: Library,
     events: list[list[int] | str],
     lengths: list[int],
-    longest_stretch: int | None,
+    max_segment: int | None,
     tail: list[int],
     most: int,
 ) -> None:
-    index = TextIndex(library, lengths, longest_stretch=longest_stretch)
+    index = TextIndex(library, lengths, max_segment=max_segment)
     base, texts = 0, [list[int]()]
     for event in events:
         before, most_bytes = index.num_bytes, index.bytes_with(len(event))
@@ -113,9 +113,9 @@ def test_it_holds_and_finds_what_a_list_of_texts_does(
     st.sampled_from([None, 1, 40]),
 )
 def test_bytes_are_known_before_a_text_is_added(
-    library: Library, happenings: list[list[int] | None], longest_stretch: int | None
+    library: Library, happenings: list[list[int] | None], max_segment: int | None
 ) -> None:
-    index = TextIndex(library, longest_stretch=longest_stretch)
+    index = TextIndex(library, max_segment=max_segment)
     for text in happenings:  # a text is added and closed, or the oldest is dropped
         if text is not None:
             most = index.bytes_with(len(text))
@@ -138,7 +138,7 @@ def test_a_long_text_takes_as_much_whatever_it_says(library: Library, alphabet: 
 
 
 def test_a_text_that_has_left_leaves_its_memory(library: Library) -> None:
-    index = TextIndex(library, longest_stretch=100)
+    index = TextIndex(library, max_segment=100)
     sizes = []
     for number in range(200):
         index.extend([(number + i) % 7 for i in range(50)])

@@ -10,7 +10,7 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard
@@ -56,7 +56,9 @@ def sized(
 ) -> CostPolicy:
     """Return a policy without a guard for a target, and a draft if given."""
     drafts = {} if draft is None else {"draft": PricedDraft(unlearning("draft", draft), Expansion(expansion))}
-    return CostPolicy(unlearning("target", target), drafts, Chances(dict.fromkeys(drafts, len(expansion))))
+    return CostPolicy(
+        unlearning("target", target), drafts, AcceptanceRates(dict.fromkeys(drafts, len(expansion)))
+    )
 
 
 class Reckless(CostPolicy):
@@ -73,7 +75,7 @@ class Reckless(CostPolicy):
     ) -> None:
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
         guard = Guard(target, {"draft": draft}, measured=measured, known=known) if guarded else None
-        super().__init__(target, drafts, Chances({"draft": 4}), guard)
+        super().__init__(target, drafts, AcceptanceRates({"draft": 4}), guard)
 
     def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
         super().worth_starting(speculator, entries, *more)

@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 
 from specinfer.speculate.policy.allowance import (
-    KNOWN,
+    DEFAULT_TOLERANCE,
+    KNOWN_COST_TOLERANCE,
     LONGEST_PAUSE,
     LOSS,
-    USUAL,
     WINDOW,
     Allowance,
     Tolerance,
@@ -28,7 +28,7 @@ Step = tuple[float, float]  # time of guesses and time saved, in plain steps
 class Driven:
     """A guard driven by steps of one plain step's time, with costs and savings of guesses."""
 
-    tolerance: Tolerance = USUAL
+    tolerance: Tolerance = DEFAULT_TOLERANCE
     guard: Allowance = field(init=False)
     seconds: float = 0.0
     lost: float = 0.0
@@ -52,17 +52,17 @@ class Driven:
         self.steps += 1
         allowed = self.guard.allows(requests, plain, new=new)
         if allowed:
-            self.guessed.append(self.steps)
+            self.guessing_steps.append(self.steps)
             self.lost += spent + read - saved
             self.seconds += plain + spent + read
-            self.guard.guessed(plain + spent + read, plain, spent, saved, read)
+            self.guard.count_guessing(plain + spent + read, plain, spent, saved, read)
         else:
             self.seconds += plain
-            self.guard.held(plain)
+            self.guard.count_plain(plain)
         return allowed
 
     def bound(self, plain: float = 1.0) -> float:
-        return LOSS * self.seconds + (self.tolerance.first + self.tolerance.most) * plain
+        return LOSS * self.seconds + (self.tolerance.first + self.tolerance.max_step) * plain
 
 
 CHANCE = random.Random(5)
@@ -80,13 +80,13 @@ WORKLOADS: dict[str, Callable[[int], Step]] = {
 }
 
 
-@pytest.mark.parametrize("tolerance", [USUAL, KNOWN], ids=["usual", "known"])
+@pytest.mark.parametrize("tolerance", [DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE], ids=["usual", "known"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_no_workload_loses_more_than_the_bound(workload: str, tolerance: Tolerance) -> None:
     driven = Driven(tolerance)
     for step in range(6000):
         spent, saved = WORKLOADS[workload](step)
-        if spent <= tolerance.most:
+        if spent <= tolerance.max_step:
             driven.step(spent, saved)
             assert driven.lost <= driven.bound()
         else:
@@ -94,7 +94,7 @@ def test_no_workload_loses_more_than_the_bound(workload: str, tolerance: Toleran
             driven.lost = 0.0  # a pause of the machine, which is not the guard's fault
 
 
-@pytest.mark.parametrize("tolerance", [USUAL, KNOWN], ids=["usual", "known"])
+@pytest.mark.parametrize("tolerance", [DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE], ids=["usual", "known"])
 def test_nor_does_any_that_knows_the_guard(tolerance: Tolerance) -> None:
     """An adversary who gains as long as it takes to be let in, and loses as long as it is let."""
     driven = Driven(tolerance)
@@ -125,7 +125,7 @@ def test_the_more_requests_the_fewer_steps_may_be_lost(requests: int, steps: int
     driven = Driven()
     for _ in range(40):
         driven.step(1.04, 0.0, requests=requests)
-    assert driven.guessed == list(range(1, steps + 1))
+    assert driven.guessing_steps == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize("requests", [4, 16, 32])
@@ -137,7 +137,7 @@ def test_many_requests_that_gain_are_left_alone(requests: int) -> None:
         for _ in range(1000):
             hits = sum(chance.random() < 0.6 for _ in range(requests))
             driven.step(0.5, hits / requests, requests=requests)
-        assert len(driven.guessed) >= 950
+        assert len(driven.guessing_steps) >= 950
 
 
 @pytest.mark.parametrize(
@@ -148,15 +148,15 @@ def test_speculation_that_gains_is_left_alone(spent: float, hits: float, least: 
     driven, chance = Driven(), random.Random(1)
     for _ in range(5000):
         driven.step(spent, float(chance.random() < hits))
-    assert len(driven.guessed) >= least * 5000
+    assert len(driven.guessing_steps) >= least * 5000
 
 
 def test_one_pause_of_the_machine_is_no_reason() -> None:
     driven = Driven()
     for step in range(1000):
         driven.step(1000.0 if step == 500 else 0.3, 1.0)
-    assert driven.guessed[-1] == 1000
-    assert len(driven.guessed) > 800
+    assert driven.guessing_steps[-1] == 1000
+    assert len(driven.guessing_steps) > 800
 
 
 def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,9 +164,9 @@ def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCa
     driven = Driven()
     for _ in range(20_000):
         driven.step(0.3, 0.0)
-    guessed = driven.guessed
-    assert guessed[:WINDOW] == list(range(1, WINDOW + 1)), "a window is looked at first"
-    pauses = [later - step - 1 for step, later in pairwise(guessed) if later - step > 1]
+    guessing_steps = driven.guessing_steps
+    assert guessing_steps[:WINDOW] == list(range(1, WINDOW + 1)), "a window is looked at first"
+    pauses = [later - step - 1 for step, later in pairwise(guessing_steps) if later - step > 1]
     assert pauses[:4] == [64, 128, 256, 512]
     assert max(pauses) == LONGEST_PAUSE
     (record,) = caplog.records
@@ -183,7 +183,7 @@ def test_what_loses_much_is_off_much_sooner() -> None:
 
 @pytest.mark.parametrize(("spent", "steps"), [(0.5, 5), (1.0, 3), (3.0, 1)])
 def test_where_plain_steps_are_long_few_are_lost(spent: float, steps: int) -> None:
-    driven = Driven(KNOWN)
+    driven = Driven(KNOWN_COST_TOLERANCE)
     while driven.step(spent, 0.0):
         pass
     assert driven.steps - 1 == steps
@@ -194,13 +194,13 @@ def test_long_steps_that_gain_are_left_alone(spent: float, hit: float) -> None:
     """Chains of as many levels as `spent` pays for at .05 of a plain step each, to the first miss."""
     chance = random.Random(4)
     for _ in range(20):
-        driven = Driven(KNOWN)
+        driven = Driven(KNOWN_COST_TOLERANCE)
         for _ in range(200):
             right = 0
             while right < round(spent / 0.05) and chance.random() < hit:
                 right += 1
             driven.step(spent, float(right))
-        assert len(driven.guessed) >= 160
+        assert len(driven.guessing_steps) >= 160
 
 
 def test_trials_take_a_hundredth_of_the_time() -> None:
@@ -224,18 +224,18 @@ def test_a_change_is_a_reason_to_try_again(what: str, steps: int) -> None:
         pass
     tried = driven.steps
     driven.step(0.0, 0.5, requests=8 if what == "batch" else 1, new=what == "request")
-    while driven.guessed[-1] <= tried:
+    while driven.guessing_steps[-1] <= tried:
         driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
-    assert steps - 3 <= driven.guessed[-1] - tried <= steps + 3
-    before = len(driven.guessed)
+    assert steps - 3 <= driven.guessing_steps[-1] - tried <= steps + 3
+    before = len(driven.guessing_steps)
     for _ in range(1000):
         driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
-    assert len(driven.guessed) == before + 1000, "what gains by now is on for good"
+    assert len(driven.guessing_steps) == before + 1000, "what gains by now is on for good"
 
 
 def test_the_allowance_is_a_number_whatever_happens() -> None:
     guard = Allowance()
     for step in range(500):
         guard.allows(step % 17, 1e-6 if step % 2 else 10.0, new=False)
-        guard.guessed(1e9, 1e-6, 1e9, 0.0)
+        guard.count_guessing(1e9, 1e-6, 1e9, 0.0)
         assert math.isfinite(guard.seconds)

@@ -12,8 +12,8 @@ import pytest
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
-from specinfer.speculate.policy.chances import Chances
-from specinfer.speculate.policy.choose import along_paths, fastest
+from specinfer.speculate.policy.acceptance import AcceptanceRates
+from specinfer.speculate.policy.choose import fastest, path_probabilities
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.expansion import Expansion
@@ -221,5 +221,5 @@ def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
 
 def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
     """Return tokens per second of a tree, with the prior probability of each node."""
-    tokens = sum(sum(along_paths(Chances().node_rates(tree), tree.parents)) for tree in trees)
+    tokens = sum(sum(along_paths(AcceptanceRates().node_rates(tree), tree.parents)) for tree in trees)
     return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])

@@ -10,7 +10,7 @@ import pytest
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.policy import StepReport
@@ -244,22 +244,22 @@ def test_a_draft_that_was_not_worth_it_is_tried_again_as_its_counts_fade() -> No
 def test_counts_of_a_draft_that_may_not_guess_stay() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
     teach(policy, 4)
-    known = policy.chances.levels["draft"].all.to_json()
+    known = policy.acceptance.levels["draft"].all.to_json()
     for _ in range(400):  # requests that exclude the draft
         policy.begin_step(plan(entry()))
         policy.choose_nodes([single_node(7)])
         policy.observe(StepReport([outcome(99)], {"target_forward": 1.0}))
-    assert policy.chances.levels["draft"].all.to_json() == known
+    assert policy.acceptance.levels["draft"].all.to_json() == known
 
 
-@pytest.mark.parametrize(("shares_room", "most", "ends"), [(False, 32, 4), (True, 32, 1), (True, 700, 4)])
+@pytest.mark.parametrize(("divides_budget", "most", "ends"), [(False, 32, 4), (True, 32, 1), (True, 700, 4)])
 def test_the_levels_of_a_tree_that_may_be_deep_share_its_nodes(
-    shares_room: bool, most: int, ends: int
+    divides_budget: bool, most: int, ends: int
 ) -> None:
     """Rows are free, so all ends are worth theirs; 28 more nodes have to do for 20 levels or so."""
     cheap = PricedDraft(unlearning("draft", CostCurve((1, 9), (0.01, 0.01))), Expansion((1,)))
-    target, chances = unlearning("target", FREE), Chances({"draft": 48})
-    policy = CostPolicy(target, {"draft": cheap}, chances, shares_room=shares_room)
+    target, acceptance = unlearning("target", FREE), AcceptanceRates({"draft": 48})
+    policy = CostPolicy(target, {"draft": cheap}, acceptance, divides_budget=divides_budget)
     one = replace(entry(), max_nodes=most)
     assert started(policy, [one]) == [True]
     builder = TreeBuilder(root=7)

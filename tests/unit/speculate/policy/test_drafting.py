@@ -10,15 +10,15 @@ import pytest
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import StepCosts
 from specinfer.speculate.policy.drafting import (
     DraftStarts,
-    Growing,
+    GrowingGuesses,
     PricedDraft,
-    Without,
-    best_of,
+    StepWithoutDraft,
     children_each,
+    keep_largest,
     useful_levels,
 )
 from specinfer.tree import TokenTree
@@ -29,8 +29,8 @@ from tests.unit.speculate.policy.priced import chain, entry, unlearning
 NOBODY = single_node(7)  # guesses below this root
 
 
-class Known(Chances):
-    """Chances of one draft, by which others' guesses are as likely as a test says."""
+class Known(AcceptanceRates):
+    """Acceptance rates of one draft, by which others' guesses are as likely as a test says."""
 
     def __init__(self) -> None:
         super().__init__({"draft": 1})
@@ -45,8 +45,8 @@ class Starting:
 
     def __init__(self, level: float, row: float) -> None:
         curve = CostCurve((1, 1000), (level, level + 999 * row))
-        self.chances = Known()
-        self.levels = self.chances.levels["draft"]
+        self.acceptance = Known()
+        self.levels = self.acceptance.levels["draft"]
         self.starts = DraftStarts(PricedDraft(unlearning("draft", curve), Expansion((1,))), self.levels)
 
     def which(
@@ -58,14 +58,14 @@ class Starting:
         row: float = 0.0,
     ) -> list[bool]:
         """For which requests it starts, where others have guessed `tree` for each, and bring no token."""
-        self.chances.rate = rate
+        self.acceptance.rate = rate
         count = len(entries)
         growing = {
-            n: Growing(tree, self.chances, one.max_nodes, all_stay=False)
+            n: GrowingGuesses(tree, self.acceptance, one.max_nodes, all_stay=False)
             for n, one in enumerate(entries)
             if one.max_nodes > 1
         }
-        step = Without(StepCosts([1.0], 0, 0, 0.0, float(count)), float(count), 0, row)
+        step = StepWithoutDraft(StepCosts([1.0], 0, 0, 0.0, float(count)), float(count), 0, row)
         return self.starts.which(entries, unread, growing, step)
 
 
@@ -173,12 +173,12 @@ def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> N
 
 
 def test_guesses_behind_a_token_that_a_draft_guesses_too_are_likelier() -> None:
-    chances = Chances({"draft": 4})
+    acceptance = AcceptanceRates({"draft": 4})
     others = chain(0.5, 0.9, 0.9, speculator="lookup")  # tokens 10, 11, 12 behind the root
-    growing = Growing(others, chances, 32, all_stay=False)
+    growing = GrowingGuesses(others, acceptance, 32, all_stay=False)
     alone = growing.known
     growing.grow(chain(0.9, speculator="draft"))  # token 10
-    sure = chances.rates(chain(0.9, speculator="draft").draws)[0]
+    sure = acceptance.rates(chain(0.9, speculator="draft").draws)[0]
     assert growing.known[1] == sure > alone[1]
     assert growing.known[2:] == pytest.approx([p * sure / alone[1] for p in alone[2:]])
     assert growing.loose == growing.known[1:], "no node is counted twice"
@@ -226,7 +226,7 @@ def test_levels_are_useful_until_they_bring_less_than_they_cost(
 
 
 def test_of_many_ends_the_best_go_on_where_room_is_short() -> None:
-    assert best_of([0.1, 0.5, 0.5, 0.4], 2) == [0.0, 0.5, 0.5, 0.0]
-    assert best_of([0.1, 0.5, 0.5], 0) == [0.0, 0.5, 0.0]
+    assert keep_largest([0.1, 0.5, 0.5, 0.4], 2) == [0.0, 0.5, 0.5, 0.0]
+    assert keep_largest([0.1, 0.5, 0.5], 0) == [0.0, 0.5, 0.0]
     tree = TokenTree((7, 1, 2, 3, 4), (-1, 0, 0, 0, 1))
     assert (children_each(tree), children_each(TokenTree((7,), (-1,)))) == (2.0, 1.0)

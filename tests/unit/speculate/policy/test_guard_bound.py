@@ -16,16 +16,16 @@ from typing import Any, Final
 
 import pytest
 
-from specinfer.models.lent_memory import Holder, LentMemory
+from specinfer.models.draft_memory import DraftMemory, Holder
 from specinfer.plan import StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
-from specinfer.speculate.policy.allowance import KNOWN, LOSS, TRIALS, USUAL
-from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.acceptance import AcceptanceRates
+from specinfer.speculate.policy.allowance import DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE, LOSS, TRIALS
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
-from specinfer.speculate.policy.guard import Guard, Lending
+from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
@@ -37,7 +37,7 @@ STREAMED = CostCurve((1, 240, 480), (1.2, 1.2, 2.4))  # passes that wait for the
 TWIN = CostCurve((1, 64), (0.25, 0.5))
 FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
 STEPS: Final = 800
-BOUND: Final = 1 + LOSS + TRIALS + (USUAL.credit + USUAL.most) / STEPS
+BOUND: Final = 1 + LOSS + TRIALS + (DEFAULT_TOLERANCE.credit + DEFAULT_TOLERANCE.max_step) / STEPS
 NEVER, POOR, GOOD = 0.0, 0.3, 0.85  # how often a guess is right; .43 is what this draft needs
 _slow = random.Random(3)
 NEIGHBOUR = [_slow.choice((1.0, 1.0, 2.0, 3.0)) for _ in range(1000)]  # how slow the machine is, in turn
@@ -93,7 +93,7 @@ def simulation(
     if careful:
         guard = Guard(target, {"draft": draft}, known=known) if guarded else None
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
-        policy = CostPolicy(target, drafts, Chances({"draft": 4}), guard)
+        policy = CostPolicy(target, drafts, AcceptanceRates({"draft": 4}), guard)
     return Simulation(machine, policy, [guesser], **options)
 
 
@@ -190,7 +190,7 @@ LIES: dict[str, dict[str, Any]] = {
 def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
     told = {"curve": STREAMED, "draft_curve": TWIN} | LIES[lie]
     engine = simulation(hits, known=True, careful=careful, **told)
-    plain = 1 + KNOWN.first + KNOWN.most
+    plain = 1 + KNOWN_COST_TOLERANCE.first + KNOWN_COST_TOLERANCE.max_step
     for _ in range(40):  # ten steps each, so that the bound is checked often
         engine.run(10)
         assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
@@ -199,7 +199,7 @@ def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> 
 
 
 @dataclass
-class Lent(LentMemory):
+class SimulatedMemory(DraftMemory):
     """A draft's memory that nothing lies in: to give it away takes most of a pass."""
 
     machine: Machine
@@ -215,10 +215,10 @@ class Lent(LentMemory):
     def seconds(self) -> float:
         return self.takes
 
-    def lend(self) -> None:
+    def give_to_layers(self) -> None:
         self._move("layers")
 
-    def take_back(self) -> bool:
+    def give_to_draft(self) -> bool:
         self._move("nobody" if self.fails else "draft")
         return not self.fails
 
@@ -230,25 +230,27 @@ class Lent(LentMemory):
 PINNED = scaled(STREAMED, 0.7)  # passes while layers have the draft's memory
 
 
-def lending(hits: float | Callable[[int], float], *, fails: bool = False, **options: Any) -> Simulation:
+def draft_memory(hits: float | Callable[[int], float], *, fails: bool = False, **options: Any) -> Simulation:
     """An engine whose draft has memory that layers of the target could have."""
     fast, slow = takes(PINNED), takes(STREAMED)
     machine = Machine(lambda rows: (fast if memory.holder == "layers" else slow)(rows), takes(TWIN))
-    memory = Lent(machine, fails=fails)
+    memory = SimulatedMemory(machine, fails=fails)
     costs = CostModel("target", STREAMED, group=1), CostModel("draft", TWIN)
-    guard = Guard(costs[0], {"draft": costs[1]}, known=True, lending=Lending(memory, STREAMED, PINNED))
+    guard = Guard(
+        costs[0], {"draft": costs[1]}, known=True, draft_memory=DraftMemoryCurves(memory, STREAMED, PINNED)
+    )
     drafts = {"draft": PricedDraft(costs[1], Expansion((1, 1, 1, 1)))}
-    policy = CostPolicy(costs[0], drafts, Chances({"draft": 4}), guard)
+    policy = CostPolicy(costs[0], drafts, AcceptanceRates({"draft": 4}), guard)
     guesser = Guesser(machine, hits if callable(hits) else lambda step: hits)
     return Simulation(machine, policy, [guesser], without=fast, **options)
 
 
-def memory_of(engine: Simulation) -> Lent:
+def memory_of(engine: Simulation) -> SimulatedMemory:
     assert isinstance(engine.policy, CostPolicy)
     assert engine.policy.guard is not None
-    assert engine.policy.guard._lending is not None
-    memory = engine.policy.guard._lending.memory
-    assert isinstance(memory, Lent)
+    assert engine.policy.guard._draft_memory is not None
+    memory = engine.policy.guard._draft_memory.memory
+    assert isinstance(memory, SimulatedMemory)
     return memory
 
 
@@ -264,9 +266,9 @@ LENDING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("traffic", LENDING)
 def test_memory_that_guesses_are_not_worth_goes_to_layers(traffic: str, hits: float) -> None:
     """A guess would have to be right four times in five to be worth it."""
-    engine = lending(hits, **LENDING[traffic])
+    engine = draft_memory(hits, **LENDING[traffic])
     memory = memory_of(engine)
-    plain = 1 + KNOWN.first + KNOWN.most
+    plain = 1 + KNOWN_COST_TOLERANCE.first + KNOWN_COST_TOLERANCE.max_step
     for _ in range(40):
         engine.run(10)
         assert (
@@ -281,20 +283,20 @@ def test_memory_that_guesses_are_not_worth_goes_to_layers(traffic: str, hits: fl
 
 @pytest.mark.parametrize("traffic", LENDING)
 def test_memory_that_guesses_are_worth_stays_the_drafts(traffic: str) -> None:
-    engine = lending(1.0, **LENDING[traffic])
+    engine = draft_memory(1.0, **LENDING[traffic])
     assert engine.run(300) < 0.8
     assert memory_of(engine).moves == 0
 
 
 def test_memory_comes_back_where_guesses_are_worth_it_again() -> None:
-    engine = lending(lambda step: float(step > 100), length=40)
+    engine = draft_memory(lambda step: float(step > 100), length=40)
     engine.run(600)
     assert memory_of(engine).holder == "draft"
     assert engine.run(200) < 0.6
 
 
 def test_a_draft_that_is_not_there_guesses_for_no_size_of_ones_own() -> None:
-    engine = lending(NEVER)
+    engine = draft_memory(NEVER)
     memory, policy = memory_of(engine), engine.policy
     plan = StepPlan((entry(overrides=SpeculationParams(max_nodes=8)),))
     memory.holder = "layers"
@@ -305,14 +307,14 @@ def test_a_draft_that_is_not_there_guesses_for_no_size_of_ones_own() -> None:
 
 
 def test_memory_that_takes_long_to_change_hands_seldom_does() -> None:
-    engine = lending(NEVER)
+    engine = draft_memory(NEVER)
     memory_of(engine).takes = 20.0
     engine.run(400)
     assert memory_of(engine).moves == 1
 
 
 def test_a_draft_that_cannot_be_brought_back_is_not_asked() -> None:
-    engine = lending(NEVER, fails=True, length=40)
+    engine = draft_memory(NEVER, fails=True, length=40)
     engine.run(600)
     memory, guesses = memory_of(engine), engine.guessers[0].passes
     assert memory.moves > 2, "it is tried again"

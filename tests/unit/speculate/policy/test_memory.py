@@ -12,7 +12,7 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy import memory as policy_memory
-from specinfer.speculate.policy.chances import Chances, LevelCounts, LevelRate
+from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelCounts, LevelRate
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import (
     EVERY,
@@ -30,7 +30,7 @@ from tests.unit.speculate.policy.priced import unlearning
 LEAST = 500
 KEY = {"target": "large, int8", "drafts": ["draft: small, int8"], "device": "2 x CPU"}
 CURVE = CostCurve((1, 2), (1.0, 1.5))
-Learned = tuple[Chances, Guard]
+Learned = tuple[AcceptanceRates, Guard]
 
 
 def guesses() -> TokenTree:
@@ -42,26 +42,26 @@ def guesses() -> TokenTree:
 
 
 def new() -> Learned:
-    return Chances({"draft": 2}), Guard(unlearning("target", CURVE), {})
+    return AcceptanceRates({"draft": 2}), Guard(unlearning("target", CURVE), {})
 
 
 def teach(learned: Learned, outcomes: int = LEAST) -> None:
     """That lookups are right, the draft is for hot texts alone, and plain steps take a tenth more."""
-    chances, guard = learned
+    acceptance, guard = learned
     for _ in range(outcomes // 2):
-        chances.learn(guesses(), (11, 99), 0.7)
-        chances.levels["draft"].learn(0, 0, 1.5)
+        acceptance.learn(guesses(), (11, 99), 0.7)
+        acceptance.levels["draft"].learn(0, 0, 1.5)
     for _ in range(4):
         guard.begin(["a"], 1, 1, wishes=False)
         guard.observe([], {"target_forward": 1.0, "schedule": 0.1}, [])
 
 
 def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[list[LevelRate]], list[float]]:
-    chances, guard = learned
-    draft = chances.levels["draft"]
+    acceptance, guard = learned
+    draft = acceptance.levels["draft"]
     alike = [draft.rates(heat) for heat in (0.0, 0.3, 1.0, 2.0)]
     multiples = [size.look_up(1.0).multiple for size in guard.plain_steps.values() if size.seen]
-    return chances.node_rates(guesses()), draft.all.rates(), alike, multiples
+    return acceptance.node_rates(guesses()), draft.all.rates(), alike, multiples
 
 
 @pytest.fixture(autouse=True)
@@ -290,13 +290,13 @@ def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) ->
 def test_of_trees_of_another_depth_the_levels_that_both_have_are_taken(
     folder: Path, before: int, now: int
 ) -> None:
-    written, guard = Chances({"draft": before}), Guard(unlearning("target", CURVE), {})
+    written, guard = AcceptanceRates({"draft": before}), Guard(unlearning("target", CURVE), {})
     teach((written, guard))
     for _ in range(20):
         for level in range(before):
             written.levels["draft"].learn(level, 0 if level < 2 else None, 0.0)
     PolicyMemory(KEY, written, guard, folder).keep()
-    read = Chances({"draft": now})
+    read = AcceptanceRates({"draft": now})
     PolicyMemory(KEY, read, guard, folder).recall()
     theirs, ours = written.levels["draft"].rates(0.0), read.levels["draft"].rates(0.0)
     assert ours[:2] == theirs[:2]

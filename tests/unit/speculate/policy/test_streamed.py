@@ -23,7 +23,7 @@ def engine(hits: float, sure: float, seed: int) -> Simulation:
         STREAMED, {"draft": TWIN}, config, measured=True, known=True, deepest=MAX_DEPTH_STREAMED
     )
     draft = Guesser(machine, lambda _: hits, depth=MAX_DEPTH_STREAMED, confidence=sure, chance=seed)
-    return Simulation(machine, policy, [draft], nodes=config.most_nodes)
+    return Simulation(machine, policy, [draft], nodes=config.node_limit)
 
 
 def tokens(hits: float, levels: int) -> float:

@@ -46,7 +46,7 @@ LOOKUP_ODDS: Final = 0.5
 TEMPERATURES: Final = (GREEDY_BELOW, 0.5, 1.0)
 # Offsets of the curves of `self` drafts, for other choices and first ones: about the values that
 # Qwen2.5-Coder-1.5B in bfloat16 with its int4 draft reaches within six answers.
-_TWIN: Final = (-0.6, 0.8)
+_SELF_OFFSETS: Final = (-0.6, 0.8)
 
 _FIRST_RATE: Final = 0.7  # prior rate of a draft's first guess
 _LEVEL_PRIOR: Final = 3.0  # weight, in guesses, of the rate of the level above as a prior
@@ -174,7 +174,7 @@ class Curve:
         self.slope = min(MAX_SLOPE, max(0.0, self.slope + SLOPE_RATE * error * odds))
 
 
-class Chances:
+class AcceptanceRates:
     """Learned acceptance probabilities of all speculators.
 
     `depths` are the levels to count of each draft with a price. With `quick` the first outcomes weigh more,
@@ -250,9 +250,9 @@ class Chances:
             for name, parent in numbers:
                 self.levels[name].learn(levels[parent], right.get((name, parent)), temperature)
 
-    def expect_twin(self, name: str) -> None:
+    def expect_self_draft(self, name: str) -> None:
         """Start the curves of a `self` draft with a prior: it is right more often than its confidences."""
-        other, first = _TWIN
+        other, first = _SELF_OFFSETS
         self.curves[name] = Curve(other, hurry=self._hurry), Curve(first, hurry=self._hurry)
 
     def recall(self, curves: Mapping[str, tuple[Curve, Curve]]) -> None:
@@ -263,7 +263,7 @@ class Chances:
     def _curves(self, name: str) -> tuple[Curve, Curve]:
         """Return a speculator's curves, of other choices and of first choices."""
         if name not in self.curves:
-            offset = math.log(_STATED) if self._beside_drafts(name) else 0.0
+            offset = math.log(_STATED) if self._is_beside_drafts(name) else 0.0
             self.curves[name] = Curve(offset, hurry=self._hurry), Curve(offset, hurry=self._hurry)
         return self.curves[name]
 
@@ -271,7 +271,7 @@ class Chances:
         """Return a speculator's rates by confidence, for other choices and then for first choices."""
         table = self._tables.get(name)
         if table is None:
-            less = -math.log(LOOKUP_ODDS) if self._beside_drafts(name) else 0.0
+            less = -math.log(LOOKUP_ODDS) if self._is_beside_drafts(name) else 0.0
             table = self._tables[name] = [
                 curve.rate(odds, less)
                 for curve in self._curves(name)
@@ -279,5 +279,5 @@ class Chances:
             ]
         return table
 
-    def _beside_drafts(self, name: str) -> bool:
+    def _is_beside_drafts(self, name: str) -> bool:
         return name not in self.levels and bool(self.levels)

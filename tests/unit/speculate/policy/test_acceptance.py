@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from specinfer.speculate.policy.chances import (
+from specinfer.speculate.policy.acceptance import (
     CONFIDENCES,
     LOOKUP_ODDS,
     OFFSET_RATE,
     SLOPE_RATE,
-    Chances,
+    AcceptanceRates,
     Curve,
 )
-from specinfer.speculate.policy.choose import along_paths
+from specinfer.speculate.policy.choose import path_probabilities
 from specinfer.tree import TokenTree, TreeBuilder, merge
 
 
@@ -26,8 +26,8 @@ def chain(*confidences: float, speculator: str = "s") -> TokenTree:
     return builder.build()
 
 
-def probabilities(chances: Chances, tree: TokenTree) -> list[float]:
-    return along_paths(chances.node_rates(tree), tree.parents)
+def probabilities(acceptance: AcceptanceRates, tree: TokenTree) -> list[float]:
+    return path_probabilities(acceptance.node_rates(tree), tree.parents)
 
 
 RIGHT, WRONG = (10, 99), (99,)  # texts that go on as a chain's first guess says, or not
@@ -35,25 +35,25 @@ RIGHT, WRONG = (10, 99), (99,)  # texts that go on as a chain's first guess says
 
 def test_at_first_a_speculator_is_believed() -> None:
     #  log-odds 0, 1.1, -2.2: taken for those at 0, 1 and -2
-    assert probabilities(Chances(), chain(0.5, 0.75, 0.1)) == pytest.approx(
+    assert probabilities(AcceptanceRates(), chain(0.5, 0.75, 0.1)) == pytest.approx(
         [1, 0.5, 0.5 * 0.731, 0.5 * 0.731 * 0.119], rel=1e-2
     )
 
 
 def test_results_of_guesses_decide_soon() -> None:
-    chances = Chances()
+    acceptance = AcceptanceRates()
     for i in range(200):
-        chances.learn(chain(0.9), RIGHT if i % 5 == 0 else WRONG, 0.0)
-    assert probabilities(chances, chain(0.9))[1] == pytest.approx(0.2, abs=0.1)
-    assert probabilities(chances, chain(0.9, speculator="other"))[1] > 0.8  # those of others are theirs
-    assert chances.outcomes == 200
+        acceptance.learn(chain(0.9), RIGHT if i % 5 == 0 else WRONG, 0.0)
+    assert probabilities(acceptance, chain(0.9))[1] == pytest.approx(0.2, abs=0.1)
+    assert probabilities(acceptance, chain(0.9, speculator="other"))[1] > 0.8  # those of others are theirs
+    assert acceptance.outcomes == 200
 
 
 def test_confidences_that_mean_little_become_a_flat_curve() -> None:
-    chances, random = Chances(), np.random.default_rng(0)
+    acceptance, random = AcceptanceRates(), np.random.default_rng(0)
     for sure in random.choice([0.1, 0.5, 0.9], size=3000).tolist():
-        chances.learn(chain(sure), RIGHT if random.random() < 0.6 else WRONG, 0.0)
-    rates = [probabilities(chances, chain(sure))[1] for sure in (0.1, 0.5, 0.9)]
+        acceptance.learn(chain(sure), RIGHT if random.random() < 0.6 else WRONG, 0.0)
+    rates = [probabilities(acceptance, chain(sure))[1] for sure in (0.1, 0.5, 0.9)]
     assert rates == pytest.approx([0.6] * 3, abs=0.15)
 
 
@@ -80,28 +80,28 @@ def odds_times(part: float, rate: float) -> float:
 
 
 def test_curves_that_are_recalled_count_at_once() -> None:
-    chances = Chances()
-    assert probabilities(chances, chain(0.5))[1] == 0.5
-    chances.recall({"s": (Curve(), Curve(2.0))})
-    assert probabilities(chances, chain(0.5))[1] == pytest.approx(1 / (1 + math.exp(-2)))
+    acceptance = AcceptanceRates()
+    assert probabilities(acceptance, chain(0.5))[1] == 0.5
+    acceptance.recall({"s": (Curve(), Curve(2.0))})
+    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(1 / (1 + math.exp(-2)))
 
 
 def test_guesses_below_a_wrong_one_teach_nothing() -> None:
-    chances, alone = Chances(), Chances()
+    acceptance, alone = AcceptanceRates(), AcceptanceRates()
     for _ in range(50):
-        chances.learn(chain(0.9, 0.5), WRONG, 0.0)
+        acceptance.learn(chain(0.9, 0.5), WRONG, 0.0)
         alone.learn(chain(0.9), WRONG, 0.0)
-    assert chances.curves == alone.curves
-    assert chances.outcomes == 50
+    assert acceptance.curves == alone.curves
+    assert acceptance.outcomes == 50
 
 
 def test_second_choices_are_learned_apart() -> None:
-    chances, builder = Chances(), TreeBuilder(root=9)
+    acceptance, builder = AcceptanceRates(), TreeBuilder(root=9)
     for token in (10, 11):
         builder.add(0, token, "s", confidence=0.5)
     for _ in range(400):
-        chances.learn(builder.build(), RIGHT, 0.0)
-    first, second = probabilities(chances, builder.build())[1:]
+        acceptance.learn(builder.build(), RIGHT, 0.0)
+    first, second = probabilities(acceptance, builder.build())[1:]
     assert first > 0.9
     assert second < 0.1
 
@@ -109,37 +109,39 @@ def test_second_choices_are_learned_apart() -> None:
 def test_of_two_that_agree_the_more_hopeful_is_believed() -> None:
     tree = merge([chain(0.5, speculator="a"), chain(0.9, speculator="b")])
     assert tree.num_nodes == 2
-    assert probabilities(Chances(), tree)[1] == probabilities(Chances(), chain(0.9))[1]
+    assert probabilities(AcceptanceRates(), tree)[1] == probabilities(AcceptanceRates(), chain(0.9))[1]
 
 
 def test_beside_a_draft_the_odds_of_others_count_less() -> None:
-    chances = Chances({"draft": 1})
-    assert probabilities(chances, chain(0.5, speculator="draft"))[1] == 0.5
-    assert probabilities(chances, chain(0.5))[1] == pytest.approx(0.2 / 1.2), "and at first less than that"
+    acceptance = AcceptanceRates({"draft": 1})
+    assert probabilities(acceptance, chain(0.5, speculator="draft"))[1] == 0.5
+    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(0.2 / 1.2), "and at first less than that"
     for number in range(2000):
-        chances.learn(chain(0.5), RIGHT if number % 2 else WRONG, 0.0)
-    assert probabilities(chances, chain(0.5))[1] == pytest.approx(LOOKUP_ODDS / (1 + LOOKUP_ODDS), rel=0.02)
+        acceptance.learn(chain(0.5), RIGHT if number % 2 else WRONG, 0.0)
+    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(
+        LOOKUP_ODDS / (1 + LOOKUP_ODDS), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(("sure", "at"), [(1.0, -1), (0.0, 0), (float("nan"), 0), (7.0, -1)])
 def test_certainty_is_not_taken_at_its_word(sure: float, at: int) -> None:
-    assert probabilities(Chances(), chain(sure))[1] == CONFIDENCES[at]
+    assert probabilities(AcceptanceRates(), chain(sure))[1] == CONFIDENCES[at]
 
 
 @pytest.mark.parametrize("level", range(3))
 def test_levels_are_counted_where_all_above_held_the_text(level: int) -> None:
-    chances = Chances({"draft": 3})
+    acceptance = AcceptanceRates({"draft": 3})
     text = (*range(10, 10 + level), 99)
     for _ in range(60):
-        chances.learn(chain(0.5, 0.5, 0.5, speculator="draft"), text, 0.0)
-    rates = [rate.first for rate in chances.levels["draft"].rates(0.0)]
+        acceptance.learn(chain(0.5, 0.5, 0.5, speculator="draft"), text, 0.0)
+    rates = [rate.first for rate in acceptance.levels["draft"].rates(0.0)]
     assert [rate > 0.9 for rate in rates[:level]] == [True] * level
     assert rates[level] < 0.1
-    assert chances.levels["draft"].all.tries[level + 1 :] == [0.0] * (2 - level)
+    assert acceptance.levels["draft"].all.tries[level + 1 :] == [0.0] * (2 - level)
 
 
 def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> None:
-    levels = Chances({"draft": 1}).levels["draft"]
+    levels = AcceptanceRates({"draft": 1}).levels["draft"]
     for _ in range(40):
         levels.learn(0, 0, 0.0)
         levels.learn(0, None, 1.5)
@@ -149,8 +151,8 @@ def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> Non
 
 
 def test_a_twin_is_thought_to_be_right_more_often_than_it_says() -> None:
-    chances = Chances({"draft": 4, "other": 4})
-    chances.expect_twin("draft")
+    acceptance = AcceptanceRates({"draft": 4, "other": 4})
+    acceptance.expect_self_draft("draft")
     tree = {name: chain(0.5, 0.9, speculator=name) for name in ("draft", "other")}
-    assert chances.node_rates(tree["other"]) == pytest.approx([1.0, 0.5, 0.88], abs=0.01)
-    assert chances.node_rates(tree["draft"]) == pytest.approx([1.0, 0.69, 0.94], abs=0.01)
+    assert acceptance.node_rates(tree["other"]) == pytest.approx([1.0, 0.5, 0.88], abs=0.01)
+    assert acceptance.node_rates(tree["draft"]) == pytest.approx([1.0, 0.69, 0.94], abs=0.01)

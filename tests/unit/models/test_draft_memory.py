@@ -12,7 +12,7 @@ import torch
 from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.disk import PAGE, StreamSource
 from specinfer.kernels.layout import Int4Weight, Int8Weight
-from specinfer.models.lent_memory import LentMemory
+from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.stream import LayerStream
 from specinfer.models.stream_buffers import StreamRecord
@@ -37,10 +37,10 @@ def files(tmp_path: Path, own_cache: Path) -> tuple[PreparedFile, PreparedFile]:
 
 
 @pytest.fixture
-def lent(files: tuple[PreparedFile, PreparedFile]) -> Iterator[LentMemory]:
+def draft_memory(files: tuple[PreparedFile, PreparedFile]) -> Iterator[DraftMemory]:
     target, twin = files
     names = layer_records(target)
-    found = LentMemory(twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
+    found = DraftMemory(twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
     records = [
         StreamRecord(one.offset, one.length, one.crc, name)
         for name in names
@@ -51,23 +51,23 @@ def lent(files: tuple[PreparedFile, PreparedFile]) -> Iterator[LentMemory]:
         yield found
 
 
-def layers_are_right(lent: LentMemory, target: PreparedFile) -> bool:
+def layers_are_right(draft_memory: DraftMemory, target: PreparedFile) -> bool:
     """Whether the memory holds the layers that it is for."""
     content, names = target.path.read_bytes(), layer_records(target)
-    records = {number: target.records[names[number]] for number in lent.layers}
+    records = {number: target.records[names[number]] for number in draft_memory.layers}
     return all(
         bytes(memory) == content[records[n].offset : records[n].offset + records[n].length]
-        for n, memory in lent.layers.items()
+        for n, memory in draft_memory.layers.items()
     )
 
 
-def twin_is_right(lent: LentMemory, twin: PreparedFile) -> bool:
+def twin_is_right(draft_memory: DraftMemory, twin: PreparedFile) -> bool:
     """Whether the memory holds the twin: a matrix of its first layer and its output layer."""
     for name, kind in (
         ("model.layers.0.mlp.down_proj.weight", Int4Weight),
         ("model.embed_tokens.weight", Int8Weight),
     ):
-        there = lent.weight(name, kind)
+        there = draft_memory.weight(name, kind)
         assert there is not None
         read = kind(*(torch.empty_like(tensor) for tensor in there))
         twin.read(name, read)
@@ -76,34 +76,36 @@ def twin_is_right(lent: LentMemory, twin: PreparedFile) -> bool:
     return True
 
 
-def test_either_is_there_whole(lent: LentMemory, files: tuple[PreparedFile, PreparedFile]) -> None:
+def test_either_is_there_whole(draft_memory: DraftMemory, files: tuple[PreparedFile, PreparedFile]) -> None:
     target, twin = files
-    assert 1 < len(lent.layers) < LAYERS
+    assert 1 < len(draft_memory.layers) < LAYERS
     for _ in range(2):
-        assert (lent.holder, twin_is_right(lent, twin)) == ("draft", True)
-        assert not layers_are_right(lent, target)
-        lent.lend()
-        assert (lent.holder, layers_are_right(lent, target)) == ("layers", True)
-        assert lent.take_back()
+        assert (draft_memory.holder, twin_is_right(draft_memory, twin)) == ("draft", True)
+        assert not layers_are_right(draft_memory, target)
+        draft_memory.give_to_layers()
+        assert (draft_memory.holder, layers_are_right(draft_memory, target)) == ("layers", True)
+        assert draft_memory.give_to_draft()
     size = target.records[layer_records(target)[0]].length
-    assert lent.streamed_bytes == (LAYERS - len(lent.layers)) * size
+    assert draft_memory.streamed_bytes == (LAYERS - len(draft_memory.layers)) * size
 
 
-def test_a_matrix_that_has_no_place_there(lent: LentMemory) -> None:
-    assert lent.weight("model.norm.weight", Int8Weight) is None
-    assert lent.weight("model.layers.0.mlp.down_proj.weight", Int8Weight) is None, "it is another kind"
+def test_a_matrix_that_has_no_place_there(draft_memory: DraftMemory) -> None:
+    assert draft_memory.weight("model.norm.weight", Int8Weight) is None
+    assert draft_memory.weight("model.layers.0.mlp.down_proj.weight", Int8Weight) is None, (
+        "it is another kind"
+    )
 
 
-def test_memory_that_is_kept_is_the_drafts(lent: LentMemory) -> None:
-    lent.lend()
-    lent.keep()
-    assert (lent.holder, lent.can_be_lent) == ("draft", False)
-    lent.lend()
-    assert lent.holder == "draft"
+def test_memory_that_is_kept_is_the_drafts(draft_memory: DraftMemory) -> None:
+    draft_memory.give_to_layers()
+    draft_memory.keep()
+    assert (draft_memory.holder, draft_memory.layers_may_use) == ("draft", False)
+    draft_memory.give_to_layers()
+    assert draft_memory.holder == "draft"
 
 
 def test_files_that_cannot_be_read(
-    lent: LentMemory,
+    draft_memory: DraftMemory,
     files: tuple[PreparedFile, PreparedFile],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -115,22 +117,22 @@ def test_files_that_cannot_be_read(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(StreamSource, "read_into", fail)
-        lent.lend()
-        assert lent.holder == "neither", "it may be half of either"
-        assert not lent.can_be_lent, "it is not tried in every step"
-        lent.lend()
-        assert not lent.take_back()
+        draft_memory.give_to_layers()
+        assert draft_memory.holder == "neither", "it may be half of either"
+        assert not draft_memory.layers_may_use, "it is not tried in every step"
+        draft_memory.give_to_layers()
+        assert not draft_memory.give_to_draft()
     assert [record.message for record in caplog.records] == 2 * [
         "cannot exchange a draft and layers of its target: the disk has failed"
     ]
-    assert lent.take_back()
-    assert twin_is_right(lent, twin)
-    lent.lend()
-    assert lent.holder == "layers"
+    assert draft_memory.give_to_draft()
+    assert twin_is_right(draft_memory, twin)
+    draft_memory.give_to_layers()
+    assert draft_memory.holder == "layers"
     with monkeypatch.context() as patch:
         patch.setattr(StreamSource, "read_into", fail)
-        assert not lent.take_back()
-    assert lent.holder == "neither", "its layers are streamed again"
+        assert not draft_memory.give_to_draft()
+    assert draft_memory.holder == "neither", "its layers are streamed again"
 
 
 def test_a_twin_that_is_damaged_is_found(
@@ -143,4 +145,4 @@ def test_a_twin_that_is_damaged_is_found(
         file.write(b"\xff\x00\xff")
     names = layer_records(target)
     with pytest.raises(DamagedFileError, match="wrong checksum"):
-        LentMemory(twin, ["lm_head"], target, names, disk())
+        DraftMemory(twin, ["lm_head"], target, names, disk())

@@ -1,4 +1,4 @@
-"""LentMemory: a draft's memory, lent to streamed layers of its target while the draft is idle.
+"""DraftMemory: a draft's memory, which streamed layers of its target use while the draft is idle.
 
     one memory     draft   | layer 0 | layer 1 | ... | output layer |
                    target  |   layer 4   |   layer 9   |   layer 14   |
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 Holder = Literal["neither", "draft", "layers"]  # with "neither" each may use half of the memory
 
 
-class LentMemory:
+class DraftMemory:
     """Memory for records of a draft, or for some of the target's.
 
     It starts with the draft.
@@ -71,11 +71,11 @@ class LentMemory:
             for tensor, place in record.tensors.items()
         }
         longest = max(record.length for record in self._layers)
-        lent = spread(min(len(self._layers), self._size // longest), len(self._layers))
+        swapped = spread(min(len(self._layers), self._size // longest), len(self._layers))
         # Memory of the target's layers, by their numbers in its stream.
         self.layers: Mapping[int, memoryview] = {
             number: memory[n * longest : n * longest + self._layers[number].length]
-            for n, number in enumerate(lent)
+            for n, number in enumerate(swapped)
         }
         self._stream: LayerStream | None = None  # the target's
         self._target: StreamSource | None = None  # the file of the stream
@@ -87,7 +87,7 @@ class LentMemory:
         return self._size / self._disk.bytes_per_second
 
     @property
-    def can_be_lent(self) -> bool:
+    def layers_may_use(self) -> bool:
         """True if the memory may hold layers of the target."""
         return bool(self.layers) and not self._kept and not self._failed
 
@@ -107,20 +107,20 @@ class LentMemory:
         views = [tensor_in(*one) for one in found if one is not None]
         return kind(*views) if len(views) == len(found) else None
 
-    def lend(self) -> None:
+    def give_to_layers(self) -> None:
         """Load the target's layers, between passes; the draft must not be used until it is back.
 
         If they cannot be read, they are streamed as before, with a log line, until the draft is back.
         """
         with self._turn:
-            if self.can_be_lent and self.holder != "layers":
+            if self.layers_may_use and self.holder != "layers":
                 self.holder = "neither"
                 self._failed = not self._moved([*self.layers], self._read_layers)
                 if not self._failed:
                     self.holder = "layers"
                     _LOG.info("%d more layers are in memory, in place of the draft", len(self.layers))
 
-    def take_back(self) -> bool:
+    def give_to_draft(self) -> bool:
         """Load the draft, between passes of the target; return True on success.
 
         If it cannot be read, which is logged, all layers are streamed.
@@ -137,7 +137,7 @@ class LentMemory:
         """Keep the draft permanently, since more than one engine uses it."""
         with self._turn:
             self._kept = True
-            self.take_back()
+            self.give_to_draft()
 
     def _moved(self, pinned: Sequence[int], fill: Callable[[], None]) -> bool:
         assert self._stream is not None, "only streamed layers use this memory"
@@ -170,7 +170,7 @@ class LentMemory:
             for memory, record in records
             for at in range(0, record.length, piece)
         ]
-        with ThreadPoolExecutor(self._disk.readers, thread_name_prefix="lent") as pool:
+        with ThreadPoolExecutor(self._disk.readers, thread_name_prefix="draft-memory") as pool:
             list(pool.map(lambda one: source.read_into(*one), pieces))
         source.check()
 
