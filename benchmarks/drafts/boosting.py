@@ -29,7 +29,7 @@ from specinfer.report.files import dress, new_figure, save
 from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Kind, Target
-from specinfer.tune.evaluation import Along, along, held_out_texts, read_draft
+from specinfer.tune.evaluation import TokenRanks, held_out_texts, rank_tokens, read_draft
 from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.losses import Loss
 from specinfer.tune.prompts import read_prompts
@@ -184,26 +184,26 @@ class Members:
         self.trained = list[MeasuredDraft]()
         for name in names:
             draft = read_draft(out / name, target, depth)
-            self.trained.append(MeasuredDraft(out / name, draft, along(draft, texts)))
+            self.trained.append(MeasuredDraft(out / name, draft, rank_tokens(draft, texts)))
 
 
 def measured(members: Members) -> dict[str, Any]:
     """Return counts of correct proposals of a row's drafts, and their sizes."""
     states = [read_checkpoint(path).state for path in members.checkpoints]
-    alongs = [one.along for one in members.trained]
+    all_ranks = [one.ranks for one in members.trained]
     widths = (1,) * members.depth
-    chains = [accepted(alongs[:count], widths) for count in range(1, len(alongs) + 1)]
+    chains = [accepted(all_ranks[:count], widths) for count in range(1, len(all_ranks) + 1)]
     return {
         "steps": [state.steps for state in states],
         "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member,
         "learnt": [row["tokens_per_pass"] for row in states[0].history],  # drawn only for single drafts
         "blocks": [state.blocks for state in states],
-        "places": len(alongs[0].texts_P),
-        "own": [accepted([one], widths) for one in alongs],
+        "places": len(all_ranks[0].texts_P),
+        "own": [accepted([one], widths) for one in all_ranks],
         "pool": chains,
-        "wide": accepted(alongs[:1], (3, *widths[1:])),
-        "second_choice": conditional(alongs[0], alongs[0], 2),
-        "second_member": conditional(alongs[0], alongs[1], 1) if len(alongs) > 1 else None,
+        "wide": accepted(all_ranks[:1], (3, *widths[1:])),
+        "second_choice": conditional(all_ranks[0], all_ranks[0], 2),
+        "second_member": conditional(all_ranks[0], all_ranks[1], 1) if len(all_ranks) > 1 else None,
         "weights": sum(
             parameter.numel()
             for one in members.trained
@@ -224,15 +224,15 @@ def reckoned(engine: EngineConfig, members: Members) -> dict[str, Any]:
     }
 
 
-def accepted(alongs: Sequence[Along], widths: Sequence[int]) -> float:
+def accepted(all_ranks: Sequence[TokenRanks], widths: Sequence[int]) -> float:
     """Return tokens per pass of merged trees of these widths: the longest correct chain of any member,
     plus one.
     """
-    longest = torch.stack([one.accepted(widths) for one in alongs]).amax(dim=0)
+    longest = torch.stack([one.accepted(widths) for one in all_ranks]).amax(dim=0)
     return 1.0 + float(longest.double().mean())
 
 
-def conditional(first: Along, other: Along, width: int) -> float:
+def conditional(first: TokenRanks, other: TokenRanks, width: int) -> float:
     """Return how often the other's `width` likeliest hold the next token where the first's likeliest is
     wrong.
     """

@@ -68,7 +68,7 @@ def dataset_of(corpus: Corpus, form: Boost, known: Sequence[Proposals]) -> Train
     return _Discounted(corpus, known)
 
 
-def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
+def hit_probabilities(text: TunedText, proposed_RM: Tensor) -> Tensor:
     """Probability that the target's token is among the proposed tokens, [R], at the text's own temperature.
 
     At temperature 0 it is 1 if the likeliest token is proposed, else 0. A proposal of -1 is ignored.
@@ -79,10 +79,10 @@ def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
         likeliest = text.label_logprobs_RK.argmax(dim=1, keepdim=True)
         return there_RK.gather(1, likeliest)[:, 0].float()
     if temperature == 1:
-        chances_RK = text.label_logprobs_RK.exp()
+        probs_RK = text.label_logprobs_RK.exp()
     else:
-        chances_RK = (text.label_logprobs_RK / temperature).softmax(dim=1)
-    return (chances_RK * there_RK).sum(dim=1).clamp(max=1.0)
+        probs_RK = (text.label_logprobs_RK / temperature).softmax(dim=1)
+    return (probs_RK * there_RK).sum(dim=1).clamp(max=1.0)
 
 
 def discounted(text: TunedText, proposed_RM: Tensor, kept: float) -> Tensor:
@@ -105,7 +105,7 @@ class _Discounted(TrainingSet):
         """Read a text."""
         text = super().text(number)
         proposed_RM = _proposed(self._known, number)
-        counts_R = 1 - (1 - KEPT) * hit_chances(text, proposed_RM)
+        counts_R = 1 - (1 - KEPT) * hit_probabilities(text, proposed_RM)
         return replace(text, counts_R=counts_R, label_logprobs_RK=discounted(text, proposed_RM, KEPT))
 
 
@@ -115,7 +115,7 @@ def _left(corpus: Corpus, known: Sequence[Proposals]) -> list[int]:
     def share(number: int, members: int) -> float:
         """Mean hit probability over a text, in [0, 1]. Its first token is skipped: no draft guesses it."""
         text = corpus.text(number, held_out=False)
-        hits_R = hit_chances(text, _proposed(known[:members], number))[1:]
+        hits_R = hit_probabilities(text, _proposed(known[:members], number))[1:]
         return float(hits_R.mean()) if len(hits_R) else 1.0
 
     numbers = [*range(corpus.count(held_out=False))]

@@ -36,7 +36,7 @@ class Licence:
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class TrainingMaterial:
     """Training material of a draft."""
 
     target: str
@@ -48,14 +48,16 @@ class Material:
     collecting_seconds: float
 
     @classmethod
-    def of(cls, target: Target, sources: Sequence[str], corpus: Corpus) -> Material:
+    def of(cls, target: Target, sources: Sequence[str], corpus: Corpus) -> TrainingMaterial:
         """Describe a whole corpus."""
         counts = corpus.count(held_out=False), corpus.count(held_out=True)
         licence = licence_of(target.files)
         return cls(target.name, licence, sources, *counts, corpus.tokens, corpus.seconds)
 
 
-def card(draft: Description, material: Material, trainer: Trainer, loss: str, figures: Figures) -> str:
+def card(
+    draft: Description, material: TrainingMaterial, trainer: Trainer, loss: str, figures: Figures
+) -> str:
     """Return a README.md with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
     state = trainer.state
@@ -77,7 +79,7 @@ It {draft.does}. It changes no text.
 | kind | {draft.kind} |
 | reads | {draft.reads} |
 | vocabulary | {len(trainer.draft.ids)} of {trainer.draft.vocab} tokens |
-| training data | {learnt_from(material)} |
+| training data | {describe_material(material)} |
 | collecting | {material.collecting_seconds / 60:.0f} minutes |
 | training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |
 | made | {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION} |
@@ -90,13 +92,13 @@ On {figures.places} places of {material.held_out} held-out greedy answers:
 {licence_section(material, draft.of_target)}"""
 
 
-def learnt_from(material: Material) -> str:
+def describe_material(material: TrainingMaterial) -> str:
     """Describe the training texts in one line."""
     names = ", ".join(material.sources)
     return f"{material.texts} answers of the target, {material.tokens} tokens; prompts: {names}"
 
 
-def licence_section(material: Material, of_target: str) -> str:
+def licence_section(material: TrainingMaterial, of_target: str) -> str:
     """The card's section on licences; `of_target` describes the target weights in the draft's files."""
     known = material.licence
     if known is None:

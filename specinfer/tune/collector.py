@@ -34,7 +34,7 @@ from specinfer.tokenizer import ChatEncoder
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from specinfer.tune.dataset import LABELS, Corpus, TunedText
-from specinfer.tune.prompts import Asked, shuffled
+from specinfer.tune.prompts import TuningPrompt, shuffle_key
 
 
 class HiddenStateListener(Speculator):
@@ -77,7 +77,7 @@ _ROWS: Final = 256  # rows per call of the output layer
 _BATCH: Final = 64  # requests in a step
 
 
-def collecting(config: EngineConfig) -> EngineConfig:
+def collecting_config(config: EngineConfig) -> EngineConfig:
     """Config of an engine that collects: many requests, no speculation, no reuse of cached prefixes."""
     return replace(
         config,
@@ -92,7 +92,7 @@ def collecting(config: EngineConfig) -> EngineConfig:
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectionCounts:
     """Counts of one collecting run."""
 
     answered: int = 0  # prompts with an answer that is kept
@@ -115,7 +115,7 @@ class Collected:
 class _InProgress:
     """A prompt in progress and its answer so far."""
 
-    one: Asked
+    one: TuningPrompt
     ids: Sequence[int]
     admitted: AdmittedRequest
     tokens: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Collector:
     def __init__(
         self, llm: LLM, listener: HiddenStateListener, *, chat: bool, max_tokens: int, seed: int = 0
     ) -> None:
-        """`llm` has a config from `collecting`, and `listener` taps the last layer's output as its last tap.
+        """`llm` has a `collecting_config`, and `listener` taps the last layer's output as its last tap.
 
         `seed` determines the order of the prompts and the sampled answers.
         """
@@ -138,16 +138,16 @@ class Collector:
         self._max_tokens = max_tokens
         self._seed = seed
         self._deltas: deque[Delta] = deque()
-        self._flying: dict[str, _InProgress] = {}
+        self._in_progress: dict[str, _InProgress] = {}
 
     def run(
         self,
-        prompts: Sequence[Asked],
+        prompts: Sequence[TuningPrompt],
         corpus: Corpus,
         seconds: float,
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
-    ) -> Collected:
+    ) -> CollectionCounts:
         """Answer prompts until `seconds` have passed or all are answered; add shards to `corpus`.
 
         With an empty corpus it continues until there is a text to learn from and one to measure with. Answers
@@ -156,14 +156,14 @@ class Collector:
         """
         known = corpus.keys
         waiting = deque(one for one in in_order(prompts, self._seed) if one.key not in known)
-        found = Collected()
+        found = CollectionCounts()
         texts: list[TunedText] = []
         began = written = clock()
         progress.start(len(waiting), "collecting answers", "prompts")
         try:
-            while self._ask(waiting, found) and not self._is_silent(corpus, texts, found):
+            while self._submit(waiting, found) and not self._is_silent(corpus, texts, found):
                 self._llm.loop.wait_until(lambda: self._deltas)
-                texts += self._land(found, progress)
+                texts += self._take_finished(found, progress)
                 now = clock()
                 if texts and now - written >= _SHARD_SECONDS:
                     corpus.add(texts, now - written)
@@ -172,15 +172,15 @@ class Collector:
                     break
         finally:
             progress.finish()
-            self._llm.loop.cancel([one.admitted for one in self._flying.values()])
-        texts += self._land(found, progress)
+            self._llm.loop.cancel([one.admitted for one in self._in_progress.values()])
+        texts += self._take_finished(found, progress)
         if texts:
             corpus.add(texts, clock() - written)
         if not corpus.tokens:
-            raise TuneError(_nothing(found))
+            raise TuneError(_no_answers(found))
         return found
 
-    def _ask(self, waiting: deque[Asked], found: Collected) -> bool:
+    def _submit(self, waiting: deque[TuningPrompt], found: CollectionCounts) -> bool:
         """Submit as many prompts as there is room for; return True while any is in progress."""
         longest = self._llm.intake.max_length - 2
         while waiting and len(self._flying) < self._llm.config.scheduler.max_batch_size:
@@ -192,27 +192,27 @@ class Collector:
                 continue
             params = SamplingParams(
                 temperature=one.temperature,
-                seed=shuffled(one.key, self._seed),
+                seed=shuffle_key(one.key, self._seed),
                 max_tokens=min(self._max_tokens, longest + 2 - len(ids)),
             )
             admitted = self._llm.intake.completion(ids, params)
-            self._flying[admitted.request.request_id] = _InProgress(one, ids, admitted)
+            self._in_progress[admitted.request.request_id] = _InProgress(one, ids, admitted)
             self._llm.loop.submit([admitted], self._deltas.append)
-        return bool(self._flying)
+        return bool(self._in_progress)
 
-    def _land(self, found: Collected, progress: Progress) -> list[TunedText]:
+    def _take_finished(self, found: CollectionCounts, progress: Progress) -> list[TunedText]:
         """Return the finished texts that are long enough to learn from."""
         texts: list[TunedText] = []
         while self._deltas:
             delta = self._deltas.popleft()
-            if (flying := self._flying.get(delta.id)) is None:
+            if (running := self._in_progress.get(delta.id)) is None:
                 continue
-            flying.tokens.extend(delta.token_ids)
+            running.tokens.extend(delta.token_ids)
             if not delta.finished:
                 continue
-            del self._flying[delta.id]
+            del self._in_progress[delta.id]
             progress.advance(1)
-            text = self._text(flying, self._listener.take(delta.id))
+            text = self._text(running, self._listener.take(delta.id))
             if text is not None:
                 texts.append(text)
                 found.answered += 1
@@ -220,11 +220,11 @@ class Collector:
                 found.silent += 1
         return texts
 
-    def _text(self, flying: _InProgress, states: Tensor | None) -> TunedText | None:
+    def _text(self, running: _InProgress, states: Tensor | None) -> TunedText | None:
         """A text as far as hidden states were recorded; None if its answer has fewer than two tokens."""
-        ids = flying.ids
+        ids = running.ids
         # The last step of a text reports no hidden states, so its last token has no labels and is left out.
-        tokens = [*ids, *flying.tokens][: 0 if states is None else len(states) + 1]
+        tokens = [*ids, *running.tokens][: 0 if states is None else len(states) + 1]
         if states is None or len(tokens) < len(ids) + 2:
             return None
         states = states[: len(tokens) - 1]
@@ -232,17 +232,17 @@ class Collector:
         assert isinstance(target, LayeredModel), "only a LayeredModel has taps"
         labels = _labels(target, states[len(ids) - 1 :, -1])
         taps = states[:, :-1].cpu().contiguous()
-        one = flying.one
+        one = running.one
         return TunedText(torch.tensor(tokens), len(ids), taps, *labels, one.key, one.held_out)
 
     def _has_enough(self) -> bool:
         """True if two unfinished answers, one of them held out, are long enough to keep."""
-        return sum(len(one.tokens) >= _MIN_ANSWER for one in self._flying.values()) >= 2
+        return sum(len(one.tokens) >= _MIN_ANSWER for one in self._in_progress.values()) >= 2
 
-    def _is_silent(self, corpus: Corpus, texts: Sequence[TunedText], found: Collected) -> bool:
+    def _is_silent(self, corpus: Corpus, texts: Sequence[TunedText], found: CollectionCounts) -> bool:
         return not texts and not corpus.tokens and found.silent + found.refused >= _MAX_SILENT
 
-    def _ids(self, one: Asked) -> Sequence[int]:
+    def _ids(self, one: TuningPrompt) -> Sequence[int]:
         tokenizer = self._llm.tokenizer
         if not isinstance(one.content, str):
             return one.content
@@ -251,12 +251,12 @@ class Collector:
         return tokenizer.encode(one.content)
 
 
-def in_order(prompts: Sequence[Asked], seed: int) -> list[Asked]:
+def in_order(prompts: Sequence[TuningPrompt], seed: int) -> list[TuningPrompt]:
     """Order the prompts by `seed`, with one held-out and one training prompt first.
 
     So the shortest run has a text to measure with and one to learn from.
     """
-    ordered = sorted(prompts, key=lambda one: shuffled(one.key, seed))
+    ordered = sorted(prompts, key=lambda one: shuffle_key(one.key, seed))
     first = [next((one for one in ordered if one.held_out is held), None) for held in (True, False)]
     return [one for one in first if one is not None] + [one for one in ordered if one not in first]
 
@@ -279,7 +279,7 @@ def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(ids), torch.cat(logprobs)
 
 
-def _nothing(found: Collected) -> str:
+def _no_answers(found: CollectionCounts) -> str:
     if not found.silent and found.refused:
         return f"no prompt fits the target: {found.refusal}; give shorter prompts or a larger --max-context"
     return (

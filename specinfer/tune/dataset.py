@@ -240,7 +240,7 @@ class BlockBatch:
     before_BAL: Tensor  # the token before each guess: the anchor, then true tokens
     next_BAL: Tensor  # the true token
     label_ids_BALK: Tensor  # the target's likeliest tokens
-    label_chances_BALK: Tensor
+    label_probs_BALK: Tensor
     weights_BAL: Tensor  # loss weight of each guess
     valid_BAL: Tensor  # bool
 

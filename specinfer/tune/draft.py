@@ -3,7 +3,7 @@
 A kind (head_kinds.py, small_model.py) is a frozen config that creates drafts. A draft is a module with the
 inputs it reads and the tokens it can predict.
 
-Shapes: B texts, A anchors per text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
+Shapes: B texts, A anchors per text, L levels, N taps, D hidden size, U tokens of its vocabulary, S of these.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class TrainableDraft(ABC):
 
     module: nn.Module  # weights; those that require a gradient are trained
     scale_ND: Tensor  # factors applied to hidden states before it reads them; N is 0 if it reads none
-    ids: Tensor  # tokens it can name, ascending, int64 [U]
+    ids: Tensor  # its vocabulary, ascending, int64 [U]
     vocab: int  # number of the target's tokens
     depth: int  # levels that are measured
-    learnt_depth: int  # levels that are trained: 1 if deeper levels are the same pass one position later
+    trained_depth: int  # levels that are trained: 1 if deeper levels are the same pass one position later
     one_pass: bool  # True if it predicts all levels of a tree in one pass; else one pass per level
     anchors: int = EVERY_ANCHOR  # maximum number of anchors per text in a step
     last_norm: HeadNorm  # the norm before the output layer
@@ -71,7 +71,7 @@ class TrainableDraft(ABC):
         """Write a folder that `--draft` accepts; raises OSError, and ModelError if a weight is not finite."""
 
     @abstractmethod
-    def described(self) -> Description:
+    def description(self) -> Description:
         """Description for the model card."""
 
     def copy(self) -> Self:
@@ -93,7 +93,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
+class Initialization:
     """Inputs for creating an untrained draft."""
 
     target: Target
@@ -124,7 +124,7 @@ class Kind(ABC):
         """Settings that must not change when a tuning is resumed."""
 
     @abstractmethod
-    def new(self, init: str | None, beginning: Beginning) -> TrainableDraft:
+    def new(self, init: str | None, initialization: Initialization) -> TrainableDraft:
         """An untrained draft; `init` is the option of `specinfer tune`.
 
         Raises TuneError and ModelError for an `init` that cannot be used.
@@ -136,7 +136,7 @@ class Kind(ABC):
 
 
 def entries_of(draft: TrainableDraft) -> Tensor:
-    """Index of each target token in `draft.ids`, int64 [V]; -1: the draft cannot name it."""
+    """Index of each target token in `draft.ids`, int64 [V]; -1: not in the draft's vocabulary."""
     entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
     entry_V[draft.ids] = torch.arange(len(draft.ids))
     return entry_V

@@ -35,15 +35,15 @@ from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Target, TrainableDraft, entries_of
-from specinfer.tune.head_draft import draft_of
+from specinfer.tune.head_draft import wrap_head
 from specinfer.tune.small_model import read_small
 
 _TEXTS: Final = 64
 _ANCHORS: Final = 32  # per text
 _BATCH_TEXTS: Final = 4  # texts per batch
-NEVER: Final = 1 << 40  # rank of a token that the draft cannot name, or was not computed for
-WIDEST: Final = 8  # maximum guesses per node in an evaluated tree
-BEFORE: Final = ".before"  # suffix of the backup of a replaced folder
+NOT_RANKED: Final = 1 << 40  # rank of a token outside the draft's vocabulary, or one not computed
+MAX_WIDTH: Final = 8  # maximum guesses per node in an evaluated tree
+BACKUP_SUFFIX: Final = ".before"  # suffix of the backup of a replaced folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Along:
+class TokenRanks:
     """Ranks that a draft gives to the true tokens along held-out answers.
 
     P positions, L levels.
     """
 
-    # int64: number of tokens the draft ranks higher. `NEVER` if it cannot name the token, and after a token
-    # outside the `WIDEST` likeliest, where no evaluated tree is right.
+    # int64: number of tokens the draft ranks higher. `NOT_RANKED` outside its vocabulary, and after a token
+    # outside the `MAX_WIDTH` likeliest, where no evaluated tree is right.
     ranks_PL: Tensor
     texts_P: Tensor  # int64: text of each position
 
@@ -81,7 +81,7 @@ class Along:
 
         Limited to the levels measured here.
         """
-        assert max(widths, default=0) <= WIDEST
+        assert max(widths, default=0) <= MAX_WIDTH
         levels = min(len(widths), self.ranks_PL.shape[1])
         right_PL = self.ranks_PL[:, :levels] < torch.tensor(widths[:levels])
         return right_PL.cumprod(dim=1).sum(dim=1)
@@ -96,7 +96,7 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 
 @torch.inference_mode()
-def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
+def rank_tokens(draft: TrainableDraft, texts: Sequence[TunedText]) -> TokenRanks:
     """Rank the true tokens of the texts; every call uses the same positions."""
     entry_V = entries_of(draft)
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
@@ -104,26 +104,26 @@ def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
     for first, batch in _batches(draft, texts):
         h_BALD = draft.guessed(batch, draft.depth)
         wanted_BAL = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
-        ranks_BAL = torch.full_like(wanted_BAL, NEVER)
+        ranks_BAL = torch.full_like(wanted_BAL, NOT_RANKED)
         alive_BA = torch.ones_like(wanted_BAL[..., 0], dtype=torch.bool)
         for level in range(draft.depth):
             alive_BA &= wanted_BAL[..., level] >= 0
             logits_RU = draft.logits(h_BALD[alive_BA, level], batch.before_BAL[alive_BA, level])
             true_R1 = logits_RU.gather(1, wanted_BAL[alive_BA, level][:, None])
             ranks_BAL[alive_BA, level] = (logits_RU > true_R1).sum(dim=1)
-            alive_BA &= ranks_BAL[..., level] < WIDEST
+            alive_BA &= ranks_BAL[..., level] < MAX_WIDTH
         anchors = batch.valid_BAL[..., 0]
         ranks.append(ranks_BAL[anchors])
         of_texts.append(first + anchors.nonzero()[:, 0])
-    return Along(torch.cat(ranks), torch.cat(of_texts))
+    return TokenRanks(torch.cat(ranks), torch.cat(of_texts))
 
 
-def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence[Along] = ()) -> Figures:
+def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence[TokenRanks] = ()) -> Figures:
     """Figures of a draft; `earlier` are other members of its pool along the same texts."""
-    return figures_of(along(draft, texts), earlier)
+    return figures_of(rank_tokens(draft, texts), earlier)
 
 
-def figures_of(own: Along, earlier: Sequence[Along] = ()) -> Figures:
+def figures_of(own: TokenRanks, earlier: Sequence[TokenRanks] = ()) -> Figures:
     """Figures from ranks."""
     places, depth = own.ranks_PL.shape
     if not places:
@@ -182,7 +182,7 @@ def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
     head = opened.module(target.model)
     assert isinstance(head, BlockHead | EagleHead)  # checked by open_draft
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
-    return draft_of(head, scale_ND)
+    return wrap_head(head, scale_ND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Incumbent:
     def __init__(self, folder: Path, target: Target) -> None:
         """Raises TuneError if there is no draft to replace, ModelError if it does not fit the target."""
         if not folder.is_dir():
-            before = folder.with_name(folder.name + BEFORE)
+            before = folder.with_name(folder.name + BACKUP_SUFFIX)
             hint = f"; {before} is there: rename it" if before.is_dir() else "; give --out alone"
             raise TuneError(f"the folder of the draft to replace, {folder}, does not exist{hint}")
         self.folder = folder
@@ -260,7 +260,7 @@ def replace_folder(new: Path, old: Path) -> None:
 
     A reader finds the old draft or the new one complete, or for an instant no folder. Raises OSError.
     """
-    before = old.with_name(old.name + BEFORE)
+    before = old.with_name(old.name + BACKUP_SUFFIX)
     fresh = Path(tempfile.mkdtemp(dir=old.parent, prefix=f"{old.name}.", suffix=".partial"))
     try:
         for entry in new.iterdir():

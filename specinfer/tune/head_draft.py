@@ -4,7 +4,7 @@ Guesses are conditioned on the true tokens, at anchors of the texts (dataset.py)
 rows of its blocks. An EAGLE head computes every row of the text, and feeds each step the output of the step
 before, as it does at inference: it reads its previous hidden states, over the true tokens.
 
-Shapes: B texts, A anchors per text, L levels, N taps, D the head's hidden size, U tokens it can name.
+Shapes: B texts, A anchors per text, L levels, N taps, D the head's hidden size, U tokens in its vocabulary.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, Target, TrainableDraft
-from specinfer.tune.initial_head import Head, head_of, likely_tokens
+from specinfer.tune.draft import Description, Initialization, Target, TrainableDraft
+from specinfer.tune.initial_head import Head, likely_tokens, make_head
 
-USUAL_ANCHORS: Final = 64  # maximum anchors per text in a step of a block head
-_PAIRS: Final = "markov_head.markov_w2.weight"
+DEFAULT_ANCHORS: Final = 64  # maximum anchors per text in a step of a block head
+_BIGRAMS: Final = "markov_head.markov_w2.weight"
 
 
 class HeadDraft(TrainableDraft):
@@ -46,7 +46,7 @@ class HeadDraft(TrainableDraft):
         self.scale_ND = scale_ND
         self.ids = head.ids
         self.vocab = head.config.body.vocab_size
-        self.depth = self.learnt_depth = head.config.depth
+        self.depth = self.trained_depth = head.config.depth
         self.last_norm = head.norm
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class HeadDraft(TrainableDraft):
             fingerprint=fingerprint(target.model),
         )
 
-    def _described(self, tag: str, kind: str, does: str, *, ours: bool) -> Description:
+    def _description(self, tag: str, kind: str, does: str, *, ours: bool) -> Description:
         config = self.head.config
         body = config.body
         layout = "that only specinfer reads" if ours else f"`speculators` layout, {tag}"
@@ -94,7 +94,7 @@ class BlockHeadDraft(HeadDraft):
     head: BlockHead
     one_pass = True
 
-    def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int = USUAL_ANCHORS) -> None:
+    def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int = DEFAULT_ANCHORS) -> None:
         """`anchors` is the maximum number of anchors per text in a step."""
         super().__init__(head, scale_ND)
         self.anchors = anchors
@@ -112,11 +112,11 @@ class BlockHeadDraft(HeadDraft):
             return logits
         return logits + self.head.pair_logits(before, entries_S)
 
-    def described(self) -> Description:
+    def description(self) -> Description:
         """Description for the model card."""
         config = self.head.config
         does = f"guesses {config.depth} tokens in one pass"
-        return self._described("dspark", "causal block head", does, ours=config.reads_last)
+        return self._description("dspark", "causal block head", does, ours=config.reads_last)
 
 
 class EagleHeadDraft(HeadDraft):
@@ -137,19 +137,23 @@ class EagleHeadDraft(HeadDraft):
         at_BA11 = (batch.anchors_BA - 1)[..., None, None]
         return read_BTSD.gather(1, at_BA11.expand(-1, -1, *read_BTSD.shape[2:]))
 
-    def described(self) -> Description:
+    def description(self) -> Description:
         """Description for the model card."""
-        return self._described("eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass", ours=False)
+        return self._description(
+            "eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass", ours=False
+        )
 
 
-def draft_of(head: Head, scale_ND: Tensor, anchors: int = USUAL_ANCHORS) -> BlockHeadDraft | EagleHeadDraft:
+def wrap_head(
+    head: Head, scale_ND: Tensor, anchors: int = DEFAULT_ANCHORS
+) -> BlockHeadDraft | EagleHeadDraft:
     """Wrap a head as a draft; a step computes at most `anchors` anchors per text of a block head."""
     if isinstance(head, BlockHead):
         return BlockHeadDraft(head, scale_ND, anchors)
     return EagleHeadDraft(head, scale_ND)
 
 
-def known_folder(
+def open_initial_head(
     name: str, wanted: BlockConfig | EagleConfig, vocabulary: int | None, target: ModelConfig
 ) -> HeadFolder:
     """Open an exported head to resume training; `name` is its folder. Reads no weights.
@@ -169,13 +173,15 @@ def known_folder(
             f"the head {name} differs in shape from the configured one; give --kind, --layers, "
             "--depth and --layout as it was trained, or leave --init out"
         )
-    _named(len(opened.ids), vocabulary, target.vocab_size)
+    _vocabulary_size(len(opened.ids), vocabulary, target.vocab_size)
     return opened
 
 
-def known_head(name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor) -> Head:
-    """Read the head in `known_folder` for training with scaled hidden states; raises as `known_folder`."""
-    opened = known_folder(name, wanted, None, target.config)
+def read_initial_head(
+    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
+) -> Head:
+    """Read the weights of `open_initial_head` for training with scaled hidden states; raises as it does."""
+    opened = open_initial_head(name, wanted, None, target.config)
     head = opened.module(target)
     assert isinstance(head, BlockHead | EagleHead)  # by its config
     with torch.no_grad():
@@ -183,35 +189,35 @@ def known_head(name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, 
     return head
 
 
-def widened(head: Head, vocabulary: int | None, beginning: Beginning) -> Head:
+def with_vocabulary(head: Head, vocabulary: int | None, initialization: Initialization) -> Head:
     """Extend a head to name `vocabulary` tokens: its own and the likeliest others; None: its own alone.
 
     Raises TuneError if it names more already.
     """
-    target, own = beginning.target, len(head.ids)
-    count = _named(own, vocabulary, target.config.vocab_size)
+    target, own = initialization.target, len(head.ids)
+    count = _vocabulary_size(own, vocabulary, target.config.vocab_size)
     if count == own:
         return head
-    beginning.say(f"the head names {own} tokens; adding {count - own} more")
-    likely_V = likely_tokens(beginning.dataset.corpus, target.config.vocab_size)
-    return _with_more_tokens(head, count, target.model, likely_V)
+    initialization.say(f"the head has {own} tokens; adding {count - own} more")
+    likely_V = likely_tokens(initialization.dataset.corpus, target.config.vocab_size)
+    return _extended(head, count, target.model, likely_V)
 
 
-def _named(own: int, vocabulary: int | None, limit: int) -> int:
-    """Number of tokens that a head names after widening, at most the target's `limit` tokens.
+def _vocabulary_size(own: int, vocabulary: int | None, limit: int) -> int:
+    """Number of tokens of a head after it is extended, at most the target's `limit` tokens.
 
     Raises TuneError if it names more than `vocabulary` already.
     """
     count = own if vocabulary is None else min(vocabulary, limit)
     if count < own:
         raise TuneError(
-            f"vocabulary is {vocabulary}, and the head to resume from names {own} tokens; give as many or "
+            f"vocabulary is {vocabulary}, and the head to resume from has {own} tokens; give as many or "
             "more, or leave it out"
         )
     return count
 
 
-def _with_more_tokens(head: Head, count: int, target: OpenModel, likely_V: Tensor) -> Head:
+def _extended(head: Head, count: int, target: OpenModel, likely_V: Tensor) -> Head:
     """The same head with `count` tokens: its own and the likeliest others.
 
     Its logits for its own tokens stay the same. A new token gets the mean Markov row of the rarest quarter of
@@ -222,7 +228,7 @@ def _with_more_tokens(head: Head, count: int, target: OpenModel, likely_V: Tenso
     own, others = likely_V[is_own_V], likely_V[~is_own_V]
     ids = torch.cat((own, others[: count - len(own)])).sort().values
     tables = Tables(head.embed_tokens.weight.detach(), target_head(target, ids.tolist()))
-    more = head_of(head.config, ids.tolist(), tables)
+    more = make_head(head.config, ids.tolist(), tables)
     known, fresh = head.state_dict(), more.state_dict()
     places = torch.searchsorted(ids, head.ids)  # indices of the head's tokens among all
     rows_UD = known.pop("lm_head.weight")
@@ -230,10 +236,10 @@ def _with_more_tokens(head: Head, count: int, target: OpenModel, likely_V: Tenso
         table_UD = fresh["lm_head.weight"]
         table_UD *= rows_UD.norm() / table_UD[places].norm()
         table_UD[places] = rows_UD
-    if (rows_UM := known.pop(_PAIRS, None)) is not None:
+    if (rows_UM := known.pop(_BIGRAMS, None)) is not None:
         rarest = torch.searchsorted(head.ids, own[-len(own) // 4 :])
-        fresh[_PAIRS][:] = rows_UM[rarest].mean(dim=0)
-        fresh[_PAIRS][places] = rows_UM
+        fresh[_BIGRAMS][:] = rows_UM[rarest].mean(dim=0)
+        fresh[_BIGRAMS][places] = rows_UM
     known = {name: tensor for name, tensor in known.items() if name not in ("d2t", "t2d")}
     more.load_state_dict(known, strict=False)
     return more

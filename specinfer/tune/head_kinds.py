@@ -13,26 +13,26 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig, check_target
 from specinfer.models.config import Family, ModelConfig
 from specinfer.tune.dataset import first_texts
-from specinfer.tune.draft import Beginning, Kind, Target, entries_of
+from specinfer.tune.draft import Initialization, Kind, Target, entries_of
 from specinfer.tune.head_draft import (
-    USUAL_ANCHORS,
+    DEFAULT_ANCHORS,
     HeadDraft,
-    draft_of,
-    known_folder,
-    known_head,
-    widened,
+    open_initial_head,
+    read_initial_head,
+    with_vocabulary,
+    wrap_head,
 )
 from specinfer.tune.initial_head import (
-    USUAL_VOCABULARY,
+    DEFAULT_VOCABULARY,
     Head,
-    begin_as_target,
-    body_of,
     calibrate_norm,
     check_trainable,
+    copy_target_layers,
+    fit_bigrams,
     frequent_tokens,
-    learn_pairs,
+    head_body_config,
+    hidden_scale,
     new_head,
-    scale_of,
 )
 
 Layout = Literal["specinfer", "dspark"]
@@ -45,7 +45,7 @@ class TrainableHeadKind(Kind):
 
     layers: int = 1
     depth: int = 5  # number of consecutive tokens that it learns to predict
-    # maximum number of tokens it can name; None: the default, or as the head in `init`
+    # maximum number of tokens in its vocabulary; None: the default, or as the head in `init`
     vocabulary: int | None = None
 
     @property
@@ -59,7 +59,7 @@ class TrainableHeadKind(Kind):
 
     def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
         """The head as a draft."""
-        return draft_of(head, scale_ND)
+        return wrap_head(head, scale_ND)
 
     def check(self, target: ModelConfig, init: str | None) -> None:
         """Raises as Kind."""
@@ -70,7 +70,7 @@ class TrainableHeadKind(Kind):
             )
         config = self.config(target, default_taps(target))
         if init not in (None, "target", "random"):
-            known_folder(init, config, self.vocabulary, target)
+            open_initial_head(init, config, self.vocabulary, target)
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
         """An early layer, one in the middle, one near the end."""
@@ -78,29 +78,31 @@ class TrainableHeadKind(Kind):
 
     def facts(self) -> dict[str, object]:
         """The head's shape."""
-        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or USUAL_VOCABULARY}
+        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or DEFAULT_VOCABULARY}
 
-    def new(self, init: str | None, beginning: Beginning) -> HeadDraft:
+    def new(self, init: str | None, initialization: Initialization) -> HeadDraft:
         """A head initialized from the target, at random, or from an exported head."""
-        target, dataset = beginning.target, beginning.dataset
+        target, dataset = initialization.target, initialization.dataset
         config = self.config(target.config, default_taps(target.config))
-        scale_ND = scale_of(dataset)
+        scale_ND = hidden_scale(dataset)
         init = init or ("target" if self.begins_as_target else "random")
         if init not in ("target", "random"):
-            known = known_head(init, config, target.model, scale_ND)
-            return self.draft(widened(known, self.vocabulary, beginning), scale_ND)
+            known = read_initial_head(init, config, target.model, scale_ND)
+            return self.draft(with_vocabulary(known, self.vocabulary, initialization), scale_ND)
         ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
-        head = new_head(config, target.model, ids, beginning.seed)
+        head = new_head(config, target.model, ids, initialization.seed)
         draft = self.draft(head, scale_ND)
         if init == "target":
             assert isinstance(head, BlockHead)  # no other kind of head begins as its target
-            learn_pairs(head, dataset, entries_of(draft))
-            begin_as_target(head, target.model, first_texts(dataset, _INIT_TEXTS), scale_ND)
-            beginning.say(f"the head begins with a loss of {calibrate_norm(draft, beginning.loss_of):.2f}")
+            fit_bigrams(head, dataset, entries_of(draft))
+            copy_target_layers(head, target.model, first_texts(dataset, _INIT_TEXTS), scale_ND)
+            initialization.say(
+                f"the head begins with a loss of {calibrate_norm(draft, initialization.loss_of):.2f}"
+            )
         return draft
 
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> HeadDraft:
-        """A head of this shape that can name these tokens."""
+        """A head of this shape with these tokens as its vocabulary."""
         config = self.config(target.config, default_taps(target.config))
         return self.draft(new_head(config, target.model, ids, 0), scale_ND)
 
@@ -114,7 +116,7 @@ class BlockKind(TrainableHeadKind):
     # dspark (vLLM): rows begin with embeddings, and the head has its own output layer.
     layout: Layout = "specinfer"
     markov_rank: int = 64  # rank of the term that conditions a guess on the token before it
-    anchors: int = USUAL_ANCHORS  # maximum anchors per text in a step
+    anchors: int = DEFAULT_ANCHORS  # maximum anchors per text in a step
 
     @property
     def begins_as_target(self) -> bool:
@@ -123,7 +125,7 @@ class BlockKind(TrainableHeadKind):
 
     def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
         """The head as a draft."""
-        return draft_of(head, scale_ND, self.anchors)
+        return wrap_head(head, scale_ND, self.anchors)
 
     def facts(self) -> dict[str, object]:
         """The head's shape; `anchors` is a training option and left out."""
@@ -139,10 +141,10 @@ class BlockKind(TrainableHeadKind):
         """
         check_trainable(target)
         config = BlockConfig(
-            body=body_of(target, Family.QWEN3, self.layers),
+            body=head_body_config(target, Family.QWEN3, self.layers),
             taps=taps,
             target_hidden_size=target.hidden_size,
-            draft_vocab_size=min(self.vocabulary or USUAL_VOCABULARY, target.vocab_size),
+            draft_vocab_size=min(self.vocabulary or DEFAULT_VOCABULARY, target.vocab_size),
             block_size=self.depth,
             mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
             markov_rank=self.markov_rank,
@@ -163,10 +165,10 @@ class EagleKind(TrainableHeadKind):
         """A head whose layers have the sizes of the target's; raises ModelError for unsupported targets."""
         check_trainable(target)
         config = EagleConfig(
-            body=body_of(target, Family.LLAMA, self.layers),
+            body=head_body_config(target, Family.LLAMA, self.layers),
             taps=taps,
             target_hidden_size=target.hidden_size,
-            draft_vocab_size=min(self.vocabulary or USUAL_VOCABULARY, target.vocab_size),
+            draft_vocab_size=min(self.vocabulary or DEFAULT_VOCABULARY, target.vocab_size),
             depth=self.depth,
         )
         check_target(config, target, "to be trained")

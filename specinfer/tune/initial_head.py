@@ -2,12 +2,12 @@
 
 A randomly initialized head spends most of a short training on parts that can be computed directly:
 
-    pairs    bigram statistics from the target's distributions, as the Markov term
+    bigrams  bigram statistics from the target's distributions, as the Markov term
     layers   the target's last layers, which produce the hidden state that the next token is predicted from
     entry    a least-squares prediction of later hidden states from the last hidden state and the next token
     norm     the last norm, scaled to minimize the loss
 
-Shapes: N taps, D hidden size, R rows of a block, X = 2 D input values of a row, U tokens it can name,
+Shapes: N taps, D hidden size, R rows of a block, X = 2 D input values of a row, U tokens in its vocabulary,
 M rank of the Markov term.
 """
 
@@ -35,7 +35,7 @@ from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
 
 Head = BlockHead | EagleHead
-USUAL_VOCABULARY: Final = 8192  # default number of tokens that a new head can name
+DEFAULT_VOCABULARY: Final = 8192  # default number of tokens in a new head's vocabulary
 _OUTPUT_SCALE: Final = 0.1  # initial scale of the target's output layer
 _LAYER_SCALE: Final = 4.0  # initial scale of the layers' output matrices, over the usual deviation
 _SCALE_TEXTS: Final = 64  # texts from which the scale of hidden states is measured
@@ -52,7 +52,7 @@ _BEHIND_NORMS: Final = {
 }
 
 
-def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
+def head_body_config(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
     """Config of `layers` layers of the target's sizes; those of QWEN3 normalize queries and keys."""
     rope = target.rope if target.rope is not None else Rope(10000.0)
     return ModelConfig(
@@ -98,12 +98,12 @@ def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
     return ids
 
 
-def scale_of(dataset: TrainingSet) -> Tensor:
-    """`sizes_of` the first training texts."""
-    return sizes_of(first_texts(dataset, _SCALE_TEXTS))
+def hidden_scale(dataset: TrainingSet) -> Tensor:
+    """Return `inverse_rms` of the first training texts."""
+    return inverse_rms(first_texts(dataset, _SCALE_TEXTS))
 
 
-def sizes_of(texts: Iterable[TunedText]) -> Tensor:
+def inverse_rms(texts: Iterable[TunedText]) -> Tensor:
     """Factors that bring each component of the hidden states to a root mean square of 1, float32 [N, D].
 
     Some components of a target's hidden states are a thousand times as large as others. Unscaled, a head
@@ -121,8 +121,8 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_MIN_DIVISOR).reciprocal().float()
 
 
-def head_of(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -> Head:
-    """A head of this kind and shape that can name these tokens."""
+def make_head(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -> Head:
+    """A head of this kind and shape with these tokens as its vocabulary."""
     if isinstance(config, BlockConfig):
         return BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
     return EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
@@ -135,7 +135,7 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
     scaled down at first, and the layers' outputs are scaled up relative to the embedding.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
-    head = head_of(config, ids, tables)
+    head = make_head(config, ids, tables)
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
@@ -169,25 +169,25 @@ def calibrate_norm(draft: TrainableDraft, loss: Callable[[TrainableDraft], float
     return smallest
 
 
-def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
+def fit_bigrams(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
     """Set the Markov term to the distribution of a token given the one before it, up to its rank.
 
     The distribution is the mean of the target's own, shrunk toward the token frequencies. `entry_V` maps
-    tokens to entries the head can name; -1: it cannot.
+    tokens to entries of the head's vocabulary; -1: it lacks the token.
     """
-    rank, named = head.config.markov_rank, head.config.draft_vocab_size
+    rank, num_tokens = head.config.markov_rank, head.config.draft_vocab_size
     vocab = head.config.body.vocab_size
-    places, masses = _pairs(dataset, entry_V, named)
-    singles_U = torch.zeros(named).index_add_(0, places[1], masses) + 0.1
+    places, masses = _bigrams(dataset, entry_V, num_tokens)
+    singles_U = torch.zeros(num_tokens).index_add_(0, places[1], masses) + 0.1
     singles_U /= singles_U.sum()
     seen_V = torch.zeros(vocab).index_add_(0, places[0], masses)
     # Log ratio to the marginal distribution; 0 for pairs that were never seen.
     above = (1 + masses / (_PSEUDO_COUNTS * singles_U[places[1]])).log()
     weight_V = (seen_V + 0.5).sqrt()  # frequent rows need smaller errors
     law_VU = torch.sparse_coo_tensor(
-        places, above * weight_V[places[0]], (vocab, named), check_invariants=True
+        places, above * weight_V[places[0]], (vocab, num_tokens), check_invariants=True
     )
-    kept = min(rank - 1, named)
+    kept = min(rank - 1, num_tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         left_VM, sizes_M, right_UM = torch.svd_lowrank(law_VU, q=kept, niter=3)
@@ -205,7 +205,9 @@ def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
         markov.markov_w2.weight[:, 1 : 1 + kept] = right_UM * root_M * balance_M
 
 
-def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedText], scale_ND: Tensor) -> None:
+def copy_target_layers(
+    head: BlockHead, target: OpenModel, texts: Iterable[TunedText], scale_ND: Tensor
+) -> None:
     """Initialize layers and norms from the target's last ones, and the entry by least squares.
 
     At first the head reads its last tap alone.
@@ -220,16 +222,16 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
         first = target.config.num_layers - len(head.layers)
         for number, layer in enumerate(head.layers):
             assert isinstance(layer, HeadLayer)
-            _take(layer, target, f"model.layers.{first + number}")
+            _copy_layer(layer, target, f"model.layers.{first + number}")
         norm_D = target.read_rows("model.norm.weight", 0, size).float()
         head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
         known_RX = _solve_entry(head, texts, scale_ND)
         for layer in () if target.config.qk_norm is QkNorm.HEAD else head.layers:
             assert isinstance(layer, HeadLayer)
-            _size_norms(layer, known_RX, head.entry.weight[:size])
+            _set_norm_scales(layer, known_RX, head.entry.weight[:size])
 
 
-def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
+def _bigrams(dataset: TrainingSet, entry_V: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Pairs of previous token [0] and next entry [1], with the target's probabilities summed."""
     codes: list[Tensor] = []
     masses: list[Tensor] = []
@@ -237,16 +239,16 @@ def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, T
         text = dataset.text(number)
         before_R = text.tokens_T[text.prompt - 1 : -1]
         entries_RK = entry_V[text.label_ids_RK]
-        chances_RK = text.label_logprobs_RK.exp() * text.weights_R[:, None]
-        known_RK = (entries_RK >= 0) & (chances_RK >= _MIN_PROB)
-        codes.append((before_R[:, None] * named + entries_RK)[known_RK])
-        masses.append(chances_RK[known_RK])
+        probs_RK = text.label_logprobs_RK.exp() * text.weights_R[:, None]
+        known_RK = (entries_RK >= 0) & (probs_RK >= _MIN_PROB)
+        codes.append((before_R[:, None] * num_tokens + entries_RK)[known_RK])
+        masses.append(probs_RK[known_RK])
     code, where = torch.unique(torch.cat(codes), return_inverse=True)
     summed = torch.zeros(len(code)).index_add_(0, where, torch.cat(masses))
-    return torch.stack((code // named, code % named)), summed
+    return torch.stack((code // num_tokens, code % num_tokens)), summed
 
 
-def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
+def _copy_layer(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
     """Copy a layer of the target's, with norm weights folded into the matrices after them.
 
     Keys and values can then be computed from inputs without norm weights.
@@ -298,7 +300,7 @@ def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) 
     return torch.cat(kept)
 
 
-def _size_norms(layer: HeadLayer, known_RX: Tensor, entry_DX: Tensor) -> None:
+def _set_norm_scales(layer: HeadLayer, known_RX: Tensor, entry_DX: Tensor) -> None:
     """Set the norms of queries and keys, which the target may lack, to the measured root mean squares."""
     attention = layer.self_attn
     if not len(known_RX) or not hasattr(attention, "q_norm"):

@@ -1,7 +1,7 @@
 """Losses between a draft's distribution and the target's, position by position.
 
 The target's distribution p is known for its K likeliest tokens; the rest is one lumped mass. The draft's
-distribution q is over the tokens it can name, and a shortlist of these is computed: the tokens with most
+distribution q is over its vocabulary, and a shortlist of it is computed: the tokens with most
 label mass in the batch, and a sample of all others. The sampled logits are raised to compensate, so that the
 sum over all tokens is right in expectation.
 
@@ -12,7 +12,7 @@ sum over all tokens is right in expectation.
 Losses are sums, so the parts of a step add up. All parts share one shortlist, so that the gradient does not
 depend on the number of parts.
 
-Shapes: R positions, K labels, S shortlisted tokens, U tokens the draft can name, V tokens of the target.
+Shapes: R positions, K labels, S shortlisted tokens, U tokens of the draft, V of the target.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _DRAWN: Final = 0.25  # fraction of a shortlist that is sampled from the remaini
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shortlist:
-    """A subset of the tokens a head can name, weighted to represent all of them."""
+    """A subset of a head's vocabulary, weighted to represent all of them."""
 
     entries_S: Tensor  # indices into the U, int64, distinct
     raised_S: Tensor  # added to their logits
     places_RK: Tensor  # indices of the labels in the shortlist; 0 if absent
-    chances_RK: Tensor  # p of the labels; 0 if absent
+    probs_RK: Tensor  # p of the labels; 0 if absent
 
     def parts(self, counts: list[int]) -> list[Shortlist]:
         """Split by positions into consecutive parts of these counts."""
-        of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.chances_RK, counts), strict=True)
-        return [replace(self, places_RK=places, chances_RK=chances) for places, chances in of_parts]
+        of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.probs_RK, counts), strict=True)
+        return [replace(self, places_RK=places, probs_RK=chances) for places, chances in of_parts]
 
 
 def shortlist(
-    entries_RK: Tensor, chances_RK: Tensor, named: int, size: int, generator: torch.Generator
+    entries_RK: Tensor, probs_RK: Tensor, named: int, size: int, generator: torch.Generator
 ) -> Shortlist:
     """A shortlist of `size` of the `named` tokens, for labels with these probabilities.
 
-    `entries_RK` are indices of the labels among the nameable tokens, -1 for others.
+    `entries_RK` are indices of the labels in the draft's vocabulary, -1 for others.
     """
     known = entries_RK >= 0
-    chances_RK = chances_RK * known
+    probs_RK = probs_RK * known
     clamped = entries_RK.clamp(min=0)
     if size >= named:
         everything = torch.arange(named, device=entries_RK.device)
-        return Shortlist(everything, torch.zeros(named, device=entries_RK.device), clamped, chances_RK)
+        return Shortlist(everything, torch.zeros(named, device=entries_RK.device), clamped, probs_RK)
     masses_U = torch.zeros(named, device=entries_RK.device).index_add_(
-        0, clamped.flatten(), chances_RK.flatten()
+        0, clamped.flatten(), probs_RK.flatten()
     )
     drawn = max(1, int(_DRAWN * size))
     order_U = masses_U.argsort(descending=True)
@@ -77,17 +77,17 @@ def shortlist(
     places_RK = place_U[clamped]
     # A sampled label stands for many other tokens, so only labels that were not sampled are learned from.
     unsampled = (places_RK >= 0) & (places_RK < size - drawn)
-    return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), chances_RK * unsampled)
+    return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), probs_RK * unsampled)
 
 
 def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
     """The loss of each position, [R], from the head's logits for a shortlist, before `raised_S` is added.
 
-    A position with no nameable label has a constant loss, hence no gradient.
+    A position without a label in the vocabulary has a constant loss, hence no gradient.
     """
     log_q_RS = (logits_RS + short.raised_S).log_softmax(dim=-1)
     log_q_RK = log_q_RS.gather(1, short.places_RK)
-    p_RK = short.chances_RK
+    p_RK = short.probs_RK
     log_p_RK = p_RK.clamp(min=1e-9).log()
     kl_R = (p_RK * (log_p_RK - log_q_RK)).sum(dim=1)
     if kind == "kl":
@@ -103,19 +103,19 @@ class GuessBatch:
 
     batch: BlockBatch
     before_R: Tensor  # the tokens before the guesses
-    entries_RK: Tensor  # label indices among the nameable tokens; -1: others
-    chances_RK: Tensor  # p of the labels
+    entries_RK: Tensor  # label indices in the draft's vocabulary; -1: others
+    probs_RK: Tensor  # p of the labels
     weights_R: Tensor  # loss weight
 
     @staticmethod
     def of(batch: BlockBatch, entry_V: Tensor) -> GuessBatch:
-        """Flatten a batch; `entry_V` maps tokens to nameable entries."""
+        """Flatten a batch; `entry_V` maps tokens to entries of the vocabulary."""
         valid = batch.valid_BAL
         return GuessBatch(
             batch,
             batch.before_BAL[valid],
             entry_V[batch.label_ids_BALK[valid]],
-            batch.label_chances_BALK[valid],
+            batch.label_probs_BALK[valid],
             batch.weights_BAL[valid],
         )
 
@@ -124,7 +124,7 @@ def shortlists(
     draft: TrainableDraft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
 ) -> list[Shortlist]:
     """One shortlist for all parts of a step, split by part."""
-    entries, chances = zip(*((part.entries_RK, part.chances_RK) for part in parts), strict=True)
+    entries, chances = zip(*((part.entries_RK, part.probs_RK) for part in parts), strict=True)
     short = shortlist(torch.cat(entries), torch.cat(chances), len(draft.ids), size, generator)
     return short.parts([len(of_part) for of_part in entries])
 

@@ -25,7 +25,7 @@ _TRAFFIC: Final = 'each line must be a completion that the server logged, with "
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TuningPrompt:
     """One prompt: a user's text, or token ids from a server's log."""
 
     key: int  # 63 bits
@@ -42,7 +42,7 @@ class Asked:
 class Prompts:
     """Distinct prompts ordered by key, and the faults of skipped lines."""
 
-    asked: tuple[Asked, ...]
+    asked: tuple[TuningPrompt, ...]
     faults: tuple[str, ...] = ()
 
 
@@ -51,7 +51,7 @@ def temperature_of(key: int, *, held_out: bool) -> float:
     return 0.0 if held_out else _TEMPERATURES[key // HELD_OUT % len(_TEMPERATURES)]
 
 
-def shuffled(key: int, seed: int) -> int:
+def shuffle_key(key: int, seed: int) -> int:
     """Shuffle a key to 62 bits; a bijection for each seed below 2^60. Seed 0 keeps the order of keys."""
     return (key >> 1) * (1 + seed * _SHUFFLE) % 2**62
 
@@ -108,7 +108,7 @@ def _at_least_two(files: Sequence[Path], prompts: Prompts) -> Prompts:
 
 
 def _prompts(contents: Iterable[str | tuple[int, ...]], faults: Sequence[str]) -> Prompts:
-    found = {key: Asked(key, one, key % HELD_OUT == 0) for one in contents for key in [_key(one)]}
+    found = {key: TuningPrompt(key, one, key % HELD_OUT == 0) for one in contents for key in [_key(one)]}
     asked = sorted(found.values(), key=lambda one: one.key // HELD_OUT)
     # Among a few prompts the hash may hold out none or all; then one is moved, so that both sets are
     # non-empty.

@@ -29,9 +29,9 @@ from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.card import Material, front_matter, learnt_from, licence_section
+from specinfer.tune.card import TrainingMaterial, describe_material, front_matter, licence_section
 from specinfer.tune.draft import Target, TrainableDraft
-from specinfer.tune.evaluation import Along, Figures, figures_of
+from specinfer.tune.evaluation import Figures, TokenRanks, figures_of
 from specinfer.version import VERSION
 
 _MIN_ROWS: Final = 256  # minimum rows of the largest measured pass
@@ -41,7 +41,7 @@ _READ: Final = 2  # tokens that a draft usually reads in a step
 _ROUNDS: Final = 3  # rounds of choosing each member's shape again
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], Curves]
 _MS: Final = 1e3
-_WORTH: Final = "\n## What it is worth\n"  # the last section of a single draft's card
+_SPEED_SECTION: Final = "\n## What it is worth\n"  # the last section of a single draft's card
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +49,13 @@ class Candidate:
     """A member with its ranks along held-out answers and the cost of its passes."""
 
     name: str
-    along: Along
+    ranks: TokenRanks
     curve: CostCurve
     one_pass: bool  # predicts all levels in one pass; else one pass per level
 
     def shapes(self) -> list[Widths]:
         """The tree shapes that are tried."""
-        depth = self.along.ranks_PL.shape[1]
+        depth = self.ranks.ranks_PL.shape[1]
         return list(
             dict.fromkeys(
                 (*first, *[1] * (levels - 2))[:levels] for levels in range(1, depth + 1) for first in _FIRST
@@ -109,7 +109,7 @@ def level_sizes(widths: Widths) -> list[int]:
 
 def speed_of(candidates: Sequence[Candidate], target: CostCurve, shapes: Mapping[int, Widths]) -> Speed:
     """Speed of the members, keys of `shapes` that index `candidates`, with trees of these shapes."""
-    places = len(candidates[0].along.texts_P)
+    places = len(candidates[0].ranks.texts_P)
     accepted = [_accepted(candidates[member], widths) for member, widths in shapes.items()]
     tokens_P = np.ones(places) + (np.max(accepted, axis=0) if accepted else 0.0)
     nodes_P = np.ones(places, dtype=np.int64)
@@ -154,13 +154,13 @@ def selected(candidates: Sequence[Candidate], target: CostCurve) -> list[Speed]:
     return found
 
 
-def quickest(pools: Sequence[Speed]) -> Speed:
+def fastest(pools: Sequence[Speed]) -> Speed:
     """The pool with the most tokens/s; of equal ones the smaller."""
     return max(pools, key=lambda pool: pool.tokens_per_second)
 
 
 def _accepted(candidate: Candidate, widths: Widths) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = candidate.along.accepted(widths).numpy()
+    found: NDArray[np.int64] = candidate.ranks.accepted(widths).numpy()
     return found
 
 
@@ -170,14 +170,14 @@ class MeasuredDraft:
 
     folder: Path
     draft: TrainableDraft
-    along: Along  # held-out answers
+    ranks: TokenRanks  # held-out answers
 
 
 def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candidate]:
     """Members with the costs of their passes, looked up by the engine's names of drafts."""
     names = draft_names(tuple(str(member.folder) for member in members))
     return [
-        Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
+        Candidate(member.folder.name, member.ranks, costs.drafts[name], member.draft.one_pass)
         for member, name in zip(members, names, strict=True)
     ]
 
@@ -193,7 +193,7 @@ class Selection:
     @property
     def best(self) -> Speed:
         """The pool that is kept."""
-        return quickest(self.pools)
+        return fastest(self.pools)
 
     @property
     def pays(self) -> bool:
@@ -262,14 +262,14 @@ class TuneResult:
     selection: Selection
 
 
-def add_worth(folder: Path, selection: Selection) -> None:
+def add_speed_section(folder: Path, selection: Selection) -> None:
     """Write the measured speed of a single draft at the end of its card, replacing an earlier section.
 
     Raises OSError.
     """
     readme = folder / "README.md"
-    before = readme.read_text(encoding="utf-8").partition(_WORTH)[0]
-    write_text(readme, f"{before}{_WORTH}{_worth(selection)}")
+    before = readme.read_text(encoding="utf-8").partition(_SPEED_SECTION)[0]
+    write_text(readme, f"{before}{_SPEED_SECTION}{_speed_section(selection)}")
 
 
 def make_pool(
@@ -278,7 +278,7 @@ def make_pool(
     members: Sequence[MeasuredDraft],
     kind: str,
     selection: Selection,
-    material: Material,
+    material: TrainingMaterial,
 ) -> None:
     """Write the pool of the selected members into the folder above theirs; raises OSError."""
     best = selection.best
@@ -286,7 +286,7 @@ def make_pool(
         Member(
             members[number].folder.name,
             kind,
-            {"tokens_per_pass": figures_of(members[number].along).tokens_per_pass},
+            {"tokens_per_pass": figures_of(members[number].ranks).tokens_per_pass},
         )
         for number in best.members
     ]
@@ -300,7 +300,7 @@ def make_pool(
     write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
 
 
-def _worth(selection: Selection) -> str:
+def _speed_section(selection: Selection) -> str:
     best = selection.best
     [widths] = best.widths
     return f"""
@@ -330,10 +330,12 @@ def _table(selection: Selection) -> str:
     return "\n".join((header, "|---|---|---|---|---|", *rows))
 
 
-def _card(selection: Selection, members: Sequence[MeasuredDraft], kind: str, material: Material) -> str:
+def _card(
+    selection: Selection, members: Sequence[MeasuredDraft], kind: str, material: TrainingMaterial
+) -> str:
     left = ", ".join(selection.dropped)
     verdict = f"Left out, since they do not pay: {left}." if left else "Every member pays and is in the pool."
-    places = len(members[0].along.texts_P)
+    places = len(members[0].ranks.texts_P)
     return f"""---
 tags: [speculative-decoding, draft-pool]
 {front_matter(material.licence)}
@@ -345,7 +347,7 @@ tags: [speculative-decoding, draft-pool]
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
-They were trained on {learnt_from(material)}.
+They were trained on {describe_material(material)}.
 
 Merged trees of these members, along {material.held_out} held-out greedy answers ({places} positions), with
 pass times of the machine that tuned them:
@@ -354,7 +356,7 @@ pass times of the machine that tuned them:
 
 {verdict} Each member's folder has a card of its own. The pool {selection.verdict()}.
 Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
-{licence_section(material, members[0].draft.described().of_target)}"""
+{licence_section(material, members[0].draft.description().of_target)}"""
 
 
 def _shown(widths: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, Kind, Target, TrainableDraft
+from specinfer.tune.draft import Description, Initialization, Kind, Target, TrainableDraft
 from specinfer.tune.initial_head import calibrate_norm, check_trainable
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -101,7 +101,7 @@ def _whole(source: TensorFile, name: str) -> Tensor:
 class SmallDraft(TrainableDraft):
     """A small language model as a draft; it predicts the next token after each token of a text."""
 
-    learnt_depth = 1  # a deeper level is the same pass, one token later
+    trained_depth = 1  # a deeper level is the same pass, one token later
     one_pass = False
 
     def __init__(self, model: SmallModel, depth: int) -> None:
@@ -134,7 +134,7 @@ class SmallDraft(TrainableDraft):
             tensors[OUTPUT] = model.output_VD.data
         write_model(model.config, tensors, folder, tokenizer=target.files)
 
-    def described(self) -> Description:
+    def description(self) -> Description:
         """Description for the model card."""
         body = self.model.config
         return Description(
@@ -170,9 +170,9 @@ class SsmKind(Kind):
         """The model's shape."""
         return {"kind": self.name, **asdict(self)}
 
-    def new(self, init: str | None, beginning: Beginning) -> SmallDraft:
+    def new(self, init: str | None, initialization: Initialization) -> SmallDraft:
         """A model with the best of the target's layers, random layers, or an exported model's."""
-        target = beginning.target
+        target = initialization.target
         if init not in (None, "target", "random"):
             config = self.config(target.config)
             return SmallDraft(_whole_model(_opened(init, config), config), self.depth)
@@ -180,17 +180,17 @@ class SsmKind(Kind):
         draft = SmallDraft(model, self.depth)
         if init == "random":
             model.take(target.model, ())
-            initialise(model, torch.Generator().manual_seed(beginning.seed))
+            initialise(model, torch.Generator().manual_seed(initialization.seed))
             return draft
         tried: list[tuple[float, Sequence[int]]] = []
         for layers in _choices(self.layers, target.config.num_layers):
             model.take(target.model, layers)
-            tried.append((calibrate_norm(draft, beginning.loss_of), layers))
+            tried.append((calibrate_norm(draft, initialization.loss_of), layers))
         _, best = min(tried)
         model.take(target.model, best)
-        loss = calibrate_norm(draft, beginning.loss_of)
+        loss = calibrate_norm(draft, initialization.loss_of)
         named = ", ".join(str(layer) for layer in best)
-        beginning.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
+        initialization.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
         return draft
 
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> SmallDraft:

@@ -92,7 +92,7 @@ class Trainer:
         self._workers = Workers(config.texts)
         self._entry_V = entries_of(draft)
         width = len(draft.last_norm.weight)
-        self._rate = usual_rate(width) if config.rate is None else config.rate
+        self._rate = default_rate(width) if config.rate is None else config.rate
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self._named.items()}
         self._optimizer = torch.optim.AdamW(
@@ -180,7 +180,7 @@ class Trainer:
 
     def _levels(self, generator: torch.Generator) -> int:
         """Random depth of this step's blocks."""
-        dice = torch.rand(self.draft.learnt_depth - 1, generator=generator)
+        dice = torch.rand(self.draft.trained_depth - 1, generator=generator)
         return 1 + int((dice < _DEEPER).cumprod(dim=0).sum())
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class Trainer:
             self.average[name].lerp_(parameter, 1 - memory)
 
 
-def usual_rate(width: int) -> float:
+def default_rate(width: int) -> float:
     """Default learning rate of a draft with rows of `width` values.
 
     Wide drafts are built from layers of wide targets, whose weights are small. At the best rate of a width of
@@ -214,7 +214,7 @@ def loss_of(draft: TrainableDraft, texts: Sequence[TunedText], config: TrainConf
             "longer answers"
         )
     anchors = [anchors_of(text, _LOSS_ANCHORS, generator) for text in texts]
-    batch = block_batch(texts, anchors, draft.learnt_depth, draft.scale_ND)
+    batch = block_batch(texts, anchors, draft.trained_depth, draft.scale_ND)
     places = GuessBatch.of(batch, entries_of(draft))
     [short] = shortlists(draft, [places], config.shortlist, generator)
     loss = summed_losses(draft, places, short, config.loss)
@@ -239,12 +239,12 @@ class Workers:
         if self._pool is None or count == 1:
             return [work(part) for part in parts]
 
-        def alone(number: int) -> _Made:
+        def run_single(number: int) -> _Made:
             share = self._cores // count + (number < self._cores % count)
             torch.set_num_threads(max(1, share))  # thread-local
             return work(parts[number])
 
-        futures = [self._pool.submit(alone, number) for number in range(count)]
+        futures = [self._pool.submit(run_single, number) for number in range(count)]
         try:
             return [future.result() for future in futures]
         finally:

@@ -22,10 +22,10 @@ from specinfer.files import write_text
 from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.progress import NoProgress, Progress
 from specinfer.report.files import dress, new_figure
-from specinfer.tune.card import Material, card
+from specinfer.tune.card import TrainingMaterial, card
 from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
-from specinfer.tune.draft import Beginning, Kind, Target, TrainableDraft
-from specinfer.tune.evaluation import Along, Figures, measure, read_draft
+from specinfer.tune.draft import Initialization, Kind, Target, TrainableDraft
+from specinfer.tune.evaluation import Figures, TokenRanks, measure, read_draft
 from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
 
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "U8": torch.uint8}
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens the draft can name."""
+        """The draft's vocabulary."""
         return [int(token) for token in self.tensors["ids"]]
 
 
@@ -102,8 +102,8 @@ class Training:
         texts: Sequence[TunedText],
         files: TrainingFiles,
         *,
-        earlier: Sequence[Along] = (),
-        material: Material,
+        earlier: Sequence[TokenRanks] = (),
+        material: TrainingMaterial,
         init: str | None = None,
         outputs: Outputs,
     ) -> None:
@@ -116,7 +116,7 @@ class Training:
         self._files, self._material, self._outputs = files, material, outputs
         self._earlier = earlier
         self._config = config
-        self.trainer = self._resumed() or self._begun(init)
+        self.trainer = self._resumed() or self._new_trainer(init)
 
     def run(self, seconds: float) -> None:
         """Train until `seconds` have passed over all runs; the best draft is then in its folder.
@@ -133,11 +133,11 @@ class Training:
         between = min(_MAX_INTERVAL, seconds / _MIN_CHECKPOINTS)
         with outputs.progress.showing(round(left), "training", "seconds"):
             while (left := seconds - trainer.state.seconds) > 0:
-                self._stretch(min(between, left), seconds)
-                self.keep()
+                self._train_for(min(between, left), seconds)
+                self.checkpoint()
                 outputs.progress.advance(round(min(between, left)))
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Measure, export the draft if it is the best so far, and write a checkpoint."""
         clock, trainer, folder = self._outputs.clock, self.trainer, self._files.folder
         began = clock()
@@ -181,16 +181,18 @@ class Training:
             raise TuneError(f"{path} is of another draft ({error}); remove it to restart training") from error
         return trainer
 
-    def _begun(self, init: str | None) -> Trainer:
+    def _new_trainer(self, init: str | None) -> Trainer:
         tried = first_texts(self._dataset, _INIT_TEXTS)
 
         def loss(draft: TrainableDraft) -> float:
             return loss_of(draft, tried, self._config)
 
-        beginning = Beginning(self._target, self._dataset, self._config.seed, loss, self._outputs.say)
-        return Trainer(self._kind.new(init, beginning), self._config)
+        initialization = Initialization(
+            self._target, self._dataset, self._config.seed, loss, self._outputs.say
+        )
+        return Trainer(self._kind.new(init, initialization), self._config)
 
-    def _stretch(self, seconds: float, total: float) -> None:
+    def _train_for(self, seconds: float, total: float) -> None:
         """Train for `seconds`, at least one step; `total` is the whole time of this training."""
         state, clock = self.trainer.state, self._outputs.clock
         before, began = state.seconds, clock()
@@ -232,7 +234,7 @@ class Training:
         return self._files.folder / "README.md"
 
     def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
-        text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
+        text = card(draft.description(), self._material, self.trainer, self._config.loss, figures)
         write_text(self._card, text)
 
 

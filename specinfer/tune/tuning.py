@@ -39,17 +39,17 @@ from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.tune.boosting import BoostConfig, Proposals, dataset_of, proposals
-from specinfer.tune.card import Material
-from specinfer.tune.collector import Collector, HiddenStateListener, collecting
+from specinfer.tune.card import TrainingMaterial
+from specinfer.tune.collector import Collector, HiddenStateListener, collecting_config
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import (
-    Along,
     Incumbent,
     PairedComparison,
-    along,
+    TokenRanks,
     figures_of,
     held_out_texts,
+    rank_tokens,
     read_draft,
     replace_folder,
     taps_of,
@@ -61,7 +61,7 @@ from specinfer.tune.selection import (
     MeasuredDraft,
     Selection,
     TuneResult,
-    add_worth,
+    add_speed_section,
     best_shapes,
     candidates_of,
     make_pool,
@@ -152,7 +152,7 @@ class Tuning:
         self._outputs = Outputs(progress or NoProgress(), say, clock)
         files = resolve(config.target.model, progress=self._outputs.progress)
         self._target = Target(files, open_model(files))
-        config.kind.check(self._target.config, config.init if self._begins else None)
+        config.kind.check(self._target.config, config.init if self._needs_init else None)
         old = config.replace
         self._incumbent = None if old is None else Incumbent(old.expanduser().resolve(), self._target)
         self._costs = costs
@@ -167,16 +167,16 @@ class Tuning:
         if config.members > 1:
             self._shape |= {"members": config.members, "boost": config.boosting.facts()}
         self._check_folder()
-        self._corpus = self._reading(own_taps)
+        self._corpus = self._corpus_with(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
 
     @property
-    def _begins(self) -> bool:
+    def _needs_init(self) -> bool:
         """True if a draft must still be initialized from the config; a resumed draft ignores `init`."""
         warm = self._config.members > 1 and self._config.boosting.warm
-        beginning = range(1 if warm else self._config.members)
-        return not all(self._files(number).checkpoint.exists() for number in beginning)
+        initialization = range(1 if warm else self._config.members)
+        return not all(self._files(number).checkpoint.exists() for number in initialization)
 
     @property
     def vocab(self) -> int:
@@ -218,7 +218,7 @@ class Tuning:
     def _facts(self) -> Path:
         return self._config.work / "tuning.json"
 
-    def _claim(self) -> None:
+    def _write_facts(self) -> None:
         """Mark the folder as this tuning's, before the first file is written."""
         (self._config.work / "shards").mkdir(parents=True, exist_ok=True)
         write_text(self._facts, json.dumps(self._shape))
@@ -251,14 +251,14 @@ class Tuning:
             return
         listener = HiddenStateListener((*self._taps, self._target.config.num_layers))
         with LLM(
-            collecting(self._config.target), speculators=[listener], progress=self._outputs.progress
+            collecting_config(self._config.target), speculators=[listener], progress=self._outputs.progress
         ) as llm:
             chat = llm.tokenizer.has_chat_template if self._config.chat is None else self._config.chat
             config = self._config
             collector = Collector(
                 llm, listener, chat=chat, max_tokens=config.max_tokens, seed=config.training.seed
             )
-            self._claim()
+            self._write_facts()
             found = collector.run(prompts.asked, corpus, left, self._outputs.progress, self._outputs.clock)
         self._outputs.say(found.summary(corpus))
 
@@ -272,7 +272,7 @@ class Tuning:
                 f"{corpus.tokens} tokens were collected, too few to learn from and to measure with; "
                 "--resume with more minutes or prompts"
             )
-        self._claim()
+        self._write_facts()
         total = 60 * config.minutes
         share = max(total - corpus.seconds, _MIN_TRAINING * total) / config.members
         known: list[Proposals] = []
@@ -280,20 +280,24 @@ class Tuning:
         late = 0
         for number in range(config.members):
             dataset = dataset_of(corpus, config.boosting.form, known)
-            training = self._training(dataset, sources, number, [one.along for one in members])
+            training = self._training(dataset, sources, number, [one.ranks for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
                 self._outputs.say(f"the {config.minutes:g} minutes are spent; --resume with more continues")
             training.run(share)
             files = self._files(number)
             draft = read_draft(files.folder, self._target, training.trainer.draft.depth)
-            members.append(MeasuredDraft(files.folder, draft, along(draft, texts)))
+            members.append(MeasuredDraft(files.folder, draft, rank_tokens(draft, texts)))
             if number + 1 < config.members and config.boosting.form != "none":
                 known.append(proposals(draft, corpus, self._outputs.progress))
-        return self._judged(members, Material.of(self._target, sources, corpus))
+        return self._select(members, TrainingMaterial.of(self._target, sources, corpus))
 
     def _training(
-        self, dataset: TrainingSet, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
+        self,
+        dataset: TrainingSet,
+        sources: Sequence[str],
+        number: int = 0,
+        earlier: Sequence[TokenRanks] = (),
     ) -> Training:
         """The training of a member; `number` counts from 0."""
         config, corpus = self._config, self._corpus
@@ -311,7 +315,7 @@ class Tuning:
             held_out_texts(corpus),
             self._files(number),
             earlier=tuple(earlier),
-            material=Material.of(self._target, sources, corpus),
+            material=TrainingMaterial.of(self._target, sources, corpus),
             init=init,
             outputs=self._outputs,
         )
@@ -324,43 +328,43 @@ class Tuning:
         name = member_name(number)
         return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
 
-    def _judged(self, members: Sequence[MeasuredDraft], material: Material) -> TuneResult:
+    def _select(self, members: Sequence[MeasuredDraft], material: TrainingMaterial) -> TuneResult:
         """Report costs, select members, write the pool, and replace the old draft if slower."""
         config, old = self._config, self._incumbent
-        former = [] if old is None else self._former(old, members[0].draft.depth)
-        folders = [one.folder for one in (*members, *former)]
+        incumbents = [] if old is None else self._measure_incumbent(old, members[0].draft.depth)
+        folders = [one.folder for one in (*members, *incumbents)]
         costs = self._costs(config.target, folders, self._outputs.progress)
-        everybody = candidates_of([*members, *former], costs)
-        candidates, theirs = everybody[: len(members)], everybody[len(members) :]
+        all_candidates = candidates_of([*members, *incumbents], costs)
+        candidates, old_candidates = all_candidates[: len(members)], all_candidates[len(members) :]
         selection = Selection(candidates, costs.target)
         for line in selection.lines():
             self._outputs.say(line)
         if config.members > 1:
             make_pool(config.out, self._target, members, config.kind.name, selection, material)
         else:
-            add_worth(config.out, selection)
-        chosen = [candidates[number].along for number in selection.best.members]
+            add_speed_section(config.out, selection)
+        chosen = [candidates[number].ranks for number in selection.best.members]
         figures = figures_of(chosen[0], chosen[1:])
         if old is not None and not self._corpus.count(held_out=True):
             self._outputs.say(f"{old.folder} stays: there is no held-out answer to measure both along")
         elif old is not None:
-            former_speed = best_shapes(theirs, costs.target, range(len(theirs)))
-            texts_P = members[0].along.texts_P.numpy()
+            former_speed = best_shapes(old_candidates, costs.target, range(len(old_candidates)))
+            texts_P = members[0].ranks.texts_P.numpy()
             comparison = PairedComparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
             self._outputs.say(comparison.summary(old.folder))
             if comparison.better:
                 replace_folder(config.out, old.folder)
         return TuneResult(replace(figures, tokens_per_pass=figures.worth), selection)
 
-    def _former(self, old: Incumbent, depth: int) -> list[MeasuredDraft]:
+    def _measure_incumbent(self, old: Incumbent, depth: int) -> list[MeasuredDraft]:
         """The drafts that may be replaced, measured along the same answers."""
         found: list[MeasuredDraft] = []
         for folder, draft in zip(old.members, old.drafts(depth), strict=True):
-            corpus = self._reading(taps_of(folder, self._target))
-            found.append(MeasuredDraft(folder, draft, along(draft, held_out_texts(corpus))))
+            corpus = self._corpus_with(taps_of(folder, self._target))
+            found.append(MeasuredDraft(folder, draft, rank_tokens(draft, held_out_texts(corpus))))
         return found
 
-    def _reading(self, taps: Sequence[int]) -> Corpus:
+    def _corpus_with(self, taps: Sequence[int]) -> Corpus:
         """The corpus, restricted to these taps."""
         return Corpus(self._config.work / "shards", [self._taps.index(tap) for tap in taps])
 

@@ -13,7 +13,7 @@ from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 from specinfer.tune.dataset import Corpus, TrainingSet
-from specinfer.tune.draft import Beginning, Target
+from specinfer.tune.draft import Initialization, Target
 from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import TuneConfig
@@ -66,10 +66,10 @@ def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Beginning:
+def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Initialization:
     """Return the start of a draft that learns from these answers; its loss is constant."""
     files = resolve(str(target))
-    return Beginning(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)
+    return Initialization(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)
 
 
 class KilledError(Exception):

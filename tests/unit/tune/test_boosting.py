@@ -12,7 +12,14 @@ from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.progress import NoProgress
-from specinfer.tune.boosting import BoostConfig, dataset_of, discounted, hit_chances, proposals, proposed
+from specinfer.tune.boosting import (
+    BoostConfig,
+    dataset_of,
+    discounted,
+    hit_probabilities,
+    proposals,
+    proposed,
+)
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.evaluation import read_draft
 from specinfer.tune.prompts import HELD_OUT, temperature_of
@@ -52,7 +59,7 @@ def test_keys_have_these_temperatures() -> None:
     ],
 )
 def test_how_likely_a_pool_hits(key: int, proposed_RM: list[list[int]], hits: list[float]) -> None:
-    assert hit_chances(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
+    assert hit_probabilities(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
 
 
 def test_a_discounted_law_keeps_a_part_of_what_is_proposed() -> None:

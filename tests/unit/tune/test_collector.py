@@ -14,7 +14,13 @@ from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner
-from specinfer.tune.collector import Collected, Collector, HiddenStateListener, collecting, in_order
+from specinfer.tune.collector import (
+    CollectionCounts,
+    Collector,
+    HiddenStateListener,
+    collecting_config,
+    in_order,
+)
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.head_kinds import default_taps
 from specinfer.tune.prompts import Prompts, read_prompts, temperature_of
@@ -32,10 +38,10 @@ def collect(
     seconds: float = 1000.0,
     max_tokens: int = 12,
     seed: int = 0,
-) -> tuple[Corpus, Collected]:
+) -> tuple[Corpus, CollectionCounts]:
     folder.mkdir(exist_ok=True)
     listener, corpus = HiddenStateListener((*TAPS, 3)), Corpus(folder)
-    with LLM(collecting(engine(target)), speculators=[listener]) as llm:
+    with LLM(collecting_config(engine(target)), speculators=[listener]) as llm:
         collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=seed)
         return corpus, collector.run(prompts.asked, corpus, seconds, NoProgress(), ticking())
 

@@ -15,7 +15,7 @@ from specinfer.models.weights import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.dataset import Corpus, TunedText, block_batch
 from specinfer.tune.evaluation import held_out_texts, measure
-from specinfer.tune.head_draft import EagleHeadDraft, known_head, widened
+from specinfer.tune.head_draft import EagleHeadDraft, read_initial_head, with_vocabulary
 from specinfer.tune.head_kinds import EagleKind
 from specinfer.tune.initial_head import new_head
 from specinfer.tune.prompts import read_prompts
@@ -89,8 +89,8 @@ def test_an_exported_head_can_name_more_tokens(tuned: Path, target: Path) -> Non
     opened, begun = open_model(target), beginning_of(target, Corpus(tuned / "work" / "shards"))
     taps = SHAPE.taps(opened.config)
     scale = torch.ones(len(taps), opened.config.hidden_size)
-    few = known_head(str(tuned), SHAPE.config(opened.config, taps), opened, scale)
-    many = widened(few, 60, begun)
+    few = read_initial_head(str(tuned), SHAPE.config(opened.config, taps), opened, scale)
+    many = with_vocabulary(few, 60, begun)
     assert (len(few.ids), len(many.ids)) == (48, 60)
     own = torch.searchsorted(many.ids, few.ids)
     assert torch.equal(many.lm_head.weight[own], few.lm_head.weight)

@@ -9,8 +9,8 @@ import torch
 
 from specinfer.models.weights import open_model
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Beginning, TrainableDraft, entries_of
-from specinfer.tune.evaluation import NEVER, WIDEST, Along, along, figures_of
+from specinfer.tune.draft import Initialization, TrainableDraft, entries_of
+from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, TokenRanks, figures_of, rank_tokens
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.initial_head import new_head
@@ -30,7 +30,7 @@ class NoLessons:
         raise IndexError(number)
 
 
-def draft_of(kind: str, target: Path) -> TrainableDraft:
+def wrap_head(kind: str, target: Path) -> TrainableDraft:
     if kind == "ssm":
         return SsmKind(layers=1, depth=3).new("target", _beginning(target))
     model = open_model(target)
@@ -39,13 +39,13 @@ def draft_of(kind: str, target: Path) -> TrainableDraft:
     return BlockHeadDraft(head, torch.ones(2, 32), 8)
 
 
-def _beginning(target: Path) -> Beginning:
-    return Beginning(opened(target), NoLessons(), 0, lambda draft: 1.0, lambda line: None)
+def _beginning(target: Path) -> Initialization:
+    return Initialization(opened(target), NoLessons(), 0, lambda draft: 1.0, lambda line: None)
 
 
 @pytest.mark.parametrize("kind", ["ssm", "block"])
 def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
-    draft, chance = draft_of(kind, target), torch.Generator().manual_seed(1)
+    draft, chance = wrap_head(kind, target), torch.Generator().manual_seed(1)
     texts = []
     for key in range(6):
         tokens = torch.randint(12, (14 - key,), generator=chance)
@@ -53,7 +53,7 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
         rows = len(tokens) - 3
         labels = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2)
         texts.append(TunedText(tokens, 3, taps, *labels, key, True))
-    found = along(draft, texts)
+    found = rank_tokens(draft, texts)
     expected: list[list[int]] = []
     for number, text in enumerate(texts):
         batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 3, draft.scale_ND)
@@ -65,19 +65,23 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
                 entry = int(entries_of(draft)[batch.next_BAL[0, place, level]])
                 alive = alive and bool(batch.valid_BAL[0, place, level]) and entry >= 0
                 row = logits[place, level]
-                ranks.append(int((row > row[entry]).sum()) if alive else NEVER)
-                alive = alive and ranks[-1] < WIDEST
+                ranks.append(int((row > row[entry]).sum()) if alive else NOT_RANKED)
+                alive = alive and ranks[-1] < MAX_WIDTH
             expected.append([number, *ranks])
     assert torch.cat((found.texts_P[:, None], found.ranks_PL), dim=1).tolist() == expected
-    assert 0 < sum(row[2] == NEVER for row in expected) < len(expected), "some trees end early, some do not"
+    assert 0 < sum(row[2] == NOT_RANKED for row in expected) < len(expected), (
+        "some trees end early, some do not"
+    )
 
 
 def test_figures_of_ranks_by_hand() -> None:
-    own = Along(torch.tensor([[0, 0, 0], [0, 1, 0], [2, 0, 0], [5, NEVER, NEVER]]), torch.zeros(4))
+    own = TokenRanks(
+        torch.tensor([[0, 0, 0], [0, 1, 0], [2, 0, 0], [5, NOT_RANKED, NOT_RANKED]]), torch.zeros(4)
+    )
     figures = figures_of(own)
     assert figures.hits == (2 / 4, 1 / 2, 1 / 1)
     assert figures.first_three == 3 / 4
     assert figures.tokens_per_pass == figures.worth == 1 + (3 + 1 + 0 + 0) / 4
-    other = Along(torch.tensor([[1, 0], [0, 0], [0, 3], [0, 0]]), torch.zeros(4))
+    other = TokenRanks(torch.tensor([[1, 0], [0, 0], [0, 3], [0, 0]]), torch.zeros(4))
     assert figures_of(own, [other]).worth == 1 + (3 + 2 + 1 + 2) / 4
     assert own.accepted((3, 2)).tolist() == [2, 2, 2, 0]

@@ -17,9 +17,15 @@ from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
-from specinfer.tune.head_draft import BlockHeadDraft, known_head, widened
+from specinfer.tune.head_draft import BlockHeadDraft, read_initial_head, with_vocabulary
 from specinfer.tune.head_kinds import BlockKind, Layout
-from specinfer.tune.initial_head import begin_as_target, calibrate_norm, learn_pairs, likely_tokens, new_head
+from specinfer.tune.initial_head import (
+    calibrate_norm,
+    copy_target_layers,
+    fit_bigrams,
+    likely_tokens,
+    new_head,
+)
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
@@ -62,7 +68,7 @@ def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) 
     corpus = Corpus(tmp_path / "shards")
     corpus.add(texts, 1.0)
     head = untrained(opened)
-    learn_pairs(head, TrainingSet(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
+    fit_bigrams(head, TrainingSet(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
     seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
     with torch.no_grad():
         said = head.pair_logits(seen).softmax(dim=-1)
@@ -92,7 +98,7 @@ def test_the_entry_says_what_can_be_known_of_the_last_tap(opened: OpenModel) -> 
             rows.append(torch.stack((torch.randn(32, generator=generator), last)))
         taps = torch.stack(rows)
         texts.append(text_of(tokens_T.tolist(), torch.full((64, 64), 1 / 64), taps))
-    begin_as_target(head, opened, texts, SCALE)
+    copy_target_layers(head, opened, texts, SCALE)
     text, anchors = texts[-1], torch.arange(4, 20)
     with torch.no_grad():
         fused = head.fused(text.taps_TND * SCALE)
@@ -107,7 +113,7 @@ def test_the_entry_says_what_can_be_known_of_the_last_tap(opened: OpenModel) -> 
 
 def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> None:
     head = untrained(opened)
-    begin_as_target(head, opened, [], SCALE)
+    copy_target_layers(head, opened, [], SCALE)
     (layer,) = head.layers
     assert isinstance(layer, HeadLayer)
     prefix = f"model.layers.{opened.config.num_layers - 1}"
@@ -179,18 +185,16 @@ def test_an_exported_head_can_name_more_tokens(
     opened, corpus, said = open_model(target), first._corpus, list[str]()
     taps, begun = kind.taps(opened.config), beginning_of(target, corpus, said.append)
     wanted, scale = kind.config(opened.config, taps), torch.ones(len(taps), 32)
-    few = known_head(str(tmp_path / "first"), replace(wanted, draft_vocab_size=8), opened, scale)
+    few = read_initial_head(str(tmp_path / "first"), replace(wanted, draft_vocab_size=8), opened, scale)
     assert isinstance(few, BlockHead)
-    assert widened(few, None, begun) is widened(few, 24, begun) is few
-    with pytest.raises(
-        TuneError, match="vocabulary is 23, and the head to resume from names 24 tokens; give"
-    ):
-        widened(few, 23, begun)
+    assert with_vocabulary(few, None, begun) is with_vocabulary(few, 24, begun) is few
+    with pytest.raises(TuneError, match="vocabulary is 23, and the head to resume from has 24 tokens; give"):
+        with_vocabulary(few, 23, begun)
     assert not said
-    many = widened(few, 40, begun)
-    assert said == ["the head names 24 tokens; adding 16 more"]
-    assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps what it can name"
-    assert len(widened(few, 8192, begun).ids) == 64, "a target has no more"
+    many = with_vocabulary(few, 40, begun)
+    assert said == ["the head has 24 tokens; adding 16 more"]
+    assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps its own tokens"
+    assert len(with_vocabulary(few, 8192, begun).ids) == 64, "a target has no more"
     own = torch.searchsorted(many.ids, few.ids)
     assert torch.equal(many.ids[own], few.ids)
     likely = [token for token in likely_tokens(corpus, 64).tolist() if token not in few.ids]
@@ -234,11 +238,11 @@ def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp
     opened = open_model(target)
     config = SHAPE.config(opened.config, (1, 2))
     with pytest.raises(TuneError, match="which is not a draft head"):
-        known_head(str(target), config, opened, SCALE)
+        read_initial_head(str(target), config, opened, SCALE)
     first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
     with pytest.raises(TuneError, match="differs in shape"):
-        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
+        read_initial_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
     dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
         Tuning(dspark)

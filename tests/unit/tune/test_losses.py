@@ -14,7 +14,7 @@ NAMED, LABELS = 12, 5
 
 
 def laws(rows: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of a head that can name 12 tokens, labels among these, and what the target gives them."""
+    """Logits of a head with 12 tokens, labels among these, and what the target gives them."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, NAMED, generator=generator)
     entries = torch.stack([torch.randperm(NAMED, generator=generator)[:LABELS] for _ in range(rows)])
@@ -45,7 +45,7 @@ def written_out(
 @pytest.mark.parametrize("kind", LOSSES)
 def test_each_loss_is_its_sum_written_out(kind: Loss) -> None:
     logits, entries, chances = laws()
-    entries[1, 2] = -1  # a label that the head cannot name
+    entries[1, 2] = -1  # a label outside the head's vocabulary
     got = losses(kind, logits, whole(entries, chances))
     assert got.tolist() == pytest.approx(written_out(kind, logits, entries, chances), abs=1e-5)
 
@@ -83,7 +83,7 @@ def test_a_shortlist_has_the_likeliest_labels_and_stands_for_the_rest() -> None:
 def test_labels_that_were_only_drawn_are_not_learnt() -> None:
     _, entries, chances = laws(rows=8)
     short = shortlist(entries, chances, NAMED, 4, torch.Generator().manual_seed(1))
-    kept = short.chances_RK > 0
+    kept = short.probs_RK > 0
     assert torch.equal(short.entries_S[short.places_RK][kept], entries[kept])
     assert bool((short.places_RK[kept] < 3).all())
     assert 0 < int(kept.sum()) < kept.numel()

@@ -181,11 +181,11 @@ def test_a_small_model_of_other_tokens_is_refused_though_they_are_as_many(
     SSM.blank(source, np.zeros(0), []).write(tmp_path / "old", source)  # type: ignore[arg-type]
     Incumbent(tmp_path / "old", source)
     file = tmp_path / "old" / "tokenizer.json"
-    described = json.loads(file.read_text())
-    vocabulary = described["model"]["vocab"]
+    description = json.loads(file.read_text())
+    vocabulary = description["model"]["vocab"]
     first, second = [*vocabulary][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(described))
+    file.write_text(json.dumps(description))
     with pytest.raises(ModelError, match="other tokens than target, though as many"):
         Incumbent(tmp_path / "old", source)
 

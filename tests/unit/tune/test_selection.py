@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.evaluation import NEVER, Along
-from specinfer.tune.selection import Candidate, best_shapes, level_sizes, quickest, selected, speed_of
+from specinfer.tune.evaluation import NOT_RANKED, TokenRanks
+from specinfer.tune.selection import Candidate, best_shapes, fastest, level_sizes, selected, speed_of
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))  # a pass takes a second, however many rows it has
 RISING = CostCurve((1, 2), (1.0, 2.0))  # a second a row
@@ -18,7 +18,7 @@ RISING = CostCurve((1, 2), (1.0, 2.0))  # a second a row
 
 def candidate(ranks: list[list[int]], curve: CostCurve = FLAT, *, one_pass: bool = False) -> Candidate:
     return Candidate(
-        "draft", Along(torch.tensor(ranks), torch.zeros(len(ranks), dtype=torch.int64)), curve, one_pass
+        "draft", TokenRanks(torch.tensor(ranks), torch.zeros(len(ranks), dtype=torch.int64)), curve, one_pass
     )
 
 
@@ -37,8 +37,8 @@ def test_passes_of_a_member_are_added() -> None:
 
 
 def test_a_step_of_two_members_by_hand() -> None:
-    #            place 0      1             2 (it cannot name the second token)
-    one = candidate([[0, 0], [1, 0], [0, NEVER]])
+    #            place 0      1             2 (its vocabulary lacks the second token)
+    one = candidate([[0, 0], [1, 0], [0, NOT_RANKED]])
     two = candidate([[0, 2], [0, 0], [3, 0]])
     alone = speed_of([one, two], RISING, {0: (1, 1)})
     assert alone.tokens_P.tolist() == [3, 1, 2]
@@ -53,9 +53,9 @@ def test_a_step_of_two_members_by_hand() -> None:
 
 
 def test_the_speed_of_each_text() -> None:
-    along = Along(torch.tensor([[0], [0], [5]]), torch.tensor([0, 0, 2]))
-    speed = speed_of([Candidate("draft", along, FLAT, True)], FLAT, {0: (1,)})
-    assert speed.of_texts(along.texts_P.numpy()).tolist() == [1.0, 0.5]  # text 1 has no place
+    ranks = TokenRanks(torch.tensor([[0], [0], [5]]), torch.tensor([0, 0, 2]))
+    speed = speed_of([Candidate("draft", ranks, FLAT, True)], FLAT, {0: (1,)})
+    assert speed.of_texts(ranks.texts_P.numpy()).tolist() == [1.0, 0.5]  # text 1 has no place
 
 
 def random_candidates(seed: int, count: int) -> list[Candidate]:
@@ -90,13 +90,13 @@ def test_the_members_that_pay_are_found(seed: int) -> None:
         for size in (1, 2, 3, 4)
         for members in combinations(range(4), size)
     )
-    assert quickest(pools).tokens_per_second == pytest.approx(oracle, rel=0.02)
+    assert fastest(pools).tokens_per_second == pytest.approx(oracle, rel=0.02)
 
 
 def test_a_member_that_guesses_what_others_do_is_not_taken() -> None:
     ranks = [[0, 0], [0, 1], [2, 0], [0, 0]]
     twins = [candidate(ranks, CostCurve((1, 2), (0.1, 0.1))) for _ in range(2)]
     pools = selected(twins, CostCurve((1, 8), (1.0, 2.0)))
-    assert quickest(pools).members == (0,)
+    assert fastest(pools).members == (0,)
     assert pools[1].tokens_per_step == pools[0].tokens_per_step
     assert pools[1].step_seconds > pools[0].step_seconds

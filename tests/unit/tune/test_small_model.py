@@ -130,7 +130,7 @@ def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_
         said = draft.logits(draft.guessed(batch, 2), batch.before_BAL).log_softmax(dim=-1)
     ids = batch.label_ids_BALK[batch.valid_BAL]
     ours = said[batch.valid_BAL].gather(1, ids).exp()
-    assert torch.allclose(ours, batch.label_chances_BALK[batch.valid_BAL], atol=2e-3)  # float16 on disk
+    assert torch.allclose(ours, batch.label_probs_BALK[batch.valid_BAL], atol=2e-3)  # float16 on disk
     assert measure(draft, held_out_texts(tuning._corpus)).hits[0] == 1.0
 
 

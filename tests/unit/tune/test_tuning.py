@@ -50,7 +50,7 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
     trainer = training.trainer
     for _ in range(8):
         trainer.step(dataset, 1.0)
-    training.keep()
+    training.checkpoint()
     opened = open_model(target)
     exported = HeadFolder(tmp_path / "head", opened.config).module(opened)
     assert isinstance(exported, BlockHead)

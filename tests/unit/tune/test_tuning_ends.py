@@ -193,7 +193,7 @@ def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_
     tuned: Path, target: Path, tmp_path: Path
 ) -> None:
     narrow = replace(SHAPE, vocabulary=32)
-    with pytest.raises(TuneError, match="vocabulary is 32, and the head to resume from names 48 tokens"):
+    with pytest.raises(TuneError, match="vocabulary is 32, and the head to resume from has 48 tokens"):
         Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
     assert not (tmp_path / "head").exists()
 
