@@ -98,7 +98,7 @@ class Statistics:
         )
 
 
-def together(states: Sequence[Statistics]) -> Statistics:
+def combined(states: Sequence[Statistics]) -> Statistics:
     """Combine several engines: sums of counters, mean use of caches, largest cost factors.
 
     Speculation is on if it is on in one of them.

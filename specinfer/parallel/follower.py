@@ -38,7 +38,7 @@ from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.runtime.sharded import (
-    AskFigures,
+    ReportTimes,
     Close,
     Logits,
     MessageReader,
@@ -191,7 +191,7 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
             )
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
-        elif isinstance(command, AskFigures):
+        elif isinstance(command, ReportTimes):
             group.answer(torch.tensor(group.times.spent, dtype=torch.float64))
         else:
             with group.times.passing():

@@ -38,13 +38,13 @@ from specinfer.progress import NoProgress, Progress
 
 # Rows, in order of measurement; a slow model only gets the first few.
 _SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)
-_FEWEST: Final = 2  # minimum number of sizes
+_MIN_SIZES: Final = 2  # minimum number of sizes
 _SECONDS: Final = 2.0  # for all of these together, about
 _LARGER: Final = (32, 64, 128, 256, 512, 1024, 2048)  # rows; measured after these, in this order
 _LARGER_SECONDS: Final = 0.25  # for these together, per 512 rows of the largest pass
 _FLAT: Final = 1.5  # multiple of one row's pass; a curve that ends below does not show the cost of rows
 _ROUNDS: Final = 5
-_WORTH_KEEPING: Final = 0.2  # seconds; a faster measurement is repeated at every start
+_MIN_CACHED: Final = 0.2  # seconds; a faster measurement is repeated at every start
 _FAR: Final = 1 << 20  # rows; end of the extrapolation
 _OF_A_ROW: Final = 0.01  # minimum arithmetic time of a row relative to reading its experts
 _CODE: Final = (
@@ -118,23 +118,25 @@ class CostCurve:
             return cls(tuple(sizes), tuple(np.interp([*weights.values()], places, taken).tolist()))
         return cls(*map(tuple, zip(*_lower_hull(measured), strict=True)))
 
-    def at_least(self, least: float) -> CostCurve:
-        """Return the curve of passes that take at least `least` seconds, as with streamed weights.
+    def at_least(self, min_seconds: float) -> CostCurve:
+        """Return the curve of passes that take at least `min_seconds`, as with streamed weights.
 
         It has a corner where this curve crosses that value.
         """
-        if least <= self.at_rows[0]:
+        if min_seconds <= self.at_rows[0]:
             return self
         rows, seconds = self.corners()
-        behind = next((n for n, taken in enumerate(seconds) if taken > least), None)
+        behind = next((n for n, taken in enumerate(seconds) if taken > min_seconds), None)
         if behind is None:
-            return CostCurve(self.rows, (least,) * len(self.rows))
+            return CostCurve(self.rows, (min_seconds,) * len(self.rows))
         before = rows[behind - 1], seconds[behind - 1]
         crossing = before[0] + math.ceil(
-            (least - before[1]) / _slope(before, (rows[behind], seconds[behind]))
+            (min_seconds - before[1]) / _slope(before, (rows[behind], seconds[behind]))
         )
         sizes = sorted({1, max(1, crossing - 1), crossing, crossing + 64, *self.rows})
-        return CostCurve(tuple(sizes), tuple(max(least, taken) for taken in self.seconds(sizes).tolist()))
+        return CostCurve(
+            tuple(sizes), tuple(max(min_seconds, taken) for taken in self.seconds(sizes).tolist())
+        )
 
     def __add__(self, other: CostCurve) -> CostCurve:
         """Return the curve of both passes in sequence."""
@@ -145,9 +147,9 @@ class CostCurve:
         """Return the seconds of passes of `rows` rows, in the shape of `rows`."""
         return np.asarray(np.interp(rows, *self.corners()))
 
-    def table(self, most: int) -> list[float]:
-        """Return the seconds of passes of 0, 1, ... `most` rows."""
-        seconds: list[float] = self.seconds(np.arange(most + 1)).tolist()
+    def table(self, rows: int) -> list[float]:
+        """Return the seconds of passes of 0, 1, ... `rows` rows."""
+        seconds: list[float] = self.seconds(np.arange(rows + 1)).tolist()
         return seconds
 
     def expected(self, rows: int) -> float:
@@ -161,12 +163,12 @@ class CostCurve:
         return (0, *self.rows, _FAR), (0.0, *self.at_rows, far)
 
 
-_Place = TypeVar("_Place", int, float)
+_Size = TypeVar("_Size", int, float)
 
 
-def _lower_hull(measured: Mapping[_Place, float]) -> list[tuple[_Place, float]]:
+def _lower_hull(measured: Mapping[_Size, float]) -> list[tuple[_Size, float]]:
     """Return the points of the lower hull, ascending; points above it were disturbed measurements."""
-    hull: list[tuple[_Place, float]] = []
+    hull: list[tuple[_Size, float]] = []
     quickest = math.inf
     for place in sorted(measured, reverse=True):
         quickest = min(quickest, measured[place])
@@ -220,7 +222,7 @@ def cost_curve(
     if curve is None:
         began = time.perf_counter()
         curve = measure(runner, max_rows=max_rows, every_row=every_row, behind=behind, progress=progress)
-        if keep or time.perf_counter() - began > _WORTH_KEEPING:
+        if keep or time.perf_counter() - began > _MIN_CACHED:
             kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
             write_whole(file, json.dumps(kept_curve, indent=1))
     return curve
@@ -243,7 +245,7 @@ def measure(
     before, as rows would otherwise seem to be free.
     """
     show = progress or NoProgress()
-    sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
+    sizes = [size for size in _SIZES if size <= max(_MIN_SIZES, max_rows)]
     larger = [size for size in _LARGER if size <= max_rows]
     share, experts = _SECONDS / len(sizes), runner.model.config.experts
     spent = dict.fromkeys(sizes, 0.0)
@@ -260,9 +262,9 @@ def measure(
         return clock() - began
 
     try:
-        _pass_seconds(runner, _FEWEST, every_row, clock)  # warm-up, as the first pass is slow
+        _pass_seconds(runner, _MIN_SIZES, every_row, clock)  # warm-up, as the first pass is slow
         for size in _ROUNDS * sizes:
-            late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
+            late = sum(spent.values()) > _SECONDS and len(quickest) >= _MIN_SIZES
             if not late and spent[size] < share:
                 spent[size] += measured(size)
             show.advance(1)
@@ -338,5 +340,5 @@ def _read(file: Path, key: Key) -> CostCurve | None:
 def _plausible(rows: Sequence[object], seconds: Sequence[object]) -> bool:
     counts = [r for r in rows if type(r) is int and r >= 1]
     times = [s for s in seconds if type(s) is float and 0 < s < math.inf]
-    whole = len(counts) == len(rows) >= _FEWEST and len(times) == len(seconds)
+    whole = len(counts) == len(rows) >= _MIN_SIZES and len(times) == len(seconds)
     return whole and all(a < b for a, b in pairwise(counts)) and all(a <= b for a, b in pairwise(times))

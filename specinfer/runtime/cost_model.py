@@ -35,13 +35,13 @@ _CONTRADICTED: Final = (
     20  # medians during which all terms are corrected, after two such errors of opposite sign
 )
 _SETTLED: Final = 0.1  # relative error
-_STUBBORN: Final = 4  # consecutive medians beyond the bounds before a warning about the curve
+_MEDIANS_BEFORE_WARNING: Final = 4  # consecutive medians beyond the bounds before a warning about the curve
 _FARTHEST: Final = 8.0  # largest accepted ratio of measured and expected time
 _CONTEXT: Final = 1000.0  # tokens, the unit of a context
 _FINE: Final = 0.002  # relative to a one-row pass; smaller changes by the context are ignored
 # m, a, b and c; the last three in units of one row's pass, and a per 1000 tokens of context:
 _FIRST: Final = (1.0, 0.0, 0.0, 0.0)  # initial values
-_DOUBT: Final = (0.5, 0.05, 0.1, 0.02)  # initial standard deviations
+_DEVIATIONS: Final = (0.5, 0.05, 0.1, 0.02)  # initial standard deviations
 _MIN: Final = (0.3, 0.0, 0.0, 0.0)
 _MAX: Final = (3.0, 3.0, 3.0, 3.0)
 
@@ -60,7 +60,7 @@ class CostModel:
         self._rows, self._curve = curve.corners()
         self._unit = float(curve.seconds([1])[0])
         self._terms = list(_FIRST)
-        self._doubt = _first_doubt()
+        self._covariance = _initial_covariance()
         self._context = 0.0  # mean context of the step's rows, in its unit
         self._corrected_at = 0.0  # the context for which `_corners` hold
         self._corners = list(self._curve)  # present seconds at the curve's corners
@@ -72,7 +72,7 @@ class CostModel:
         self._last_error = 0.0
         self._shape = 0  # remaining medians during which all terms are corrected
         self._settled = True
-        self._beyond = 0  # consecutive medians beyond the bounds
+        self._out_of_bounds = 0  # consecutive medians beyond the bounds
         self._warned = False
 
     @property
@@ -98,13 +98,13 @@ class CostModel:
             self._seconds = np.array(self._corners)
         return np.asarray(np.interp(rows, self._rows, self._seconds))
 
-    def table(self, most: int) -> Sequence[float]:
-        """Return the seconds of passes of 0, 1, ... `most` rows, and possibly more.
+    def table(self, rows: int) -> Sequence[float]:
+        """Return the seconds of passes of 0, 1, ... `rows` rows, and possibly more.
 
         The table changes only when something is learned or contexts have grown much.
         """
-        if len(self._table) <= most:
-            self._table = self.seconds(np.arange(max(most + 1, 2 * len(self._table)))).tolist()
+        if len(self._table) <= rows:
+            self._table = self.seconds(np.arange(max(rows + 1, 2 * len(self._table)))).tolist()
         return self._table
 
     def expected(self, rows: int) -> float:
@@ -169,21 +169,21 @@ class CostModel:
         self._shape -= 1
         if surprised and self._shape < 0 and parts[0]:
             parts[1:] = [0.0, 0.0, 0.0]
-            self._doubt[0][0] += _DOUBT[0] ** 2
-        spread = [sum(map(mul, row, parts)) for row in self._doubt]
+            self._covariance[0][0] += _DEVIATIONS[0] ** 2
+        spread = [sum(map(mul, row, parts)) for row in self._covariance]
         scale = 1 / (sum(map(mul, parts, spread)) + _NOISE**2)
         self._terms = [
-            min(most, max(least, term + error * scale * wide)) if part else term
-            for term, wide, part, least, most in zip(self._terms, spread, parts, _MIN, _MAX, strict=True)
+            min(highest, max(lowest, term + error * scale * wide)) if part else term
+            for term, wide, part, lowest, highest in zip(self._terms, spread, parts, _MIN, _MAX, strict=True)
         ]
-        doubt = [
+        covariance = [
             [(old - scale * wide * other) / _MEMORY for old, other in zip(row, spread, strict=True)]
-            for row, wide in zip(self._doubt, spread, strict=True)
+            for row, wide in zip(self._covariance, spread, strict=True)
         ]
-        doubt[0][0] += _DRIFT**2
+        covariance[0][0] += _DRIFT**2
         # A term that passes do not determine is not forgotten: no variance exceeds its initial value.
-        too_wide = max(doubt[i][i] / _DOUBT[i] ** 2 for i in range(len(_DOUBT)))
-        self._doubt = [[x / too_wide for x in row] for row in doubt] if too_wide > 1 else doubt
+        too_wide = max(covariance[i][i] / _DEVIATIONS[i] ** 2 for i in range(len(_DEVIATIONS)))
+        self._covariance = [[x / too_wide for x in row] for row in covariance] if too_wide > 1 else covariance
         self._correct()
         self._warn()
 
@@ -201,8 +201,8 @@ class CostModel:
         self._corrected_at = self._context
 
     def _warn(self) -> None:
-        self._beyond = self._beyond + 1 if self._terms[0] in (_MIN[0], _MAX[0]) else 0
-        if not self._warned and self._beyond == _STUBBORN:
+        self._out_of_bounds = self._out_of_bounds + 1 if self._terms[0] in (_MIN[0], _MAX[0]) else 0
+        if not self._warned and self._out_of_bounds == _MEDIANS_BEFORE_WARNING:
             self._warned = True
             _LOG.warning(
                 "passes of %s take more than %.1f or less than %.1f times as long as in their cost curve. "
@@ -214,7 +214,7 @@ class CostModel:
             )
 
 
-def _first_doubt() -> list[list[float]]:
+def _initial_covariance() -> list[list[float]]:
     """Return the initial covariance of the terms."""
-    size = len(_DOUBT)
-    return [[_DOUBT[i] ** 2 if i == j else 0.0 for j in range(size)] for i in range(size)]
+    size = len(_DEVIATIONS)
+    return [[_DEVIATIONS[i] ** 2 if i == j else 0.0 for j in range(size)] for i in range(size)]

@@ -82,7 +82,7 @@ class Host:
     parts: Sequence[ModelConfig]  # parts of its ranks, except rank 0's
     free: int = 0  # free bytes with all weights and executors' caches in memory
 
-    def give_back(self, size: int) -> None:
+    def add_free(self, size: int) -> None:
         """Add `size` bytes to the free memory."""
         self.free += size
 
@@ -104,7 +104,7 @@ class LocalExecutor:
         disk.
         """
         streams = target.stream is not None
-        self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
         self._closed = False
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -154,8 +154,8 @@ class LocalExecutor:
             size = executor.num_blocks * bytes_per_block(
                 [(part, target.dtype) for part in host.parts], block_size
             )
-            host.give_back(-size)
-            weakref.finalize(executor, host.give_back, size)
+            host.add_free(-size)
+            weakref.finalize(executor, host.add_free, size)
         return executor
 
     @property
@@ -176,11 +176,11 @@ class LocalExecutor:
             likelihoods=partial(likelihoods, plan, trees),
             taps=taps,
         )
-        if self._apart is None:
+        if self._thread is None:
             return Launch(run())
         stopped = Event()
         try:
-            flight = self._apart.submit(run, stopped=lambda: self._closed or stopped.is_set())
+            flight = self._thread.submit(run, stopped=lambda: self._closed or stopped.is_set())
         except RuntimeError:  # another thread has closed it
             if self._closed:
                 raise StoppedError("the model was closed") from None
@@ -194,8 +194,8 @@ class LocalExecutor:
     def close(self) -> None:
         """See Executor; a pass whose weights are in memory completes."""
         self._closed = True
-        if self._apart is not None:
-            self._apart.shutdown(wait=False)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     def move(self, moves: Sequence[Move]) -> None:
         """See Executor."""

@@ -53,13 +53,13 @@ class TappedRows:
         first, bytes_ = self._pass_TND.data_ptr(), self._pass_TND.stride(0) * self._pass_TND.element_size()
         return [first + row * bytes_ for row in self._rows]
 
-    def to_keep(self) -> TappedRows:
+    def compact(self) -> TappedRows:
         """Return these rows, copied if they are a small part of a large pass."""
         rows = self._pass_TND.size(0)
-        return self if rows <= max(_SMALL_PASS, 2 * len(self)) else together([self])
+        return self if rows <= max(_SMALL_PASS, 2 * len(self)) else merged([self])
 
 
-def together(parts: Sequence[TappedRows]) -> TappedRows:
+def merged(parts: Sequence[TappedRows]) -> TappedRows:
     """Return a copy of the rows of all parts, in order."""
     copied_TND = joined(parts)
     return TappedRows(copied_TND, range(len(copied_TND)))
@@ -91,7 +91,7 @@ class TextRows:
     entries: list[PlanEntry]
     rows: list[list[int]]
 
-    def of_those(self, wanted: Callable[[PlanEntry], bool]) -> TextRows:
+    def where(self, wanted: Callable[[PlanEntry], bool]) -> TextRows:
         """Return the rows of texts whose entries are `wanted`."""
         chosen = [i for i, entry in enumerate(self.entries) if wanted(entry)]
         return TextRows([self.entries[i] for i in chosen], [self.rows[i] for i in chosen])
@@ -137,10 +137,10 @@ class UnreadFeatures:
 
     def add(self, states: TappedRows) -> None:
         """Append the states of the tokens from `end` on."""
-        self._parts.append(states.to_keep())
+        self._parts.append(states.compact())
         self.end += len(states)
         if len(self._parts) > _MAX_PASSES:
-            self._parts = [together(self._parts)]
+            self._parts = [merged(self._parts)]
 
     def take(self, count: int) -> list[TappedRows]:
         """Remove and return the first `count` states; needs at least `count`."""

@@ -48,10 +48,10 @@ from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.version import VERSION
 
-_OPEN, _CLOSE, _PASS, _LOGITS, _MOVE, _FIGURES = range(1, 7)
-_MOST_CACHES: Final = 64
-_MOST_SLOTS: Final = 1 << 31
-_MOST_ROWS: Final = 1 << 16
+_OPEN, _CLOSE, _PASS, _LOGITS, _MOVE, _TIMES = range(1, 7)
+_MAX_CACHES: Final = 64
+_MAX_SLOTS: Final = 1 << 31
+_MAX_ROWS: Final = 1 << 16
 
 
 class Open(NamedTuple):
@@ -95,11 +95,11 @@ class Moves(NamedTuple):
     targets: list[int]
 
 
-class AskFigures(NamedTuple):
+class ReportTimes(NamedTuple):
     """Report the seconds of passes by activity."""
 
 
-Command = Open | Close | Pass | Logits | Moves | AskFigures
+Command = Open | Close | Pass | Logits | Moves | ReportTimes
 
 
 class MessageWriter:
@@ -151,9 +151,9 @@ class MessageWriter:
         return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
 
     @staticmethod
-    def asking() -> bytes:
-        """FIGURES: report the seconds of passes by activity."""
-        return array("i", [_FIGURES, 0]).tobytes()
+    def reporting() -> bytes:
+        """TIMES: report the seconds of passes by activity."""
+        return array("i", [_TIMES, 0]).tobytes()
 
 
 class MessageReader:
@@ -171,14 +171,14 @@ class MessageReader:
         if len(message) % 4:
             raise ValueError(f"a message has {len(message)} bytes; allowed: whole words of 4")
         self._words, self._at = np.frombuffer(message, np.int32), 0
-        kind, cache = self._number(_OPEN, _FIGURES), self._number(0, (1 << 31) - 1)
+        kind, cache = self._number(_OPEN, _TIMES), self._number(0, (1 << 31) - 1)
         if kind == _OPEN:
-            if cache in caches or len(caches) >= _MOST_CACHES:
+            if cache in caches or len(caches) >= _MAX_CACHES:
                 raise ValueError(f"cache {cache} is there, or too many are")
-            model, blocks = self._number(0, len(self._configs) - 1), self._number(1, _MOST_SLOTS - 1)
-            found: Command = Open(cache, model, blocks, self._number(1, _MOST_SLOTS // blocks))
-        elif kind == _FIGURES:
-            found = AskFigures()
+            model, blocks = self._number(0, len(self._configs) - 1), self._number(1, _MAX_SLOTS - 1)
+            found: Command = Open(cache, model, blocks, self._number(1, _MAX_SLOTS // blocks))
+        elif kind == _TIMES:
+            found = ReportTimes()
         elif cache not in caches:
             raise ValueError(f"there is no cache {cache}")
         elif kind == _CLOSE:
@@ -186,12 +186,12 @@ class MessageReader:
         elif kind == _PASS:
             layers = self._configs[caches[cache].model].stage.count
             logits, more = (bool(self._number(0, 1)) for _ in range(2))
-            taps, requests = self._number(0, layers + 1), self._number(0, _MOST_ROWS)
+            taps, requests = self._number(0, layers + 1), self._number(0, _MAX_ROWS)
             tapped = self._list(taps, 0, layers)
             found = Pass(cache, logits, more, tapped, [self._rows(caches[cache]) for _ in range(requests)])
         elif kind == _LOGITS:
             width = self._configs[caches[cache].model].hidden_size * self._dtype.itemsize // 4  # words
-            rows = self._number(0, _MOST_ROWS)
+            rows = self._number(0, _MAX_ROWS)
             found = Logits(cache, rows, self._take(rows * width))
         else:
             slots = caches[cache].blocks * caches[cache].block_size
@@ -204,9 +204,9 @@ class MessageReader:
 
     def _rows(self, cache: Open) -> Rows:
         config = self._configs[cache.model]
-        start, n = self._number(0, config.max_context), self._number(0, _MOST_ROWS)
+        start, n = self._number(0, config.max_context), self._number(0, _MAX_ROWS)
         logits_from = self._number(0, n)
-        blocks, nodes = self._number(0, cache.blocks), self._number(-1, _MOST_ROWS)
+        blocks, nodes = self._number(0, cache.blocks), self._number(-1, _MAX_ROWS)
         if start + n > blocks * cache.block_size:
             raise ValueError(f"{blocks} blocks of {cache.block_size} for {start + n} positions")
         tokens = self._list(n, 0, config.vocab_size - 1)
@@ -220,16 +220,16 @@ class MessageReader:
             raise ValueError(f"a tree of {nodes} nodes that ends at position {start + n - 1}")
         return Rows(tokens, start, table, logits_from, parents)
 
-    def _number(self, least: int, most: int) -> int:
+    def _number(self, low: int, high: int) -> int:
         found = int(self._take(1)[0])
-        if not least <= found <= most:
-            raise ValueError(f"a message has {found} where {least} to {most} are allowed")
+        if not low <= found <= high:
+            raise ValueError(f"a message has {found} where {low} to {high} are allowed")
         return found
 
-    def _list(self, number: int, least: int, most: int) -> list[int]:
+    def _list(self, number: int, low: int, high: int) -> list[int]:
         found = self._take(number)
-        if number and not least <= int(found.min()) <= int(found.max()) <= most:
-            raise ValueError(f"a message has {found.min()} .. {found.max()}; allowed: {least} .. {most}")
+        if number and not low <= int(found.min()) <= int(found.max()) <= high:
+            raise ValueError(f"a message has {found.min()} .. {found.max()}; allowed: {low} .. {high}")
         numbers: list[int] = found.tolist()
         return numbers
 
@@ -258,7 +258,7 @@ class Leader:
         self._widths = widths_of(model, group)
         self._cache = next(group.numbers)
         self._stages = passes.stages
-        self._tell(MessageWriter.opening(self._cache, model.number, blocks, block_size))
+        self._send(MessageWriter.opening(self._cache, model.number, blocks, block_size))
         # Only recorded, as a finalizer may run in any thread, in the middle of a message.
         weakref.finalize(self, group.left.append, (self._cache, self._stages)).atexit = False
 
@@ -280,11 +280,11 @@ class Leader:
         parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
         chosen = sum(part.num_chosen for part in parts)
         logits = 0 < chosen <= max_logits
-        with self._turn():
+        with self._collective():
             with group.times.passing():
                 for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
                     how = {"logits": logits and not behind, "more": behind > 0}
-                    self._tell(
+                    self._send(
                         MessageWriter.passing(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
                     )
                     found = self._passes.run(part, more=behind > 0)
@@ -295,7 +295,7 @@ class Leader:
                     found = found._replace(logits_RV=self._whole(found))
             # If rows came back, all stages have ended the pass; else an answer may take as long as the pass.
             if chosen and self._stages == group.stages and group.times.due:
-                group.broadcast(MessageWriter.asking(), group.stages)
+                group.broadcast(MessageWriter.reporting(), group.stages)
                 group.read_times()
             return found
 
@@ -314,21 +314,21 @@ class Leader:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the logits of rows of an earlier pass, [R, V]."""
         message = MessageWriter.logits(self._cache, hidden_RD)
-        with self._turn(), self._group.times.passing():
-            self._tell(message, stages=1)
+        with self._collective(), self._group.times.passing():
+            self._send(message, stages=1)
             return self._whole(Read(hidden_RD))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Make the other ranks copy K and V of these slots; the caller does so on this rank."""
         if sources:
-            with self._turn(), self._group.times.passing():
-                self._tell(MessageWriter.moving(self._cache, sources, targets))
+            with self._collective(), self._group.times.passing():
+                self._send(MessageWriter.moving(self._cache, sources, targets))
 
     def _whole(self, read: Read) -> Tensor:
         own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
         return self._group.gather(own, self._widths)
 
-    def _tell(self, message: bytes, stages: int | None = None) -> None:
+    def _send(self, message: bytes, stages: int | None = None) -> None:
         group = self._group
         with group.turn:
             while group.left:
@@ -337,7 +337,7 @@ class Leader:
             group.broadcast(message, stages or self._stages)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         """Run the block as a collective operation; an exception in it ends the group."""
         with self._group.turn, interrupts_held():
             try:

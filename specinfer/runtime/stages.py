@@ -51,12 +51,12 @@ class StagedPasses:
         self._chosen = 0  # rows read after the last layer, in all parts
         self._seconds = 0.0  # time of the pass's parts on this rank
         self.patience = 0.0  # at rank 0, seconds by which other stages may lag behind with the last pass
-        self._pace = Pace()
+        self._times = StageTimes()
 
     def cut(self, rows: Sequence[Rows]) -> list[Sequence[Rows]]:
         """Divide the rows of a pass into the fastest number of parts."""
         count = sum(len(one.token_ids) for one in rows)
-        return cut_rows(rows, self._pace.parts(count, self.stages))
+        return cut_rows(rows, self._times.parts(count, self.stages))
 
     def run(self, part: StagePart, *, more: bool = False) -> Read:
         """Run a part of a pass; after the last one (not `more`), return the result of all parts.
@@ -66,11 +66,11 @@ class StagedPasses:
         stage = self.model.config.stage
         if self.stages == 1:
             return part.read(None)
-        given = None if stage.begins else self._taken(part.num_rows)
+        given = None if stage.begins else self._take(part.num_rows)
         began = time.perf_counter()
         found = part.read(given)
         seconds = time.perf_counter() - began
-        self._pace.note(part.num_rows, seconds)
+        self._times.record(part.num_rows, seconds)
         self._seconds += seconds
         self._chosen += part.num_chosen
         self._reads.append(found)
@@ -85,12 +85,12 @@ class StagedPasses:
         if stage.ends:
             self._hand_on(hidden_RD)
         if stage.begins:
-            hidden_RD = self._taken(self._chosen)
+            hidden_RD = self._take(self._chosen)
         self.patience = self._patience or 0.0
         self._reads, self._chosen, self._seconds = [], 0, 0.0
         return Read(hidden_RD, tapped_TND)
 
-    def _taken(self, rows: int) -> Tensor:
+    def _take(self, rows: int) -> Tensor:
         like = torch.empty(rows, self.model.config.hidden_size, dtype=self.model.dtype)
         return self.group.take(like, self._patience) if rows else like
 
@@ -107,7 +107,7 @@ class StagedPasses:
         return _SLOWER * self._seconds * (stage.count / (stage.behind - stage.first) - 1)
 
 
-class Pace:
+class StageTimes:
     """Measured time of a stage: a constant, and a time per row.
 
     With a constant `a` and a time per row `b`, n rows take about
@@ -118,22 +118,22 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._least = math.inf  # the fastest pass, as other load only adds time
+        self._shortest = math.inf  # the fastest pass, as other load only adds time
         self._row, self._rows = math.inf, 0  # the smallest time per row, and the rows of that pass
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         """Record the seconds of a pass of `rows` rows."""
         if 0 < rows <= _FEW:
-            self._least = min(self._least, seconds)
+            self._shortest = min(self._shortest, seconds)
         elif rows >= _MANY and seconds / rows < self._row:
             self._row, self._rows = seconds / rows, rows
 
     def parts(self, rows: int, stages: int) -> int:
         """Return the fastest number of parts for `rows` rows; 1 before it is known."""
-        if stages == 1 or not self._rows or self._least == math.inf:
+        if stages == 1 or not self._rows or self._shortest == math.inf:
             return 1
-        more = max(0.0, self._row - self._least / self._rows)
-        best = round(math.sqrt((stages - 1) * more * rows / self._least))
+        more = max(0.0, self._row - self._shortest / self._rows)
+        best = round(math.sqrt((stages - 1) * more * rows / self._shortest))
         return max(1, min(best, rows // _MIN_ROWS))
 
 

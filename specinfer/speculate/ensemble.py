@@ -132,7 +132,7 @@ class Ensemble:
 
     @staticmethod
     def _send_states(reader: AnySpeculator, texts: TextRows, flight: Flight) -> None:
-        own = texts.of_those(lambda entry: entry.lets_guess(reader.name))
+        own = texts.where(lambda entry: entry.lets_guess(reader.name))
         reader.receive_states(own.features(flight, reader.taps))
 
     def observe(self, report: StepReport) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
-from specinfer.engine.steps import together
+from specinfer.engine.steps import combined
 from specinfer.kernels.machine import usable_cores
 from specinfer.request import Delta
 from specinfer.serve.backend.engine_child import EngineChild
@@ -169,7 +169,7 @@ class ReplicaBackend:
     async def health(self) -> Health:
         """Current health of all replicas, returned within a second even if engines hang."""
         found = await asyncio.gather(*(one.health() for one in self._replicas))
-        state = together([one.state for one in found])
+        state = combined([one.state for one in found])
         state = replace(state, waiting=state.waiting + len(self._ledger.of(None)))
         no_reply = not any(one.answers for one in found) and any(one.runs for one in found)
         return Health(

@@ -190,7 +190,7 @@ class MedusaDraft(OnePassDraft):
         """Keep the last hidden state of each text."""
         for features in texts:
             count = len(features.states)
-            last = features.states.part(count - 1, count).to_keep()
+            last = features.states.part(count - 1, count).compact()
             self._last[features.entry.request.request_id] = features.end, last
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:

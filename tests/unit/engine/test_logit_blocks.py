@@ -60,7 +60,7 @@ def test_texts_and_logprobs_do_not_depend_on_blocks(
     most_rows: int,
 ) -> None:
     monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
-    monkeypatch.setattr(flight_module, "_FEWEST_BESIDE", 2)
+    monkeypatch.setattr(flight_module, "_MIN_ROWS_BESIDE", 2)
     monkeypatch.setattr(flight_module, "MAX_BYTES", most_rows * 64 * 4)
     made: list[int] = []
     make = HostFlight._make

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specinfer.parallel.link import Link
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import (
-    AskFigures,
+    ReportTimes,
     Close,
     Logits,
     MessageReader,
@@ -41,7 +41,7 @@ def words(*numbers: int) -> bytes:
 def test_what_is_written_is_read() -> None:
     read = reader().read
     assert read(MessageWriter.opening(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
-    assert read(MessageWriter.asking(), {}) == AskFigures()
+    assert read(MessageWriter.reporting(), {}) == ReportTimes()
     assert read(MessageWriter.closing(3), CACHES) == Close(3)
     told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
     rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]

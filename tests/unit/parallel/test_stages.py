@@ -22,7 +22,7 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Layout
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.executor import Host, LocalExecutor, ModelRunner
-from specinfer.runtime.stages import Pace, cut_rows
+from specinfer.runtime.stages import StageTimes, cut_rows
 from specinfer.speculation_config import Quantization
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
@@ -118,7 +118,7 @@ def test_a_pass_in_parts_has_the_bits_of_a_whole_one(
 ) -> None:
     taps = (4, 0, 2)
     want = said(whole_model(llama, kernels("native"), tmp_path, quantization="int4", width=1), taps)
-    monkeypatch.setattr(Pace, "parts", lambda self, rows, stages: min(rows, parts))
+    monkeypatch.setattr(StageTimes, "parts", lambda self, rows, stages: min(rows, parts))
     for size, stages, kind in ((2, 2, "int4"), (3, 3, "int4"), (4, 2, "int8")):
         if kind == "int8":
             want = said(whole_model(llama, kernels("native"), tmp_path), taps)
@@ -145,7 +145,7 @@ def test_texts_in_parts_are_those_of_one_process(
         return found
 
     want = texts(whole_model(llama, native, tmp_path), None)
-    monkeypatch.setattr(Pace, "parts", lambda self, rows, stages: max(1, rows // 3))
+    monkeypatch.setattr(StageTimes, "parts", lambda self, rows, stages: max(1, rows // 3))
     with ranks_of(llama, 4, native, tmp_path, stages=2) as target:
         assert texts(target, {"draft": draft}) == want
 
@@ -195,12 +195,12 @@ def test_parts_are_the_rows_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_parts_are_as_many_as_pay() -> None:
-    pace = Pace()
+    pace = StageTimes()
     assert pace.parts(512, 2) == 1  # nothing is known
-    pace.note(256, 1.0)
+    pace.record(256, 1.0)
     assert pace.parts(512, 2) == 1
     for rows, seconds in ((1, 0.07), (64, 0.4), (8, 9.0), (256, 2.0), (2, 0.05), (1, 0.06)):
-        pace.note(rows, seconds)
+        pace.record(rows, seconds)
     by_row = (1.0 - 0.05) / 256
     assert pace.parts(512, 2) == round((by_row * 512 / 0.05) ** 0.5) == 6
     assert pace.parts(512, 3) == 9

@@ -245,7 +245,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return CostCurve((1, 16), (0.1, 0.2 + len(measured)))
 
     monkeypatch.setattr("specinfer.runtime.cost_curve.measure", pretend)
-    monkeypatch.setattr("specinfer.runtime.cost_curve._WORTH_KEEPING", -1.0)
+    monkeypatch.setattr("specinfer.runtime.cost_curve._MIN_CACHED", -1.0)
     return measured
 
 
@@ -314,7 +314,7 @@ def test_what_is_measured_in_a_blink_is_not_kept(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A blink is an hour here, as on a busy machine even a tiny model may take longer than a real one.
-    monkeypatch.setattr("specinfer.runtime.cost_curve._WORTH_KEEPING", 3600.0)
+    monkeypatch.setattr("specinfer.runtime.cost_curve._MIN_CACHED", 3600.0)
     curve = cost_curve(runner(tiny), max_rows=8, variant="", folder=tmp_path)
     assert (np.diff(curve.seconds(range(1, 9))) >= 0).all()
     assert not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
         "tree": [4, 6, 8],
         "whole": [14, 15, 16],
     }
-    few = found.of_those(lambda entry: entry.request.request_id != "tree")
+    few = found.where(lambda entry: entry.request.request_id != "tree")
     assert few.rows == [[0, 1, 2, 3], [14, 15, 16]]
 
 

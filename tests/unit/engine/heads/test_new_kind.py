@@ -84,7 +84,7 @@ class LinearDraft(OnePassDraft):
     def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         for text in texts:
             count = len(text.states)
-            last = text.states.part(count - 1, count).to_keep()
+            last = text.states.part(count - 1, count).compact()
             self._last[text.entry.request.request_id] = text.end, last
 
     def _text(self, entry: int, most: int) -> tuple[TappedRows, int, int] | None:
