@@ -18,7 +18,8 @@ from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import LocalExecutor, ModelRunner, as_rows
+from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer

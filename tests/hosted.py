@@ -12,7 +12,7 @@ from specinfer.models.hosted.skeleton import without_memory
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 
 # Sizes under their names in configs. Heads and MLPs are whole or half vectors of 64 elements, as in published
 # models.

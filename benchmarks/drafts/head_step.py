@@ -27,7 +27,7 @@ from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.native import load_library
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculation_config import Quantization

@@ -42,8 +42,8 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.weights import estimate_bytes, open_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.runner import ModelRunner
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5

@@ -41,7 +41,7 @@ from specinfer.models.streamed import StreamedWeights, expert_records, layer_rec
 from specinfer.models.weight_memory import PassingWeights
 from specinfer.models.weights import weight_bytes
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.tokenizer import Tokenizer
 
 SHARES = (0.25, 0.5, 0.75)

@@ -36,7 +36,7 @@ from specinfer.replay.oracle import reaches_of
 from specinfer.replay.replay import Phase
 from specinfer.replay.trace import Trace, read_trace
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 
 SIZES: Final[dict[str, tuple[int, ...]]] = {
     "linear": (),

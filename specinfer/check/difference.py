@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from specinfer.models.language_model import LanguageModel
 from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner, as_rows
+from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import coupled_choice

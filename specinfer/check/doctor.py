@@ -46,8 +46,8 @@ from specinfer.models.weights import estimate_bytes, expert_bytes, open_model
 from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
 

@@ -24,9 +24,10 @@ from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Delta, Logprobs, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
-from specinfer.runtime.executor import Executor, Move
+from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight, Launch, inference, torch_threads
+from specinfer.runtime.runner import Move
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.guard import Guard

@@ -35,9 +35,9 @@ from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
-from specinfer.runtime.executor import probe_rows
 from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.runner import probe_rows
 
 
 class EagleHead(HeadVocabulary):

@@ -35,16 +35,16 @@ from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
 from specinfer.parallel.share import Layout
-from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import free_bytes, gib
+from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.sharded import (
-    ReportTimes,
     Close,
     Logits,
     MessageReader,
     Moves,
     Open,
     Pass,
+    ReportTimes,
     identity_of,
     widths_of,
 )

@@ -25,8 +25,8 @@ from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
 from specinfer.replay.trace import RecordedDraft, Trace
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import ModelRunner, Move
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children

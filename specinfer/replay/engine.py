@@ -30,8 +30,9 @@ from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock
 from specinfer.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
-from specinfer.runtime.executor import Executor, Move
+from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import Launch
+from specinfer.runtime.runner import Move
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy

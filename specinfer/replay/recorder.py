@@ -29,7 +29,8 @@ from specinfer.replay.engine import ReplayEngine, num_blocks
 from specinfer.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.executor import LocalExecutor, ModelRunner
+from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import named_tokens

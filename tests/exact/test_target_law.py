@@ -18,7 +18,7 @@ from torch import Tensor
 from specinfer import LLM
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.tree.token_tree import TokenTree
 from tests.adapters import write_adapter
 from tests.engines import ENGINE, runner_of

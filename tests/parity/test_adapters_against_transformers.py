@@ -10,7 +10,7 @@ import torch
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.adapters import adapter_tensors, write_peft
 from tests.kernels import NAMES, kernels
 

@@ -9,7 +9,7 @@ import torch
 
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 
 from .families import CASES, save_random

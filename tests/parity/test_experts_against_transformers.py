@@ -14,7 +14,7 @@ from specinfer.errors import ModelFileError
 from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.quantized_folders import pack_mxfp4
 

@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 
 from .families import save_random
 from .gguf_files import gguf_name, write_gguf

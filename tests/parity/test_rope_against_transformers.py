@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 
 from .families import save_random

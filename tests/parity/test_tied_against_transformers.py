@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelFileError
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 
 from .families import save_random
 

@@ -18,7 +18,7 @@ from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.positions import Rope
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 
 from .families import CASES, save_random
 

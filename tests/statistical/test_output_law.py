@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner, as_rows
+from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule
 from specinfer.verify.target_law import target_law

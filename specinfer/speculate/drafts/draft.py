@@ -22,8 +22,8 @@ from torch import Tensor
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner, Move
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first

@@ -18,7 +18,7 @@ from specinfer.errors import ensure
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner, Move
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows, moves_along
 from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.draws import Site, draw_children

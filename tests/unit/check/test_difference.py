@@ -20,7 +20,7 @@ from specinfer.check.difference import (
 )
 from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner, as_rows
+from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
 from tests.engines import write_tiny

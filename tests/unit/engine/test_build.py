@@ -21,7 +21,7 @@ from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.llm import LLM
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE

@@ -22,8 +22,8 @@ from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
-from specinfer.runtime.executor import Move
 from specinfer.runtime.flight import Launch
+from specinfer.runtime.runner import Move
 from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.work import Work
 from specinfer.tree import TokenTree

@@ -15,7 +15,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculation_config import DEFAULT_EXPANSION, SpeculationConfig
 from tests.engines import Tiny, write_tiny

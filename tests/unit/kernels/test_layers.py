@@ -21,7 +21,7 @@ from specinfer.kernels.structures import STAGES
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import NAMES, kernels
 from tests.parity.families import save_random

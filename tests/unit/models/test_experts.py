@@ -21,7 +21,7 @@ from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model, open_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import NAMES, kernels
 from tests.oracles.experts import chosen_experts, mixture_row

@@ -18,7 +18,7 @@ from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import estimate_bytes, load_model, load_streamed, open_model, prepare
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.gguf_blocks import MATRICES, random_blocks, write_blocks
 from tests.kernels import kernels

@@ -26,7 +26,7 @@ from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model, open_model, prepare
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random

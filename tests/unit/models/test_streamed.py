@@ -14,7 +14,7 @@ from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_model, load_streamed, open_model, prepare
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random

@@ -15,7 +15,7 @@ from specinfer.models.stream import StoppedError
 from specinfer.models.weights import load_model, open_model, prepare
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.gguf_blocks import write_blocks
 from tests.kernels import kernels

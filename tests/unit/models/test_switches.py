@@ -16,7 +16,7 @@ from specinfer.models.weight_reader import WeightReader
 from specinfer.parallel.share import Layout, Share
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.switched import PLAIN, SWITCHED, RandomFile, build
 from tests.unit.kernels.test_decoder import TREE, cache_of, read

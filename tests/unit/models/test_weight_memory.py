@@ -24,7 +24,7 @@ from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import OpenModel, load_model, open_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.parity.families import save_random
 from tests.tiny_models import write_tiny_llama

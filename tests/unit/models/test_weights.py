@@ -16,7 +16,7 @@ from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import chosen_rows
 from specinfer.models.weights import estimate_bytes, load_model, open_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
 from tests.passes import forward
 from tests.shown import Shown

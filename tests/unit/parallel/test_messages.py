@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from specinfer.parallel.link import Link
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import (
-    ReportTimes,
     Close,
     Logits,
     MessageReader,
@@ -22,6 +21,7 @@ from specinfer.runtime.sharded import (
     Moves,
     Open,
     Pass,
+    ReportTimes,
 )
 from tests.unit.parallel.test_share import SMOL
 

@@ -21,7 +21,8 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Layout
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
-from specinfer.runtime.executor import Host, LocalExecutor, ModelRunner
+from specinfer.runtime.executor import Host, LocalExecutor
+from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.stages import StageTimes, cut_rows
 from specinfer.speculation_config import Quantization
 from tests.heads import eagle_config, write_any

@@ -22,7 +22,8 @@ from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import Host, LocalExecutor, ModelRunner, Move
+from specinfer.runtime.executor import Host, LocalExecutor
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculation_config import Quantization
 from tests.engines import runner_of
 from tests.heads import eagle_config, write_any

@@ -14,7 +14,7 @@ from specinfer.replay.recorder import learned_shape, record
 from specinfer.replay.trace import Trace
 from specinfer.request import Request
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.tree.expansion import Expansion
 from tests.engines import Tiny, write_tiny

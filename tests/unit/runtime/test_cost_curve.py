@@ -19,7 +19,7 @@ from specinfer.kernels.ops import Ops
 from specinfer.models.config import Experts
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
-from specinfer.runtime.executor import ModelRunner, probe_rows
+from specinfer.runtime.runner import ModelRunner, probe_rows
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels as kernels_of
 

@@ -11,7 +11,7 @@ import torch
 from specinfer.attention import sdpa
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 

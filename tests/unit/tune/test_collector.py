@@ -13,7 +13,7 @@ from specinfer.errors import TuneError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.tune.collector import (
     CollectionCounts,
     Collector,

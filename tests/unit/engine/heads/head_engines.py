@@ -16,7 +16,7 @@ from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.medusa import MedusaHead
 from specinfer.llm import LLM
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent

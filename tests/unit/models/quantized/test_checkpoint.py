@@ -16,7 +16,7 @@ from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model, open_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.runner import ModelRunner
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.tiny_models import write_tiny_llama
 

@@ -10,8 +10,8 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble

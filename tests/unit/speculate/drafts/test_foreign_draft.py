@@ -15,8 +15,8 @@ from specinfer.errors import ConfigError
 from specinfer.models.weights import load_model
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
