@@ -11,12 +11,14 @@ from typing import Any
 from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.build import build_engine
+from specinfer.engine.drafts import with_pool_members
 from specinfer.engine.engine import Engine
 from specinfer.engine.intake import Intake, LoRA, Params, Prompt
 from specinfer.engine.loop import EngineLoop
-from specinfer.engine.models import Models, load_models, models_for, with_members
+from specinfer.engine.models import Models, load_models
 from specinfer.engine.steps import Statistics
 from specinfer.engine.trace import TreeEvent
+from specinfer.engine.variant import variant_models
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
@@ -80,7 +82,7 @@ class LLM:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
         # Replaces each pool by its drafts: these are loaded, and `variant` compares its drafts with them.
-        config = with_members(config, show)
+        config = with_pool_members(config, show)
         models = load_models(config, show)
         self._start(models.settled(config), models, speculators, show)
 
@@ -94,7 +96,7 @@ class LLM:
     ) -> LLM:
         """Return an LLM over models that are already loaded; raises as `LLM` does."""
         llm = cls.__new__(cls)
-        llm._start(with_members(config, progress or NoProgress()), models, speculators, progress)
+        llm._start(with_pool_members(config, progress or NoProgress()), models, speculators, progress)
         return llm
 
     def _start(
@@ -132,8 +134,10 @@ class LLM:
             CapacityError: the KV cache does not fit into memory.
         """
         show = default_progress() if progress is None else progress
-        config = with_members((config or self.config).with_options(options), show)
-        return LLM.from_models(config, models_for(config, self.config, self.models), speculators, progress)
+        config = with_pool_members((config or self.config).with_options(options), show)
+        return LLM.from_models(
+            config, variant_models(config, self.config, self.models), speculators, progress
+        )
 
     def close(self) -> None:
         """Free the KV cache and release the weights; a second call does nothing.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from specinfer.config import ModelImpl
+from specinfer.config import EngineConfig, ModelImpl
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
+from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
+from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
@@ -75,6 +77,32 @@ class FoundHead:
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return head_bytes(self.head, dtype, quantization)
+
+
+def with_pool_members(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """Return the config with each pool replaced by its drafts, in order.
+
+    A pool is a folder with a pool.json. Raises ModelError or a subclass if it is damaged or was tuned for
+    another target.
+    """
+    if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
+        return config
+    target = open_model(resolve(config.model, progress=progress))
+    drafts: list[str] = []
+    for name in config.speculation.drafts:
+        folder = Path(name).expanduser()
+        if not is_pool(folder):
+            drafts.append(name)
+            continue
+        pool = read_pool(folder)
+        if not is_of(pool.fingerprint, target):
+            raise ModelError(
+                f"the pool {name} was tuned for {pool.target}, whose weights differ from those of "
+                f"{Path(config.model).name}; name that model, or a pool of this one. A draft of the pool "
+                "that is a small model can be named by itself"
+            )
+        drafts += [str(path) for path in member_folders(folder, pool)]
+    return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
 
 
 def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Find, check and load the models of a config, and share them with variants."""
+"""Find, check and load the models of a config."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from specinfer.engine.drafts import (
     logit_ids_of,
     models_among,
     vocabularies,
+    with_pool_members,
 )
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import (
@@ -36,22 +37,19 @@ from specinfer.engine.memory import (
     plan_memory,
 )
 from specinfer.engine.ranks import Ranks
-from specinfer.errors import ConfigError, ModelError
-from specinfer.hub import resolve
+from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, sampling_defaults
-from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
-from specinfer.models.weights import layer_bytes, open_model, weight_bytes
+from specinfer.models.weights import layer_bytes, weight_bytes
 from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host
@@ -61,15 +59,6 @@ from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-# Options that determine the loaded weights and their kernels. A variant must have the same, but may have
-# fewer drafts.
-_LOADED = (
-    *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
-    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
-    *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
-)
-_BESIDE = 4  # a variant's part of a planned engine's KV memory is 1 over this
-_OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     token with the target, CapacityError if the weights do not fit into memory.
     """
     show = progress or NoProgress()
-    config = with_members(config, show)
+    config = with_pool_members(config, show)
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
@@ -337,81 +326,6 @@ def _memory_needs(
     may = config.offload == "auto" and config.quantization != "int4" and config.speculation.node_limit > 1
     added = needs.self_drafts() if may and not names else []
     return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
-
-
-def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
-    """Return the config with each pool replaced by its drafts, in order.
-
-    A pool is a folder with a pool.json. Raises ModelError or a subclass if it is damaged or was tuned for
-    another target.
-    """
-    if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
-        return config
-    target = open_model(resolve(config.model, progress=progress))
-    drafts: list[str] = []
-    for name in config.speculation.drafts:
-        folder = Path(name).expanduser()
-        if not is_pool(folder):
-            drafts.append(name)
-            continue
-        pool = read_pool(folder)
-        if not is_of(pool.fingerprint, target):
-            raise ModelError(
-                f"the pool {name} was tuned for {pool.target}, whose weights differ from those of "
-                f"{Path(config.model).name}; name that model, or a pool of this one. A draft of the pool "
-                "that is a small model can be named by itself"
-            )
-        drafts += [str(path) for path in member_folders(folder, pool)]
-    return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
-
-
-def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
-    """Return those of `models`, loaded for `config`, that the variant's config `wanted` names.
-
-    With a memory plan, a variant's KV caches get a part of the LLM's KV memory in addition to it. Raises
-    ConfigError if `wanted` needs other weights.
-    """
-    pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
-    if wanted.generation_config == "auto":  # the recommendation was read with the weights, or not at all
-        pairs.append(("generation_config", "auto", config.generation_config))
-    if wanted.speculation.drafts:
-        pairs += [
-            (name, getattr(wanted.speculation, name), getattr(config.speculation, name))
-            for name in _OF_DRAFTS
-        ]
-    for name, asked, loaded in pairs:
-        if asked != loaded:
-            raise ConfigError(
-                f"{name} is {asked!r}, and a variant shares weights that were loaded with {loaded!r}; "
-                "leave it out, or make a separate LLM"
-            )
-    lengths = [one.scheduler.max_context or 0 for one in (wanted, config)]
-    if len({models.target.config.extends(length) for length in lengths}) > 1:
-        raise ConfigError(
-            f"max_context is {lengths[0]}, and a variant shares a model whose positions are turned for "
-            f"texts of {lengths[1]} tokens (LongRoPE); leave it out, or make a separate LLM"
-        )
-    left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
-    drafts = {}
-    for draft in wanted.speculation.drafts:
-        found = next((one for one in left if one[0] == draft), None)
-        if found is None:
-            known = ", ".join(config.speculation.drafts) or "no draft"
-            raise ConfigError(
-                f"drafts names {draft!r}; allowed for a variant: loaded drafts ({known}); leave it out, or "
-                "make another LLM"
-            )
-        left.remove(found)
-        name, model = found[1]
-        drafts[name] = model
-    named = {name: tokens for name, tokens in models.named.items() if name in drafts}
-    foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
-    plan = models.plan
-    if plan is not None:
-        plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
-    if models.draft_memory is not None and {SELF, config.model} & {*wanted.speculation.drafts}:
-        models.draft_memory.keep()
-    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, draft_memory=None)
 
 
 def pick_device(name: str) -> torch.device:

@@ -16,7 +16,8 @@ from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
 from specinfer.engine.memory import MemoryNeeds
-from specinfer.engine.models import Models, load_models, models_for, threads_of_torch
+from specinfer.engine.models import Models, load_models, threads_of_torch
+from specinfer.engine.variant import variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.llm import LLM
@@ -255,8 +256,8 @@ def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_pat
         assert built.admission.max_context == contexts[1]
     short = replace(engine, scheduler=replace(engine.scheduler, max_context=64))
     with pytest.raises(ConfigError, match=r"max_context is 64.* texts of 100 tokens \(LongRoPE\)"):
-        models_for(short, engine, models)
-    assert models_for(engine, engine, models).target is models.target
+        variant_models(short, engine, models)
+    assert variant_models(engine, engine, models).target is models.target
 
 
 @pytest.mark.parametrize(

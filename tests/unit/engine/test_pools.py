@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from specinfer.config import EngineConfig
 from specinfer.engine import models
-from specinfer.engine.models import load_models, with_members
+from specinfer.engine.drafts import with_pool_members
+from specinfer.engine.models import load_models
 from specinfer.errors import ModelError
 from specinfer.hub.pool import Member, Pool, read_pool, write_pool
 from specinfer.llm import LLM
@@ -52,9 +53,9 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
     other = str(folder / "target")
     wanted = config(folder, other, str(folder / "pool"))
     members = [str(folder / "pool" / f"member{number}") for number in (1, 2)]
-    assert with_members(wanted, NoProgress()).speculation.drafts == (other, *members)
+    assert with_pool_members(wanted, NoProgress()).speculation.drafts == (other, *members)
     plain = config(folder, other)
-    assert with_members(plain, NoProgress()) is plain
+    assert with_pool_members(plain, NoProgress()) is plain
 
 
 def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_pool_with_a_fingerprint_of_the_first_version_is_read(folder: Path, tm
     norm = load_file(folder / "target" / "model.safetensors")["model.norm.weight"]
     kept = hashlib.sha256(b"('llama', 64, 32, 2, 4, 2)" + norm.numpy().tobytes()).hexdigest()
     write_pool(tmp_path / "pool", replace(pool, fingerprint=kept))
-    wanted = with_members(config(folder, str(tmp_path / "pool")), NoProgress())
+    wanted = with_pool_members(config(folder, str(tmp_path / "pool")), NoProgress())
     assert len(wanted.speculation.drafts) == 2
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from specinfer import EngineConfig, SamplingParams
-from specinfer.engine.models import Models, models_for
+from specinfer.engine.models import Models
+from specinfer.engine.variant import variant_models
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
@@ -90,7 +91,7 @@ def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None
     models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, {"draft": kept})
     config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ["similar"], "draft_vocabulary": 9})
     without = replace(config, speculation=NO_SPECULATION)
-    assert models_for(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
+    assert variant_models(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
 
 
 class Nothing(Speculator):
