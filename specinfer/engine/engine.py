@@ -16,13 +16,13 @@ from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
-from specinfer.engine.target_laws import TargetLaws, verify_trees
+from specinfer.engine.target_laws import TargetLaws, TreeResult, tree_results
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Delta, Logprobs, Request
+from specinfer.request import Delta, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
@@ -59,18 +59,6 @@ class _Launched:
     decisions: Sequence[Decision | None]  # one per tree, if requested
     launch: Launch
     rows: LogitRows  # rows of the flight by request
-
-
-@dataclass(slots=True)
-class _TreeResult:
-    """Result of verifying one request's tree."""
-
-    request: Request
-    tree: TokenTree
-    verdict: Acceptance | UserError
-    tokens: tuple[int, ...] = ()  # up to the text's end by token ids; a stop string may end it earlier
-    finished: bool = False  # True if the text ends with the last token
-    logprobs: Sequence[Logprobs] = ()  # one per token, if requested
 
 
 class Engine:
@@ -266,32 +254,17 @@ class Engine:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
 
-    def _verify(self, launched: _Launched, flight: Flight) -> list[_TreeResult]:
+    def _verify(self, launched: _Launched, flight: Flight) -> list[TreeResult]:
         """Verify each tree; includes log-probabilities if requested."""
+        entries = launched.plan.tree_entries
         laws = [
             TargetLaws(entry, tree, flight, row)
-            for entry, tree, row in zip(
-                launched.plan.tree_entries, launched.trees, launched.rows.roots, strict=True
-            )
+            for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
         ]
-        results: list[_TreeResult] = []
-        for of_tree, verdict in zip(laws, verify_trees(laws, self._verifier, flight), strict=True):
-            result = _TreeResult(of_tree.request, of_tree.tree, verdict)
-            results.append(result)
-            if isinstance(verdict, Acceptance):
-                transcript = self._requests[of_tree.request.request_id].transcript
-                result.tokens, result.finished = transcript.until_end(of_tree.tree, verdict)
-                # Before the commit, while the processors' state is that of the tree's root.
-                result.logprobs = self._logprobs(of_tree, verdict, result.tokens)
-        return results
+        transcripts = [self._requests[entry.request.request_id].transcript for entry in entries]
+        return tree_results(laws, transcripts, self._verifier, flight, self._tokenizer)
 
-    def _logprobs(self, laws: TargetLaws, acceptance: Acceptance, tokens: Sequence[int]) -> list[Logprobs]:
-        top = laws.request.params.logprobs
-        if top is None:
-            return []
-        return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
-
-    def _advance(self, plan: StepPlan, results: Sequence[_TreeResult]) -> None:
+    def _advance(self, plan: StepPlan, results: Sequence[TreeResult]) -> None:
         """Update the state for the next plan: processors, accepted paths, and computed positions."""
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
@@ -301,13 +274,13 @@ class Engine:
                 continue
             sequence = self._requests[entry.request.request_id].sequence
             sequence.computed += len(result.verdict.path)
-            moves.extend(_path_move(entry, result.verdict.path))
+            moves.extend(result.moves(entry))
             if sequence.processors is not None:
                 sequence.processors.commit(result.tokens)
         self._executor.move(moves)
 
     def _commit(
-        self, launched: _Launched, flight: Flight, results: Sequence[_TreeResult], now: float
+        self, launched: _Launched, flight: Flight, results: Sequence[TreeResult], now: float
     ) -> list[Outcome]:
         """Add the tokens to their texts and make deltas; removes requests that end."""
         for entry, scored in launched.rows.scored:
@@ -346,7 +319,7 @@ class Engine:
         # An interrupted step may have left a delta that was not returned.
         self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
-    def _pass_states(self, launched: _Launched, flight: Flight, results: Sequence[_TreeResult]) -> None:
+    def _pass_states(self, launched: _Launched, flight: Flight, results: Sequence[TreeResult]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
         if not self._speculators.taps:
             return
@@ -422,11 +395,3 @@ class Engine:
         known = {id(r.sequence) for r in self._requests.values()}
         scheduled = {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
         ensure(known == scheduled, "the scheduler has the requests that the engine knows")
-
-
-def _path_move(entry: PlanEntry, path: Sequence[int]) -> list[Move]:
-    """Return the move of the accepted nodes' K and V to the end of the text; none if they are there."""
-    end = entry.end
-    if all(node == depth for depth, node in enumerate(path, start=1)):
-        return []
-    return [Move(entry.block_table, [end - 1 + node for node in path], range(end, end + len(path)))]
