@@ -15,7 +15,7 @@ from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.models.config import Family
-from specinfer.models.weights import OpenModel
+from specinfer.models.open_model import OpenModel
 from tests import published_configs as published
 from tests.heads import (
     VOCAB,

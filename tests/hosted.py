@@ -10,7 +10,8 @@ import torch
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.models.hosted.skeleton import without_memory
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
 

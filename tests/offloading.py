@@ -11,9 +11,10 @@ import torch
 from specinfer.engine import memory
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.open_model import open_model
 from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
 from specinfer.models.streamed import expert_records, layer_records
-from specinfer.models.weights import load_streamed, open_model, prepare
+from specinfer.models.weights import load_streamed, prepare
 from specinfer.runtime import kv_cache
 from tests.kernels import kernels, library_or_skip
 from tests.tiny_models import write_tiny_llama

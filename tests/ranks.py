@@ -20,7 +20,8 @@ from specinfer.errors import PeerLostError
 from specinfer.kernels.choice import Kernels
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.parallel.follower import follow
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link

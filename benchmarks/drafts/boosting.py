@@ -23,7 +23,7 @@ import torch
 from benchmarks.study import REQUIRED, Study, parser, row, run
 from specinfer.config import EngineConfig
 from specinfer.hub import resolve
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress, ProgressBar
 from specinfer.report.files import dress, new_figure, save
 from specinfer.tune.boosting import Boost, BoostConfig

@@ -20,7 +20,7 @@ from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.speculators import write_head
 from specinfer.hub import resolve
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 
 MOST = 12 << 20  # bytes
 TRAINING_DATA = re.compile(r"\| training data \| (.*) \|")

@@ -23,8 +23,8 @@ import torch
 from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of
 from specinfer import LLM, LoRARequest, RequestOutput, SamplingParams
 from specinfer.hub import resolve
+from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import write_safetensors
-from specinfer.models.weights import open_model
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all linear": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -34,7 +34,7 @@ from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.positions import Rope
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
-from specinfer.models.weights import expert_bytes, weight_bytes
+from specinfer.models.weight_sizes import expert_bytes, weight_bytes
 from specinfer.progress import NoProgress
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.speculation_config import Quantization

@@ -39,7 +39,8 @@ from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.weights import estimate_bytes, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import KvCache

@@ -24,7 +24,7 @@ from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.weights import INSTALL, Home, WeightsError
 from benchmarks.study import digest
 from specinfer.hub import resolve
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 
 HERE = Path(__file__).parent
 ENGINE = HERE / "run_engine.py"

@@ -34,7 +34,7 @@ from specinfer.files import NewFile, write_text
 from specinfer.hub.model_files import local_model
 from specinfer.models.config import ModelConfig
 from specinfer.models.hf_config import config_to_hf
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 _PIECE: Final = 1 << 22  # weights read, moved and written at once: 16 MB in float32

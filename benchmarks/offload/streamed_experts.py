@@ -39,7 +39,7 @@ from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.streamed import StreamedWeights, expert_records, layer_records
 from specinfer.models.weight_memory import PassingWeights
-from specinfer.models.weights import weight_bytes
+from specinfer.models.weight_sizes import weight_bytes
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.tokenizer import Tokenizer

@@ -42,7 +42,8 @@ from specinfer.kernels.machine import (
 )
 from specinfer.kernels.native import Refused, find_best
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import estimate_bytes, expert_bytes, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weight_sizes import estimate_bytes, expert_bytes
 from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows

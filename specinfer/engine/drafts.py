@@ -23,7 +23,8 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import OpenModel, estimate_bytes, open_model
+from specinfer.models.open_model import OpenModel, open_model
+from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import LocalExecutor

@@ -49,7 +49,7 @@ from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
-from specinfer.models.weights import layer_bytes, weight_bytes
+from specinfer.models.weight_sizes import layer_bytes, weight_bytes
 from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host

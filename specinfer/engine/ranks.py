@@ -16,7 +16,7 @@ from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import weight_bytes
+from specinfer.models.weight_sizes import weight_bytes
 from specinfer.option import parse_address
 from specinfer.parallel.follower import Settings, SharedDraft
 from specinfer.parallel.group import LIMIT, Group

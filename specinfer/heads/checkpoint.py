@@ -30,9 +30,10 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
 from specinfer.models.language_model import LayeredModel
+from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
-from specinfer.models.weights import OpenModel, load_parts
+from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 

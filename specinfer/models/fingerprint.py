@@ -9,7 +9,7 @@ import torch
 
 from specinfer.models.config import Family
 from specinfer.models.experts import EXPERTS
-from specinfer.models.weights import OpenModel
+from specinfer.models.open_model import OpenModel
 
 _LAST_NORM: Final = "model.norm.weight"
 _DIGITS: Final = 32  # hex digits of each part; 128 bits

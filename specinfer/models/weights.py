@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 
-from specinfer.config import ModelImpl
-from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError, UnhostedError
-from specinfer.hub.model_files import ModelFiles, local_model, read_json
+from specinfer.errors import DamagedFileError, ModelError, ModelFileError, UnhostedError
 from specinfer.kernels.choice import TORCH, Kernels, sharing
 from specinfer.kernels.disk import DiskRate
-from specinfer.kernels.file_blocks import blocks_bytes
-from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.experts import EXPERTS, PRECISE
-from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.hosted.folder import HostedFolder, hosted
+from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.placement import ExpertSizes, Placement
+from specinfer.models.open_model import OpenModel, open_model
+from specinfer.models.placement import Placement
 from specinfer.models.prepared import (
     NewPreparedFile,
     PreparedFile,
@@ -42,59 +36,14 @@ from specinfer.models.prepared import (
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
-from specinfer.models.weight_reader import TensorFile, WeightReader, blocks_file
+from specinfer.models.weight_reader import TensorFile, WeightReader
+from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
 from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
-_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
-_TABLE: Final = "model.embed_tokens.weight"
-_LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # lookup tables, which stay floats
 _Part = TypeVar("_Part")
-
-
-# With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
-OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
-
-
-def open_model(
-    files: ModelFiles | Path,
-    impl: ModelImpl = "native",
-    *,
-    max_context: int | None = None,
-    trust_remote_code: bool = False,
-) -> OpenModel:
-    """Open a model: reads its config and checks the tensors' names and shapes; reads no weights.
-
-    `impl` selects specinfer's own code, transformers' code, or the first of these that supports the model;
-    transformers' code may be custom code of the folder if that is trusted. `max_context` is the maximum
-    length of a text in tokens; None: the model's default.
-
-    Raises ModelNotFoundError if a path does not exist, ModelFileError if a file is damaged, incomplete or has
-    other shapes than its config, ModelError if the model is not supported.
-    """
-    if isinstance(files, Path):
-        if not files.exists():
-            raise ModelNotFoundError(f"{files} does not exist; give a model folder or a .gguf file")
-        files = local_model(str(files), files)
-    header = files.header
-    if header is None and (impl == "transformers" or (impl == "auto" and not _is_native(files.path))):
-        return hosted(files.path, files.weights, trust_remote_code=trust_remote_code)
-    if impl == "transformers":
-        raise ModelError(
-            f"{files.name} is a GGUF file, which transformers' code cannot run here; give a folder with "
-            "config.json and safetensors, or leave model_impl out"
-        )
-    opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
-    if max_context is not None:
-        opened.config = opened.config.for_texts_of(max_context)
-    _check(opened)
-    return opened
-
-
-def _is_native(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("model_type") in HF_FAMILIES
 
 
 def load_model(
@@ -330,131 +279,6 @@ def _not_kept(error: OSError) -> None:
     _LOG.warning("the prepared model is not kept for the next start: %s", error)
 
 
-def estimate_bytes(
-    model: OpenModel | Path,
-    dtype: torch.dtype,
-    kernels: Kernels = TORCH,
-    quantization: Quantization = "none",
-) -> int:
-    """The bytes of a model's weights in `dtype`, without loading them.
-
-    Includes the second copy of tied embeddings for native or quantized products. Raises as `open_model`.
-    """
-    opened = open_model(model) if isinstance(model, Path) else model
-    if isinstance(opened, HostedFolder):
-        if quantization == "gguf":
-            blocks_file(opened)  # raises ModelError
-        return opened.weight_bytes(dtype, quantization)
-    if quantization != "gguf":
-        return weight_bytes(opened.config, dtype, kernels, quantization)
-    size = 0
-    for name, shape in opened.shapes.items():
-        floats = len(shape) < 2 or name.endswith(_LOOKED_UP)
-        size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
-    if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the float table
-        size += _matrix_bytes(opened, _TABLE, dtype, quantization)
-    return size
-
-
-def weight_bytes(
-    config: ModelConfig, dtype: torch.dtype, kernels: Kernels, quantization: Quantization
-) -> int:
-    """The same for a model with this config, or a rank's part of one."""
-    part, vocab = config.part, config.vocab_size
-    output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
-    begins, floats = config.stage.begins, quantization == "none"
-    size = math.prod(output_layer) * dtype.itemsize if floats else int8_bytes(*output_layer)
-    if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
-        size = 0  # on another stage, or PyTorch multiplies with the embeddings
-    for name, shape in decoder_shapes(config).items():
-        if name == "lm_head.weight":
-            continue
-        if name.endswith("embed_tokens.weight") and part.table is not None:
-            size += len(part.table) * config.embedding_size * dtype.itemsize
-        elif len(shape) < 2 or name.endswith(_LOOKED_UP):
-            size += math.prod(shape) * dtype.itemsize
-        else:
-            size += _shape_bytes(name, shape, dtype, quantization)
-    return size
-
-
-def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:
-    """Approximate bytes of each layer's matrices in a prepared file."""
-    found = [0] * model.config.num_layers
-    for name, shape in decoder_shapes(model.config).items():
-        if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
-            found[int(layer[1])] += _matrix_bytes(model, name, dtype, quantization)
-    return found
-
-
-def expert_sizes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> ExpertSizes | None:
-    """The experts of a model and their bytes, about; None: it has none."""
-    experts = model.config.experts
-    if experts is None or isinstance(model, HostedFolder):
-        return None
-    layers = model.config.num_layers - len(experts.dense_layers)
-    each = -(-expert_bytes(model, dtype, quantization) // (layers * experts.count))
-    return ExpertSizes(experts, layers, each)
-
-
-def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
-    """The bytes of all routed experts, which are included in `estimate_bytes`."""
-    return sum(_matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)
-
-
-def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
-    """The bytes of a single matrix; stacked with other blocks it may take more."""
-    shape = model.shapes[name]
-    if quantization == "gguf" and not name.endswith(PRECISE):
-        channels, inner = math.prod(shape[:-1]), shape[-1]
-        return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
-    return _shape_bytes(name, shape, dtype, quantization)
-
-
-def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
-    """The bytes of a matrix after specinfer's quantization, if any."""
-    if name.endswith(PRECISE):
-        return math.prod(shape) * 4
-    if quantization == "none":
-        return math.prod(shape) * dtype.itemsize
-    return (int4_bytes if quantization == "int4" else int8_bytes)(math.prod(shape[:-1]), shape[-1])
-
-
 def _tensors(file: OpenModel, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """The tensors required for a model of that file."""
     return file.shapes if isinstance(file, HostedFolder) else decoder_shapes(config)
-
-
-def _check(file: OpenModel) -> None:
-    """Raise ModelFileError unless the file holds exactly the tensors of its config, with their shapes."""
-    wanted, found = decoder_shapes(file.config), file.shapes
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ModelFileError(f"{file.path} lacks {_some(missing)}; the model is incomplete, get it again")
-    for name, shape in wanted.items():
-        if tuple(found[name]) != shape:
-            raise ModelFileError(
-                f"{file.path}: tensor {name!r} has shape {list(found[name])}, the config asks for "
-                f"{list(shape)}; config and weights belong to different models, get both again"
-            )
-    extra = [name for name in found if name not in wanted and not _is_zero_bias(file, name, wanted)]
-    if extra:
-        raise ModelFileError(
-            f"{file.path} has unexpected {_some(extra)}; ignoring weights would change the text. "
-            f"This is not a plain {file.config.family} model: merge adapters into it, or use another."
-        )
-
-
-def _is_zero_bias(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
-    """True for a bias of zeros, which GPTQ's tools write for matrices without a bias."""
-    stem, _, end = name.rpartition(".")
-    shape = file.shapes[name]
-    if end != "bias" or f"{stem}.weight" not in wanted or len(shape) != 1:
-        return False
-    return not bool(file.read_rows(name, 0, shape[0]).any())
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"

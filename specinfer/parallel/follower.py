@@ -29,8 +29,10 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.open_model import open_model
 from specinfer.models.weight_memory import Shared
-from specinfer.models.weights import load_model, open_model, prepare, weight_bytes
+from specinfer.models.weight_sizes import weight_bytes
+from specinfer.models.weights import load_model, prepare
 from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specinfer.heads.layers import HeadNorm
 from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import OpenModel
+from specinfer.models.open_model import OpenModel
 from specinfer.tune.dataset import BlockBatch, TrainingSet
 
 EVERY_ANCHOR: Final = torch.iinfo(torch.int64).max

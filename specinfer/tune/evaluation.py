@@ -31,7 +31,7 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.hub import resolve
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.models.fingerprint import is_of
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Target, TrainableDraft, entries_of

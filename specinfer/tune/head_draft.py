@@ -27,7 +27,7 @@ from specinfer.hub import resolve
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
-from specinfer.models.weights import OpenModel
+from specinfer.models.open_model import OpenModel
 from specinfer.tune.dataset import BlockBatch
 from specinfer.tune.draft import Description, Initialization, Target, TrainableDraft
 from specinfer.tune.initial_head import Head, likely_tokens, make_head

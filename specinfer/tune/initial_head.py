@@ -29,8 +29,8 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
 from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
+from specinfer.models.open_model import OpenModel
 from specinfer.models.positions import Rope
-from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
 

@@ -22,10 +22,10 @@ from specinfer.heads.checkpoint import is_head
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, initialise, rotation_at
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.positions import Rope
 from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
-from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import BlockBatch
 from specinfer.tune.draft import Description, Initialization, Kind, Target, TrainableDraft
 from specinfer.tune.initial_head import calibrate_norm, check_trainable

@@ -36,7 +36,7 @@ from specinfer.hub import resolve
 from specinfer.hub.pool import MAX_MEMBERS, is_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.tune.boosting import BoostConfig, Proposals, dataset_of, proposals
 from specinfer.tune.card import TrainingMaterial

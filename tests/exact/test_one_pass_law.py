@@ -17,7 +17,8 @@ from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.config import MedusaConfig
 from specinfer.heads.medusa import MedusaModel, MedusaText
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.features import TappedRows
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import named_tokens

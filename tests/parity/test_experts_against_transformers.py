@@ -12,7 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specinfer.errors import ModelFileError
 from specinfer.models.fingerprint import fingerprint, is_of
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from specinfer.kernels.machine import VARIABLE, levels_here
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels

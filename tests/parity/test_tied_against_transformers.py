@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 

@@ -15,8 +15,9 @@ import torch
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.open_model import open_model
 from specinfer.models.positions import Rope
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 

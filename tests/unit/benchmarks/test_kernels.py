@@ -15,7 +15,7 @@ from specinfer.config import EngineConfig
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.models.decoder import decoder_shapes
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 

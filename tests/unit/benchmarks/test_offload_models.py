@@ -14,7 +14,7 @@ import torch
 
 from specinfer import LLM, SamplingParams
 from specinfer.errors import UserError
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_tiny_llama
 

@@ -28,7 +28,8 @@ from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.speculation_config import Quantization
 from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama, write_tiny_mixture

@@ -16,7 +16,8 @@ from specinfer.check.identity import check_identity
 from specinfer.check.promise import Effort, check_promise
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.request import RequestOutput
 from specinfer.speculation_config import NO_SPECULATION, Quantization

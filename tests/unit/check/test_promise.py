@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
-from specinfer.engine import engine as engine_module
+from specinfer.engine import target_laws
 from specinfer.speculate.drafts import draft as drafting
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule
@@ -61,7 +61,7 @@ def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
 
 
 def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_everything))
+    monkeypatch.setattr(target_laws, "verify_trees", each_tree(accept_everything))
     found = verdicts(tiny, drafts=["stranger"])
     assert not any(found[name] for name in IDENTITY if "without speculation" in name)
     assert not any(found[name] for name in LAWS)
@@ -90,7 +90,7 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
 
 
 def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = engine_module.verify_trees
+    verify = target_laws.verify_trees
 
     def seeded_by_the_request_id(laws: Any, verifier: Any, flight: Any) -> list[Any]:
         return [
@@ -98,7 +98,7 @@ def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.
             for one, verdict in zip(laws, verify(laws, verifier, flight), strict=True)
         ]
 
-    monkeypatch.setattr(engine_module, "verify_trees", seeded_by_the_request_id)
+    monkeypatch.setattr(target_laws, "verify_trees", seeded_by_the_request_id)
     # Without speculation text 0 is spoilt alike; alone it is spoilt no longer.
     name = "greedy, in a batch and alone"
     assert not verdicts(tiny, last=name)[name]

@@ -13,7 +13,7 @@ from specinfer.cli import cli
 from specinfer.errors import DatasetError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.hub.pool import read_pool
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
 
 SMALL = (

@@ -20,7 +20,8 @@ from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.weights import open_model, prepare
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
 from tests.engines import assert_idle, engine_of

@@ -19,7 +19,7 @@ from specinfer.errors import ModelError
 from specinfer.hub.pool import Member, Pool, read_pool, write_pool
 from specinfer.llm import LLM
 from specinfer.models.fingerprint import fingerprint, is_of
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress
 from specinfer.sampling_params import SamplingParams
 from tests.tiny_models import write_similar_llama, write_tiny_llama

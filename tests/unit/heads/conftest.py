@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
 
 

@@ -13,7 +13,8 @@ from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.runtime.features import TappedRows
 from tests.heads import SIZE, block_config, tiny_body, tiny_head, write_tiny_head
 from tests.tiny_models import write_tiny_llama

@@ -21,7 +21,7 @@ from specinfer.heads.checkpoint import (
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import write_head
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.heads import (
     IDS,
     NAMED,

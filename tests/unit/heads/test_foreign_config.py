@@ -16,7 +16,7 @@ from specinfer.engine.drafts import FoundHead, FoundModel, find, find_drafts
 from specinfer.errors import ModelError
 from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.heads.speculators import body_from_hf, body_to_hf
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress
 from tests.head_layouts import EARLY, LAYOUTS, NAME_NO_LAYERS, name_next_layers, write_layout
 from tests.heads import SIZE, VOCAB, tiny_head, write_tiny_head

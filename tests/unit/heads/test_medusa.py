@@ -17,7 +17,7 @@ from specinfer.heads.checkpoint import HeadFolder, is_head, target_head
 from specinfer.heads.config import MedusaConfig
 from specinfer.heads.medusa import MedusaHead
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.heads import IDS, NAMED, SIZE, VOCAB, medusa_config, tiny_medusa, write_medusa
 from tests.unit.heads.plain import weights_of
 

@@ -21,7 +21,7 @@ from specinfer.heads.kinds import head_shapes
 from specinfer.heads.speculators import write_head
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.heads import (
     IDS,
     NAMED,

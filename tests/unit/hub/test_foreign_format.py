@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.foreign_format import foreign_files, quantized_config
 from specinfer.hub.resolution import resolve
+from specinfer.models.open_model import open_model
 from specinfer.models.quantized.checkpoint import quantization_of
-from specinfer.models.weights import open_model
 from tests.tiny_models import write_tiny_llama
 
 FOLDERS = {

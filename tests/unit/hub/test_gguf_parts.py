@@ -12,8 +12,8 @@ import torch
 from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import first_parts, part_files, part_names, read_gguf, read_header
 from specinfer.hub.resolution import resolve
+from specinfer.models.open_model import open_model
 from specinfer.models.prepared import identity
-from specinfer.models.weights import open_model
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_gguf import write_tiny_gguf
 

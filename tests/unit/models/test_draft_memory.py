@@ -13,11 +13,12 @@ from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.disk import PAGE, StreamSource
 from specinfer.kernels.layout import Int4Weight, Int8Weight
 from specinfer.models.draft_memory import DraftMemory
+from specinfer.models.open_model import open_model
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.stream import LayerStream
 from specinfer.models.stream_buffers import StreamRecord
 from specinfer.models.streamed import layer_records
-from specinfer.models.weights import open_model, prepare
+from specinfer.models.weights import prepare
 from tests.kernels import kernels
 from tests.streams import disk
 from tests.tiny_models import write_tiny_llama

@@ -16,9 +16,10 @@ from specinfer.errors import ModelError
 from specinfer.models.config import Experts
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.experts import Mixture
+from specinfer.models.open_model import open_model
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner

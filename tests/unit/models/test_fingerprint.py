@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.hub.pool import FINGERPRINT
 from specinfer.models.fingerprint import fingerprint, is_of
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.open_model import OpenModel, open_model
 from tests.tiny_models import write_tiny_llama
 
 Change = Callable[[str, Tensor], Tensor]

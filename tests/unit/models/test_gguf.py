@@ -13,7 +13,9 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.gguf_header import read_header
 from specinfer.models import gguf as kinds_of_gguf
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.weights import estimate_bytes, load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weights import load_model
 from tests.tiny_gguf import begin, finish, matrices
 
 VOCAB, HIDDEN, INNER, HEAD = 24, 256, 512, 32

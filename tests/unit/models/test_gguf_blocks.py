@@ -14,9 +14,11 @@ from specinfer.errors import ConfigError, ModelError, ModelFileError
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.gguf_blocks import FILE_BLOCKS
+from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
-from specinfer.models.weights import estimate_bytes, load_model, load_streamed, open_model, prepare
+from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization

@@ -32,8 +32,9 @@ from specinfer.models.hosted.native_modules import (
     NativeSelfAttention,
     activation_of,
 )
+from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import Quantization
 from tests.hosted import PROMPT, difference, load_hosted, logits_of, same_with_a_tree, save_tiny, tiny_config

@@ -20,10 +20,11 @@ from torch import Tensor
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError
 from specinfer.files import NewFile
 from specinfer.kernels.layout import Weight
+from specinfer.models.open_model import open_model
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import WeightReader
-from specinfer.models.weights import load_model, open_model, prepare
+from specinfer.models.weights import load_model, prepare
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner

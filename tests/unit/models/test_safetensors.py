@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError
+from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import FLOATS, read_entries
-from specinfer.models.weights import open_model
 from tests.tiny_models import write_tiny_llama
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from specinfer.kernels.disk import DiskRate
+from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
-from specinfer.models.weights import load_model, load_streamed, open_model, prepare
+from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner

@@ -11,8 +11,9 @@ import torch
 from specinfer.errors import DamagedFileError
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.expert_stream import ExpertStream
+from specinfer.models.open_model import open_model
 from specinfer.models.stream import StoppedError
-from specinfer.models.weights import load_model, open_model, prepare
+from specinfer.models.weights import load_model, prepare
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner

@@ -18,10 +18,11 @@ from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
-from specinfer.models.weights import OpenModel, load_model, open_model
+from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner

@@ -12,9 +12,11 @@ from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import NativeProducts
+from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import chosen_rows
-from specinfer.models.weights import estimate_bytes, load_model, open_model
+from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels

@@ -23,7 +23,8 @@ from specinfer.config import EngineConfig
 from specinfer.engine import memory
 from specinfer.errors import CapacityError, ConfigError, ModelError, PeerLostError
 from specinfer.kernels.choice import TORCH
-from specinfer.models.weights import estimate_bytes, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link

@@ -18,7 +18,8 @@ from specinfer.errors import PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import guessing
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.parallel.share import Layout
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.executor import Host, LocalExecutor

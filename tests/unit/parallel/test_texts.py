@@ -19,7 +19,8 @@ from specinfer.kernels.choice import guessing
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Host, LocalExecutor

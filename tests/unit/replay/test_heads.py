@@ -20,7 +20,7 @@ from specinfer.heads.config import BlockRows
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed
 from specinfer.replay.drafts import regrow
 from specinfer.replay.engine import PlayedStep

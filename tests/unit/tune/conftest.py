@@ -11,7 +11,7 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.hub import resolve
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Initialization, Target
 from specinfer.tune.head_kinds import BlockKind

@@ -11,7 +11,7 @@ from specinfer.errors import TuneError
 from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.eagle import EagleHead
 from specinfer.llm import LLM
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.dataset import Corpus, TunedText, block_batch
 from specinfer.tune.evaluation import held_out_texts, measure

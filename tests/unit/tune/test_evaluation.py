@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Initialization, TrainableDraft, entries_of
 from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, TokenRanks, figures_of, rank_tokens

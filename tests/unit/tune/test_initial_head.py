@@ -14,7 +14,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.layers import HeadLayer
 from specinfer.hub import resolve
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
 from specinfer.tune.head_draft import BlockHeadDraft, read_initial_head, with_vocabulary

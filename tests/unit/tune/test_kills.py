@@ -13,7 +13,7 @@ import pytest
 
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.training import read_checkpoint
 from tests.unit.tune.conftest import engine

@@ -14,7 +14,7 @@ from specinfer.errors import ModelError, ModelFileError, TuneError
 from specinfer.heads.checkpoint import is_head
 from specinfer.hub.pool import Member, Pool, read_pool, write_pool
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.tune.boosting import BoostConfig
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.evaluation import Incumbent, PairedComparison, replace_folder

@@ -13,7 +13,7 @@ import torch
 from specinfer.errors import ModelError, TuneError
 from specinfer.hub import resolve
 from specinfer.llm import LLM
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.open_model import OpenModel, open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tune.dataset import Corpus, TrainingSet, anchors_of, block_batch

@@ -15,7 +15,7 @@ from specinfer import SamplingParams
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.tune import training
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.evaluation import Figures, held_out_texts

@@ -14,7 +14,7 @@ import torch
 
 from specinfer.errors import ModelError, SpecInferError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.tune import training
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind

@@ -10,7 +10,7 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Curves
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.prompts import read_prompts

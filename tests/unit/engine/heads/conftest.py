@@ -9,7 +9,7 @@ import pytest
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import choose_kernels, guessing
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, write_tiny
 from tests.heads import write_any
 from tests.unit.engine.heads.head_engines import HEADS, AnyHead

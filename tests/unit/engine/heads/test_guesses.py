@@ -13,7 +13,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import choose_kernels, guessing
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent

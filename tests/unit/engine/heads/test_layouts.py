@@ -11,7 +11,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.eagle import EagleHead
 from specinfer.kernels.choice import choose_kernels, guessing
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, engine_of, write_tiny
 from tests.head_layouts import LAYOUTS, borrow, name_next_layers, write_layout
 from tests.published_configs import LAYERS

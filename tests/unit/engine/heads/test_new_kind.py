@@ -18,7 +18,7 @@ from specinfer.heads import kinds
 from specinfer.heads.checkpoint import is_head, load_head, open_head
 from specinfer.heads.kinds import FolderReader, HeadKind
 from specinfer.heads.runner import HeadModel, HeadPass
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from specinfer.runtime.features import TappedRows, TextFeatures, joined
 from specinfer.speculate.drafts import head_drafts
 from specinfer.speculate.drafts.one_pass import OnePassDraft

@@ -15,7 +15,7 @@ from specinfer.errors import ModelError
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.models.adapters.peft_folder import PeftFolder, modules
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.adapters import write_adapter
 from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 

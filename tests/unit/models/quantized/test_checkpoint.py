@@ -11,9 +11,10 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import Int4Weight, empty_int4, int4_rows, lay_out_int4, unpack_levels
+from specinfer.models.open_model import open_model
 from specinfer.models.quantized.integers import IntegerMatrix
 from specinfer.models.weight_reader import WeightReader
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner

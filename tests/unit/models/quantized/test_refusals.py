@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelError
-from specinfer.models.weights import open_model
+from specinfer.models.open_model import open_model
 from tests.quantized_folders import FORMATS, Format, awq, gptq, pack_quantized, write_quantized
 
 UP = "model.layers.0.mlp.up_proj"

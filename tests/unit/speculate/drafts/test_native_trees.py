@@ -12,7 +12,8 @@ import torch
 from specinfer.heads.block import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.open_model import open_model
+from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape

@@ -1,0 +1,92 @@
+"""Opens models: reads configs, and checks names and shapes of tensors; reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from specinfer.config import ModelImpl
+from specinfer.errors import ModelError, ModelFileError, ModelNotFoundError
+from specinfer.hub.model_files import ModelFiles, local_model, read_json
+from specinfer.models.decoder import decoder_shapes
+from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.gguf import GGUFFile
+from specinfer.models.hosted.folder import HostedFolder, hosted
+from specinfer.models.safetensors import SafetensorsFolder
+
+# With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
+OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
+
+
+def open_model(
+    files: ModelFiles | Path,
+    impl: ModelImpl = "native",
+    *,
+    max_context: int | None = None,
+    trust_remote_code: bool = False,
+) -> OpenModel:
+    """Open a model: reads its config and checks the tensors' names and shapes; reads no weights.
+
+    `impl` selects specinfer's own code, transformers' code, or the first of these that supports the model;
+    transformers' code may be custom code of the folder if that is trusted. `max_context` is the maximum
+    length of a text in tokens; None: the model's default.
+
+    Raises ModelNotFoundError if a path does not exist, ModelFileError if a file is damaged, incomplete or has
+    other shapes than its config, ModelError if the model is not supported.
+    """
+    if isinstance(files, Path):
+        if not files.exists():
+            raise ModelNotFoundError(f"{files} does not exist; give a model folder or a .gguf file")
+        files = local_model(str(files), files)
+    header = files.header
+    if header is None and (impl == "transformers" or (impl == "auto" and not _is_native(files.path))):
+        return hosted(files.path, files.weights, trust_remote_code=trust_remote_code)
+    if impl == "transformers":
+        raise ModelError(
+            f"{files.name} is a GGUF file, which transformers' code cannot run here; give a folder with "
+            "config.json and safetensors, or leave model_impl out"
+        )
+    opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
+    if max_context is not None:
+        opened.config = opened.config.for_texts_of(max_context)
+    _check(opened)
+    return opened
+
+
+def _is_native(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("model_type") in HF_FAMILIES
+
+
+def _check(file: OpenModel) -> None:
+    """Raise ModelFileError unless the file holds exactly the tensors of its config, with their shapes."""
+    wanted, found = decoder_shapes(file.config), file.shapes
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ModelFileError(f"{file.path} lacks {_some(missing)}; the model is incomplete, get it again")
+    for name, shape in wanted.items():
+        if tuple(found[name]) != shape:
+            raise ModelFileError(
+                f"{file.path}: tensor {name!r} has shape {list(found[name])}, the config asks for "
+                f"{list(shape)}; config and weights belong to different models, get both again"
+            )
+    extra = [name for name in found if name not in wanted and not _is_zero_bias(file, name, wanted)]
+    if extra:
+        raise ModelFileError(
+            f"{file.path} has unexpected {_some(extra)}; ignoring weights would change the text. "
+            f"This is not a plain {file.config.family} model: merge adapters into it, or use another."
+        )
+
+
+def _is_zero_bias(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
+    """True for a bias of zeros, which GPTQ's tools write for matrices without a bias."""
+    stem, _, end = name.rpartition(".")
+    shape = file.shapes[name]
+    if end != "bias" or f"{stem}.weight" not in wanted or len(shape) != 1:
+        return False
+    return not bool(file.read_rows(name, 0, shape[0]).any())
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
