@@ -10,7 +10,8 @@ from typing import Any, Final, Literal
 
 from specinfer.errors import ConfigError
 from specinfer.option import Option, check_options, option, options_of, parse_address, parse_size
-from specinfer.speculation_config import MAX_DEPTH_STREAMED, MAX_ROWS, Quantization, SpeculationConfig
+from specinfer.scheduler_config import CacheConfig, SchedulerConfig
+from specinfer.speculation_config import MAX_DEPTH_STREAMED, Quantization, SpeculationConfig
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]
@@ -26,61 +27,6 @@ REMOVED_OPTIONS: Final = {  # removed options, and what replaces them
     "ngram_max": "longer matches are always tried first",
     "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """Options of the paged KV cache; raises ConfigError for a wrong value."""
-
-    block_size: int = option(16, "Positions in a block of the KV cache.", minimum=1)
-    memory: int | None = option(
-        None,
-        "Memory for all KV caches, like 2GB.",
-        shown="half of the free memory, within cgroup limits",
-        name="kv_cache_memory",
-        minimum=1,
-        size=True,
-    )
-    prefix_reuse: bool = option(
-        True,
-        "Share KV blocks among requests with the same prefix.",
-        more="Only requests with the same `cache_salt` share them.",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Options of the request scheduler; raises ConfigError for a wrong value."""
-
-    max_batch_size: int = option(16, "Maximum requests in one step.", minimum=1)
-    max_step_tokens: int | Literal["auto"] | None = option(
-        None,
-        "Maximum rows of one pass, for prompts and trees together, or auto.",
-        more="`auto`: as many rows as a pass has before it takes twice as long as with one, 128 to 2048. "
-        "This prefills a prompt in few passes and bounds the delay of other requests.",
-        shown="512, of a server 128; auto where layers are streamed",
-        minimum=1,
-    )
-    max_context: int | None = option(
-        None, "Maximum tokens of a request, prompt and output together.", shown="the model's own", minimum=2
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.row_limit < self.max_batch_size:
-            raise ConfigError(
-                f"max_step_tokens is {self.row_limit}; allowed: {self.max_batch_size} "
-                "(max_batch_size) or more, as every request needs a row; raise it"
-            )
-
-    @property
-    def row_limit(self) -> int:
-        """Maximum rows of a pass; for "auto" the largest that it may choose."""
-        rows = 512 if self.max_step_tokens is None else self.max_step_tokens
-        return max(MAX_ROWS, self.max_batch_size) if rows == "auto" else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +307,7 @@ class EngineConfig:
         return replace(self, speculation=speculation, scheduler=scheduler)
 
     @property
-    def alone(self) -> EngineConfig:
+    def single_process(self) -> EngineConfig:
         """This config in one process with the same number of sum parts."""
         hosts: dict[str, Any] = {"master": None, "key_file": None, "local_ranks": None}
         return replace(self, tensor_parallel=1, pipeline_parallel=1, sum_parts=self.parts_of_sums, **hosts)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from specinfer.check.promise import check_bookkeeping
-from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import IntegrityError
@@ -24,6 +23,7 @@ from specinfer.kernels.sampling import NativeScan
 from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
+from specinfer.scheduler_config import SchedulerConfig
 from specinfer.speculate.lookups.alignment import Alignment
 from specinfer.speculate.lookups.answer_store import AnswerStore
 from specinfer.speculate.lookups.text_index import TextIndex

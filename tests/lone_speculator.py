@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from specinfer.config import SchedulerConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -10,6 +9,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.sampling_params import SamplingParams
+from specinfer.scheduler_config import SchedulerConfig
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy

@@ -50,7 +50,7 @@ def check_promise(
         )
     ranks = llm.config.ranks
     if ranks > 1:
-        with LLM(replace(llm.config.alone, speculation=NO_SPECULATION)) as one:
+        with LLM(replace(llm.config.single_process, speculation=NO_SPECULATION)) as one:
             for name, sampling in identity.SAMPLING.items():
                 params = replace(sampling, max_tokens=effort.max_tokens)
                 yield identity.check_ranks(

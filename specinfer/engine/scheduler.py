@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
+from specinfer.scheduler_config import SchedulerConfig
 
 # Position at which a row costs twice as much as the first: attention then costs as much as the products.
 # Measured: 3,500 for a 1.5B model in int8 with matrix units; more without.

@@ -16,7 +16,6 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from specinfer.config import SchedulerConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -33,6 +32,7 @@ from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import Launch
 from specinfer.runtime.runner import Move
+from specinfer.scheduler_config import SchedulerConfig
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy

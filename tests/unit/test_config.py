@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
+from specinfer.scheduler_config import CacheConfig, SchedulerConfig
 from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import PAIRS, DrawRule
 from specinfer.tree.expansion import Expansion

@@ -16,6 +16,7 @@ ORDER: list[set[str]] = [
     {"version", "errors", "progress"},
     {"files", "option", "structured_output", "tree"},
     {"speculation_config"},
+    {"scheduler_config"},
     {"config", "hub"},
     {"tokenizer"},
     {"sampling_params", "grammar"},

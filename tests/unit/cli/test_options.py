@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from specinfer.cli.options import engine_config, flags
 from specinfer.cli.serve import OPTIONS, _print_address, configs, read_options, serve, speculative_config
-from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of
+from specinfer.scheduler_config import CacheConfig, SchedulerConfig
 from specinfer.serve.config import ServeConfig
 from specinfer.speculation_config import Lookup, SpeculationConfig
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
+from specinfer.scheduler_config import SchedulerConfig
 
 
 def scheduler(

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler, fair_shares, prompt_rows
 from specinfer.errors import IntegrityError

@@ -1,0 +1,65 @@
+"""SchedulerConfig and CacheConfig: the frozen options of steps, and of the KV cache that they use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specinfer.errors import ConfigError
+from specinfer.option import check_options, option
+from specinfer.speculation_config import MAX_ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Options of the paged KV cache; raises ConfigError for a wrong value."""
+
+    block_size: int = option(16, "Positions in a block of the KV cache.", minimum=1)
+    memory: int | None = option(
+        None,
+        "Memory for all KV caches, like 2GB.",
+        shown="half of the free memory, within cgroup limits",
+        name="kv_cache_memory",
+        minimum=1,
+        size=True,
+    )
+    prefix_reuse: bool = option(
+        True,
+        "Share KV blocks among requests with the same prefix.",
+        more="Only requests with the same `cache_salt` share them.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Options of the request scheduler; raises ConfigError for a wrong value."""
+
+    max_batch_size: int = option(16, "Maximum requests in one step.", minimum=1)
+    max_step_tokens: int | Literal["auto"] | None = option(
+        None,
+        "Maximum rows of one pass, for prompts and trees together, or auto.",
+        more="`auto`: as many rows as a pass has before it takes twice as long as with one, 128 to 2048. "
+        "This prefills a prompt in few passes and bounds the delay of other requests.",
+        shown="512, of a server 128; auto where layers are streamed",
+        minimum=1,
+    )
+    max_context: int | None = option(
+        None, "Maximum tokens of a request, prompt and output together.", shown="the model's own", minimum=2
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.row_limit < self.max_batch_size:
+            raise ConfigError(
+                f"max_step_tokens is {self.row_limit}; allowed: {self.max_batch_size} "
+                "(max_batch_size) or more, as every request needs a row; raise it"
+            )
+
+    @property
+    def row_limit(self) -> int:
+        """Maximum rows of a pass; for "auto" the largest that it may choose."""
+        rows = 512 if self.max_step_tokens is None else self.max_step_tokens
+        return max(MAX_ROWS, self.max_batch_size) if rows == "auto" else rows
