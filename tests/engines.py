@@ -13,7 +13,7 @@ import torch
 from specinfer.config import EngineConfig
 from specinfer.engine.engine import Engine
 from specinfer.engine.models import Models
-from specinfer.kernels.choice import Kernels, choose_kernels, guessing
+from specinfer.kernels.choice import Kernels, choose_kernels, draft_kernels
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
@@ -66,7 +66,7 @@ def write_tiny(
             path,
             dtype=torch.float32,
             device=CPU,
-            kernels=kernels if path == target else guessing(kernels),
+            kernels=kernels if path == target else draft_kernels(kernels),
             quantization=quantization,
             cache=folder / "quantized",
         )

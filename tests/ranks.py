@@ -25,7 +25,7 @@ from specinfer.models.weights import load_model
 from specinfer.parallel.follower import follow
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link
-from specinfer.parallel.share import Layout, Share
+from specinfer.parallel.shard import Layout, Shard
 from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
 from tests.engines import ENGINE
@@ -92,7 +92,7 @@ def whole_model(
         kernels=kernels,
         quantization=quantization,
         cache=cache,
-        part=Share(0, 1, parts_of(quantization, width)).of(opened.config),
+        part=Shard(0, 1, parts_of(quantization, width)).of(opened.config),
     )
 
 

@@ -141,7 +141,7 @@ def measure(llm: LLM, kind: Quantization, questions: list[str], max_tokens: int)
         "tokens_per_step": total_figures(outputs).tokens_per_step,
         "microseconds": {part: 1e6 * statistics.median(step[part] for step in steps) for part in COLUMNS},
         "megabytes": size / 1e6,
-        "weights": 1e6 * size / Bandwidth(library).usual(),
+        "weights": 1e6 * size / Bandwidth(library).median(),
     }
 
 

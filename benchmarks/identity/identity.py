@@ -28,7 +28,7 @@ from benchmarks.study import (
     without_speculation,
 )
 from specinfer import LLM, RequestOutput, SamplingParams
-from specinfer.check.difference import TargetAlone, find_difference
+from specinfer.check.difference import PlainTarget, find_difference
 from specinfer.report.dataset import read_dataset
 from specinfer.speculation_config import DEFAULT_EXPANSION
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 def measure(speculative: LLM, questions: Sequence[str], max_tokens: int, *, repeat: bool) -> dict[str, Any]:
     """Run one data set without speculation, with it, and without again."""
-    plain, target = without_speculation(speculative), TargetAlone(speculative.models.target)
+    plain, target = without_speculation(speculative), PlainTarget(speculative.models.target)
     params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens)
     expected, got = ask(plain, questions, params), ask(speculative, questions, params)
     # In the other order, so that every request shares its steps with others.

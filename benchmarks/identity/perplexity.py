@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.peers.weights import Home, default_home
 from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
 from specinfer import EngineConfig
-from specinfer.check.difference import TargetAlone
+from specinfer.check.difference import PlainTarget
 from specinfer.engine.models import Models, load_models
 from specinfer.errors import DatasetError
 from specinfer.hub import resolve
@@ -121,7 +121,7 @@ def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int])
     found: dict[str, Any] = {"tokens": len(answer)}
     base: Tensor | None = None
     for kind, model in models.items():
-        logits = TargetAlone(model).logits_along([*prompt, *answer[:-1]], len(prompt))
+        logits = PlainTarget(model).logits_along([*prompt, *answer[:-1]], len(prompt))
         law = torch.from_numpy(logits).log_softmax(-1)
         base = law if base is None else base
         found[kind] = {

@@ -26,7 +26,7 @@ import torch
 from benchmarks.study import Study, natural, parser, row, run, settings_of
 from specinfer.check.doctor import tree_pass
 from specinfer.kernels.bandwidth import Bandwidth
-from specinfer.kernels.choice import choose_kernels, streaming
+from specinfer.kernels.choice import choose_kernels, streaming_kernels
 from specinfer.kernels.layout import Int8Weight, Weight
 from specinfer.kernels.ops import NativeOps
 from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
@@ -127,7 +127,7 @@ def measure(config: ModelConfig, kind: Quantization, threads: int | None) -> dic
         kernels.library.set_threads(threads)
     size = weight_bytes(config, DTYPE, kernels, kind)
     with RandomReader(config, kind) as reader:
-        model = Decoder(config, Weights(reader, CPU, streaming(kernels, size)))
+        model = Decoder(config, Weights(reader, CPU, streaming_kernels(kernels, size)))
     bandwidth = Bandwidth(kernels.library)
     file: Any = Shapes(config)
     of_experts, mixture = expert_bytes(file, DTYPE, kind), config.experts
@@ -140,12 +140,12 @@ def measure(config: ModelConfig, kind: Quantization, threads: int | None) -> dic
         counted = count_experts(model, call)
         read = beside + of_experts * counted / mixture.count
         call()
-        milliseconds, times = bandwidth.beside(call, read, PASSES)
+        milliseconds, times = bandwidth.compare(call, read, PASSES)
         cells[str(nodes)] = {
             "milliseconds": milliseconds,
             "times_floor": times,
             "megabytes": read / 1e6,
-            "expected": mixture.touched(nodes),
+            "expected": mixture.active(nodes),
             "counted": counted,
         }
     return {"nodes": cells, "bytes": size}

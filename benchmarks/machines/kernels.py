@@ -177,7 +177,7 @@ def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwi
 
     with torch.inference_mode():
         all_copies()
-        return bandwidth.beside(all_copies, size, REPEATS)
+        return bandwidth.compare(all_copies, size, REPEATS)
 
 
 def forward_rows(
@@ -209,7 +209,7 @@ def forward_rows(
     for count in args.nodes:
         forward = partial(runner.forward, [tree_rows(count, args.context, table)])
         forward()
-        times[count], floors[count] = bandwidth.beside(forward, size, 2 * REPEATS)
+        times[count], floors[count] = bandwidth.compare(forward, size, 2 * REPEATS)
         operations[count] = operation_milliseconds(forward, target.kernels)
     return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
 

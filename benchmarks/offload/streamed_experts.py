@@ -30,12 +30,12 @@ from benchmarks.study import Study, natural, parser, row, run, settings_of
 from specinfer import LLM, EngineConfig, SamplingParams
 from specinfer.engine.models import Models
 from specinfer.hub import resolve
-from specinfer.kernels.choice import Kernels, choose_kernels, streaming
+from specinfer.kernels.choice import Kernels, choose_kernels, streaming_kernels
 from specinfer.kernels.disk import StreamSource, measure
 from specinfer.kernels.layout import Weight
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
-from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
+from specinfer.models.placement import ExpertMemory, ExpertSizes, Placement
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.streamed import StreamedWeights, expert_records, layer_records
 from specinfer.models.weight_memory import PassingWeights
@@ -107,7 +107,7 @@ def measured(config: ModelConfig, folder: Path, study: Study, args: argparse.Nam
     assert chosen.library is not None, why
     if args.threads is not None:
         chosen.library.set_threads(args.threads)
-    kernels = streaming(chosen, weight_bytes(config, DTYPE, chosen, "int4"))
+    kernels = streaming_kernels(chosen, weight_bytes(config, DTYPE, chosen, "int4"))
     prepared = write(config, folder / "model.safetensors", kernels)
     for share in missing:
         study.keep(f"{share}", streamed(config, prepared, kernels, share, args.tokenizer))
@@ -138,7 +138,7 @@ def streamed(
     names, experts = expert_records(prepared), config.experts
     assert experts is not None
     sizes = ExpertSizes(experts, config.num_layers, max(prepared.records[name].length for name in names))
-    room = ExpertRoom(sizes, int(share * sizes.all))
+    room = ExpertMemory(sizes, int(share * sizes.all))
     layers = [prepared.records[name].length for name in layer_records(prepared)]
     placement, disk = Placement(1 << 60, {}, layers, 0, (), room), measure(StreamSource(prepared.path))
     with PreparedReader(config, prepared) as reader:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from benchmarks.study import REQUIRED, Study, parser, row, run, settings_of
 from specinfer import LLM
 from specinfer.models.language_model import LanguageModel
-from specinfer.replay.oracle import reaches_of
+from specinfer.replay.oracle import correct_counts
 from specinfer.replay.replay import Phase
 from specinfer.replay.trace import Trace, read_trace
 from specinfer.runtime.batch import chain_rows
@@ -108,7 +108,9 @@ def places_of(args: argparse.Namespace) -> tuple[Known, Known, list[str]]:
     """Return the training positions, the held-out positions with other prompts, and all speculators."""
     learnt, held_out = ([read_trace(path) for path in paths] for paths in (args.train, args.held_out))
     asked = {text.prompt for trace in held_out for text in trace.texts}
-    reaches = [reaches_of([Phase([(one, i) for i in range(len(one.texts))])]) for one in (*learnt, *held_out)]
+    reaches = [
+        correct_counts([Phase([(one, i) for i in range(len(one.texts))])]) for one in (*learnt, *held_out)
+    ]
     names = sorted({name for of in reaches for of_text in of for at in of_text.values() for name in at})
     with LLM(args.model, quantization=args.quantization, max_batch_size=1) as llm:
         found = [

@@ -40,7 +40,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.engine.intake import Prompt
 from specinfer.progress import ProgressBar
 from specinfer.replay.baselines import best_fixed
-from specinfer.replay.choices import Choices, on_average
+from specinfer.replay.choices import Choices, mean_choices
 from specinfer.replay.oracle import play_oracle
 from specinfer.replay.recorder import record
 from specinfer.replay.replay import (
@@ -224,7 +224,7 @@ def measured(parts: Sequence[Phase]) -> dict[str, Any]:
         "plain_per_second": plain.tokens_per_second,
         "over_none": {name: interval(plain.of_texts, one.of_texts) for name, one in played.items()},
         "tokens_per_step": {name: one.tokens_per_step for name, one in played.items()},
-        "chosen": asdict(on_average(choices.steps)),
+        "chosen": asdict(mean_choices(choices.steps)),
     }
     if choice is not None and best is not None:
         cost, first = played["cost"], settled(choices)

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.study import REQUIRED, Study, ask, natural, parser, row, run
 from specinfer import LLM, RequestOutput, SamplingParams
-from specinfer.check.difference import TargetAlone, find_difference
+from specinfer.check.difference import PlainTarget, find_difference
 
 EDITS = Path(__file__).with_name("code_edits.toml")
 SPECULATOR = "prediction"  # its name in the figures
@@ -104,7 +104,7 @@ def measure(
     outputs = {side: _ask(llm, edit, sides[side]) for side in order}
     plain, predicted = outputs.get("plain"), outputs["predicted"]
     difference = (
-        None if plain is None else find_difference(TargetAlone(llm.models.target), params, plain, predicted)
+        None if plain is None else find_difference(PlainTarget(llm.models.target), params, plain, predicted)
     )
     removed, added = changed_lines(edit.source, predicted.text)
     return {

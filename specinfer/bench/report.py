@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specinfer.bench.run import Comparison, EngineRun, Key, Load
-from specinfer.check.difference import TargetAlone, TextPromise, find_difference, text_promise
+from specinfer.check.difference import PlainTarget, TextPromise, find_difference, text_promise
 from specinfer.engine.steps import Stage
 from specinfer.kernels.disk import gigabytes
 from specinfer.llm import LLM
@@ -155,7 +155,7 @@ def _tpot(output: RequestOutput) -> float:
 
 def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str, Any]]:
     """List all pairs of texts that differ: where, in which tokens, and whether rounding explains it."""
-    target = TargetAlone(llm.models.target)
+    target = PlainTarget(llm.models.target)
     found: list[dict[str, Any]] = []
     for key, (one, other) in comparison.pairs.items():
         if one.prompt_token_ids != other.prompt_token_ids:

@@ -102,7 +102,7 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def find_difference(
-    target: TargetAlone, params: SamplingParams, expected: RequestOutput, got: RequestOutput
+    target: PlainTarget, params: SamplingParams, expected: RequestOutput, got: RequestOutput
 ) -> Difference | None:
     """Return the first difference of `got` from `expected`, or None if their tokens are equal.
 
@@ -164,7 +164,7 @@ def _preference(
 _MAX_ROWS = 512  # per pass
 
 
-class TargetAlone:
+class PlainTarget:
     """Computes a model's logits after texts; keeps no state between calls."""
 
     def __init__(self, model: LanguageModel) -> None:

@@ -40,7 +40,7 @@ from specinfer.kernels.machine import (
     thread_count,
     usable_cores,
 )
-from specinfer.kernels.native import Refused, find_best
+from specinfer.kernels.native import RefusedLevel, find_best
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes
@@ -96,7 +96,7 @@ class FoundKernels:
     """The kernel library in use, if any; `runs` is "nothing" if SPECINFER_CPU is invalid."""
 
     library: Library | None
-    refused: tuple[Refused, ...]  # better levels, not used
+    refused: tuple[RefusedLevel, ...]  # better levels, not used
     fault: str | None  # the reason for `library` None
     runs: Literal["native", "torch", "nothing"]
 
@@ -190,7 +190,7 @@ def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFa
         physical_cores=psutil.cpu_count(logical=False),
         allowed_cpus=len(allowed_cpus()),
         cgroup_cpus=cgroup_cpus(),
-        memory_bytes_per_second=None if bandwidth is None else bandwidth.usual(),
+        memory_bytes_per_second=None if bandwidth is None else bandwidth.median(),
     )
 
 
@@ -233,7 +233,7 @@ def _large_file(folder: Path) -> Path | None:
     return max((path for path in sizes if sizes[path] >= TRIAL), key=sizes.__getitem__, default=None)
 
 
-def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFact]:
+def level_facts(used: Level | None, refused: Sequence[RefusedLevel]) -> list[LevelFact]:
     """Return the standing of each level of this architecture, best first."""
     reasons = {fault.level: fault.reason for fault in refused}
     allowed: tuple[Level, ...] = ()
@@ -269,7 +269,7 @@ def pass_cost(
     if bandwidth is None:
         milliseconds = 1e3 * statistics.median(seconds(call) for _ in range(PASSES))
     else:
-        milliseconds, times = bandwidth.beside(call, size, PASSES)
+        milliseconds, times = bandwidth.compare(call, size, PASSES)
     return PassCost(
         model=config.model,
         quantization=config.quantization,

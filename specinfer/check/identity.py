@@ -8,7 +8,7 @@ from typing import Final
 
 from specinfer.check.difference import (
     Difference,
-    TargetAlone,
+    PlainTarget,
     TextPromise,
     Verdict,
     find_difference,
@@ -51,7 +51,7 @@ def check_identity(
         expected = plain.generate(prompts, each, on_output=count)
         together = speculative.generate(prompts, each, on_output=count)
         single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(alone)]
-    target = TargetAlone(plain.models.target)
+    target = PlainTarget(plain.models.target)
     return [
         compare_texts(f"{name}, with and without speculation", target, params, expected, together),
         compare_texts(f"{name}, in a batch and alone", target, params, together[:alone], single),
@@ -77,7 +77,7 @@ def check_ranks(
         progress.advance(len(prompts))
         together = ranks.generate(prompts, each)
         progress.advance(len(prompts))
-    return compare_texts(name, TargetAlone(one.models.target), params, expected, together)
+    return compare_texts(name, PlainTarget(one.models.target), params, expected, together)
 
 
 def check_repetition(
@@ -101,7 +101,7 @@ def check_repetition(
             (second,) = speculative.generate([prompt], own)
             answers.append((first, second))
             progress.advance(2)
-    target = TargetAlone(speculative.models.target)
+    target = PlainTarget(speculative.models.target)
     first_answers, second_answers = [first for first, _ in answers], [second for _, second in answers]
     verdict = compare_texts(name, target, params, first_answers, second_answers)
     cached = sum(second.cached_tokens for second in second_answers)
@@ -125,11 +125,11 @@ def check_repetition(
 
 def compare_texts(
     name: str,
-    target: TargetAlone,
+    target: PlainTarget,
     params: SamplingParams,
     expected: Sequence[RequestOutput],
     got: Sequence[RequestOutput],
-    judge: Callable[[RequestOutput], TargetAlone] | None = None,
+    judge: Callable[[RequestOutput], PlainTarget] | None = None,
 ) -> Verdict:
     """Compare the answers `got` of a coupled, speculating engine with `expected`.
 

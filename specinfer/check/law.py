@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specinfer.check.difference import TargetAlone, Verdict, rounding
+from specinfer.check.difference import PlainTarget, Verdict, rounding
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.request import SpeculationFigures
@@ -60,7 +60,7 @@ def check_law(
             [replace(params, seed=seed) for seed in range(texts)],
             on_output=lambda output: progress.advance(int(output.finished)),
         )
-    target = TargetAlone(engine.models.target)
+    target = PlainTarget(engine.models.target)
     chance = np.random.default_rng(0)  # independent of the engine's noise
     figures = SpeculationFigures()
     found: list[float] = []
@@ -102,7 +102,7 @@ def check_law(
 
 
 def quantiles(
-    target: TargetAlone,
+    target: PlainTarget,
     prompt: Sequence[int],
     tokens: Sequence[int],
     params: SamplingParams,

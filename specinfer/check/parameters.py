@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.check.difference import TargetAlone, Verdict
+from specinfer.check.difference import PlainTarget, Verdict
 from specinfer.check.identity import compare_texts
 from specinfer.check.promise import Effort, engine_like, with_verifier
 from specinfer.engine.admission import Admission
@@ -85,7 +85,7 @@ def params_of(setting: Setting, requests: int, max_tokens: int) -> list[Sampling
     return [SamplingParams(**{**usual, "seed": seed, **setting}) for seed in range(1, requests + 1)]
 
 
-class ProcessedTarget(TargetAlone):
+class ProcessedTarget(PlainTarget):
     """The target with one request's logit processors, for comparing its choices."""
 
     def __init__(self, llm: LLM, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class ProcessedTarget(TargetAlone):
         return np.stack(processed)
 
 
-def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], TargetAlone]:
+def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], PlainTarget]:
     """Return a function from an answer to the target that explains its differences by rounding."""
     return lambda output: ProcessedTarget(llm, params, output.prompt_token_ids)
 
@@ -127,7 +127,7 @@ def check_parameters(
     progress = progress or NoProgress()
     plain = engine_like(llm, NO_SPECULATION, prompts, effort)
     speculative = engine_like(llm, with_verifier(llm.config.speculation, "coupled"), prompts, effort)
-    target = TargetAlone(llm.models.target)
+    target = PlainTarget(llm.models.target)
     for name, setting in settings_for(llm.tokenizer, llm.models.target.config.vocab_size).items():
         each = params_of(setting, len(prompts), effort.max_tokens)
         progress.start(2 * len(prompts), name, "texts")

@@ -25,7 +25,7 @@ from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed
 
 if TYPE_CHECKING:  # importing this module does not load models
-    from specinfer.models.adapters.adapter_shelf import AdapterShelf
+    from specinfer.models.adapters.adapter_cache import AdapterCache
 
 Prompt = str | Sequence[int]  # text, or token ids
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
@@ -43,7 +43,7 @@ class Intake:
         self,
         admission: Admission,
         usual: SamplingParams | None = None,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterCache | None = None,
     ) -> None:
         """Make an intake; `usual` are the default parameters, `adapters` those that requests may name."""
         self._admission = admission

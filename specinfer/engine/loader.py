@@ -20,8 +20,8 @@ from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import load_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.kernels.choice import Kernels, guessing, streaming
-from specinfer.kernels.machine import give_back_memory
+from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
+from specinfer.kernels.machine import release_free_memory
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
 from specinfer.models.draft_memory import DraftMemory
@@ -32,7 +32,7 @@ from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.follower import SharedDraft
 from specinfer.parallel.group import Group
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard import Shard
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
@@ -94,7 +94,7 @@ class Loader:
         """
         kernels, plan, part = self._fitting(found, quantization), self.plan, None
         if self.sum_parts > 1:
-            part = Share(0, 1, self.sum_parts).of(found.model.config)
+            part = Shard(0, 1, self.sum_parts).of(found.model.config)
         if plan is None:
             return self._load(found, kernels, quantization, part=part)
 
@@ -131,7 +131,7 @@ class Loader:
                 self._prepare(ranks.found, kernels, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}
         fitting = {
-            name: guessing(self._fitting(found, kind, ranks.layout.width))
+            name: draft_kernels(self._fitting(found, kind, ranks.layout.width))
             for name, (found, kind) in shared.items()
         }
         shared_drafts = [
@@ -175,7 +175,7 @@ class Loader:
 
         With a streamed target the draft's embeddings are read from the disk.
         """
-        kernels = guessing(self._fitting(found, quantization))
+        kernels = draft_kernels(self._fitting(found, quantization))
         shared: Shared | None = None
         if self.plan is not None:
             make = partial(self._prepare, found, kernels, quantization)
@@ -195,7 +195,7 @@ class Loader:
         It shares the target's embeddings, and has an output layer if the memory plan gives it one. It uses
         `draft_memory` before other memory.
         """
-        kernels = guessing(self._fitting(found, quantization))
+        kernels = draft_kernels(self._fitting(found, quantization))
         shares_head = False
         if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
             self._prepare(found, kernels, quantization)
@@ -206,7 +206,7 @@ class Loader:
         shared = Shared(target.table, target.output if shares_head else None, draft_memory)
         loaded = self._load(found, kernels, quantization, logit_ids, shared)
         if draft_memory is not None:
-            give_back_memory()  # freed by matrices read from the file
+            release_free_memory()  # freed by matrices read from the file
         return loaded
 
     def head(
@@ -220,14 +220,14 @@ class Loader:
             model,
             progress=self.progress,
             name=found.files.name,
-            kernels=guessing(self._fitting(found, quantization)),
+            kernels=draft_kernels(self._fitting(found, quantization)),
             quantization=quantization,
         )
 
     def _fitting(self, found: FoundModel | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""
         weights = found.weight_bytes(self.dtype, self.kernels, quantization) // ranks
-        kernels = streaming(self.kernels, weights)
+        kernels = streaming_kernels(self.kernels, weights)
         name, heads = found.files.name, found.config
         if heads is None:
             return kernels

@@ -95,7 +95,7 @@ class MemoryPlan:
         placement, rate, experts = self.placement, self.disk.bytes_per_second, self.placement.experts
         if experts is None:
             return max(placement.seconds(rate), sum(placement.layers) / self.bandwidth)
-        computed = sum(placement.layers) + experts.touched_bytes(rows)
+        computed = sum(placement.layers) + experts.active_bytes(rows)
         return experts.read_bytes(rows) / rate + computed / self.bandwidth
 
     @property
@@ -291,7 +291,7 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     needs.candidates(memory, process, needs.sizes(), config)
     prepared = needs.prepare(offload_folder(config), progress)
     disk = measure(StreamSource(prepared.path))
-    bandwidth = Bandwidth(needs.kernels.library, _SAMPLE).usual()
+    bandwidth = Bandwidth(needs.kernels.library, _SAMPLE).median()
     plans = [
         MemoryPlan(placement, drafts, limits, caches, disk, bandwidth, prepared)
         for drafts, limits, caches, placement in needs.candidates(

@@ -42,7 +42,7 @@ from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
-from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.hosted.folder import HostedFolder
@@ -50,7 +50,7 @@ from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
 from specinfer.models.weight_sizes import layer_bytes, weight_bytes
-from specinfer.parallel.share import Layout
+from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads
@@ -81,7 +81,7 @@ class Models:
     origin: Mapping[str, str] = field(default_factory=dict)
     hosts: Sequence[Host] = ()  # hosts of ranks, this one first; empty for a single process
     # Adapters that requests may name; None for models that the caller made.
-    adapters: AdapterShelf | None = None
+    adapters: AdapterCache | None = None
     draft_memory: DraftMemory | None = (
         None  # memory of a `self` draft that layers may use while speculation is off
     )
@@ -247,7 +247,7 @@ def _load_models(
         refused = f"models of {loaded.config.family} run without; merge it into the model"
     if ranks is not None:
         refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
-    adapters = AdapterShelf(
+    adapters = AdapterCache(
         loaded.config,
         dtype=loaded.dtype,
         device=device,

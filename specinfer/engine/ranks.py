@@ -23,7 +23,7 @@ from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import read_key
 from specinfer.parallel.listener import RankListener
-from specinfer.parallel.share import Layout
+from specinfer.parallel.shard import Layout
 from specinfer.runtime.executor import Host
 from specinfer.runtime.sharded import identity_of
 from specinfer.speculation_config import Quantization
@@ -66,7 +66,7 @@ class Ranks:
         self._whole_table = whole_table
         self._summary = ""
 
-    def start(self, library: Library | None, drafts: Sequence[SharedDraft], **how: Any) -> None:
+    def start(self, library: Library | None, drafts: Sequence[SharedDraft], **settings: Any) -> None:
         """Start the followers, which load their parts.
 
         Ranks of a stage on one host exchange data through shared memory if they have a library.
@@ -74,7 +74,7 @@ class Ranks:
         Args:
             library: the native kernels, or None.
             drafts: the drafts that the ranks share.
-            **how: further fields of the followers' Settings.
+            **settings: further fields of the followers' Settings.
 
         Raises:
             ConfigError: ranks of other hosts cannot connect to this one.
@@ -91,7 +91,7 @@ class Ranks:
                 exchange = None
                 if library is not None and 0 in memory:
                     exchange = SharedExchange(library, memory[0], width, 0, limit=LIMIT)
-                self._send_settings(exchange, library is not None, drafts, how)
+                self._send_settings(exchange, library is not None, drafts, settings)
             except BaseException:
                 self._followers.close()
                 raise
@@ -104,7 +104,7 @@ class Ranks:
         exchange: SharedExchange | None,
         native: bool,
         drafts: Sequence[SharedDraft],
-        how: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> None:
         """Send the followers their settings, and form the group."""
         layout, peers = self.layout, self._followers
@@ -126,7 +126,7 @@ class Ranks:
                         max_context=self._config.scheduler.max_context,
                         same_host=addresses.count(addresses[rank]),
                         limit=LIMIT,
-                        **how,
+                        **settings,
                     )
                 )
                 for rank in range(1, self.size)
@@ -168,7 +168,7 @@ class Ranks:
         free = followers.ready(identity_of(model, self.found.model.path, quantization, self.group))
         addresses = followers.addresses
         self.hosts = [self._host(address, addresses, free) for address in dict.fromkeys(addresses)]
-        followers.meet(self.group, self._key)
+        followers.connect(self.group, self._key)
         weakref.finalize(model, self.group.free)
         layout, group, size = self.layout, self.group, model.config.hidden_size
         bytes_of = [weight_bytes(part, model.dtype, model.kernels, quantization) for part in self.parts]
@@ -193,7 +193,7 @@ class Ranks:
         ranks = [rank for rank in range(1, self.size) if addresses[rank] == address]
         parts = [self.parts[rank] for rank in ranks]
         if not address:
-            parts += (part for shares in self.drafts.values() for part in shares[1:])
+            parts += (part for shards in self.drafts.values() for part in shards[1:])
         return Host(address, parts, min((free[rank - 1] for rank in ranks), default=0))
 
     def __str__(self) -> str:

@@ -128,7 +128,7 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
     return {**c, **told}
 
 
-def named_as_here(c: Mapping[str, object], name: str) -> str | None:
+def unchanged_name(c: Mapping[str, object], name: str) -> str | None:
     """Return a tensor's name in the layout of the speculators library.
 
     Returns None for DSpark's confidence head, which is not used: the guesses' probabilities serve instead.

@@ -16,17 +16,17 @@ from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead, BlockModel
 from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead, EagleModel
-from specinfer.heads.foreign_config import is_head_config, named_as_here, published_config
+from specinfer.heads.foreign_config import is_head_config, published_config, unchanged_name
 from specinfer.heads.medusa import (
     MedusaHead,
     MedusaModel,
     is_medusa,
     medusa_config,
     medusa_name,
-    named_by_map,
+    vocabulary_from_map,
 )
 from specinfer.heads.runner import HeadModel
-from specinfer.heads.vocabulary import Entries, named_by_offsets, own_tensors
+from specinfer.heads.vocabulary import Entries, own_tensors, vocabulary_from_offsets
 from specinfer.models.language_model import LayeredModel
 from specinfer.models.weight_memory import Weights
 
@@ -56,8 +56,8 @@ class HeadKind:
     model: Callable[[Any, Weights, LayeredModel, Sequence[int]], AnyHeadModel]  # for the engine
 
 
-_PUBLISHED: Final = FolderReader(is_head_config, named_as_here, published_config, named_by_offsets)
-_MEDUSA: Final = FolderReader(is_medusa, medusa_name, medusa_config, named_by_map)
+_PUBLISHED: Final = FolderReader(is_head_config, unchanged_name, published_config, vocabulary_from_offsets)
+_MEDUSA: Final = FolderReader(is_medusa, medusa_name, medusa_config, vocabulary_from_map)
 KINDS: Final[Mapping[str, HeadKind]] = {
     EagleConfig.kind: HeadKind(_PUBLISHED, EagleHead, EagleModel),
     BlockConfig.kind: HeadKind(_PUBLISHED, BlockHead, BlockModel),

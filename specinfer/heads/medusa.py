@@ -177,7 +177,7 @@ def _count(c: Mapping[str, object], name: str) -> int:
     return integer(c, name if name in c else _COUNTS[name])
 
 
-def named_by_map(path: Path, config: MedusaConfig, entries: Entries) -> tuple[Sequence[int], Entries]:
+def vocabulary_from_map(path: Path, config: MedusaConfig, entries: Entries) -> tuple[Sequence[int], Entries]:
     """Return the draft vocabulary of Medusa heads, ascending, and the tensors with rows in that order."""
     named, vocab = config.draft_vocab_size, config.vocab_size
     if named == vocab:  # vLLM then ignores the map: rows are in the order of token ids

@@ -59,7 +59,7 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen3": _QWEN,
 }
 _LAYERS: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)  # families that can be written as a head's layers
-_MOST_LAYERS = 64
+_MAX_LAYERS = 64
 _SLIDING = "sliding_attention"
 
 
@@ -229,8 +229,8 @@ def body_from_hf(config: Mapping[str, object]) -> ModelConfig:
             f"a head's layers are of model_type {kind!r}; supported: {', '.join(sorted(_DEFAULTS))}"
         )
     layers = count(config, "num_hidden_layers", 1)
-    if layers > _MOST_LAYERS:
-        raise ModelError(f"a head has {layers} layers; allowed: 1 to {_MOST_LAYERS}")
+    if layers > _MAX_LAYERS:
+        raise ModelError(f"a head has {layers} layers; allowed: 1 to {_MAX_LAYERS}")
     given = {key: value for key, value in config.items() if value is not None}
     body = config_from_hf({**_DEFAULTS[kind], **given, "model_type": kind, "eos_token_id": None})
     window = body.window

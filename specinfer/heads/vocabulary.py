@@ -145,7 +145,7 @@ class ChosenRows:
 Entries = Mapping[str, TensorEntry | ChosenRows]
 
 
-def named_by_offsets(
+def vocabulary_from_offsets(
     path: Path, config: EagleConfig | BlockConfig, entries: Entries
 ) -> tuple[Sequence[int], Entries]:
     """Return the draft vocabulary from d2t, checked against t2d if present, and the tensors."""

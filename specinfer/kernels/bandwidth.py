@@ -45,11 +45,11 @@ class Bandwidth:
             self.found.append(self._library.stream(self._memory.data_ptr(), size))
         return self.found[-1]
 
-    def usual(self) -> float:
+    def median(self) -> float:
         """The median of a few measurements."""
         return statistics.median(self.measure() for _ in range(_USUAL))
 
-    def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
+    def compare(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
         """Median milliseconds of a call, and its ratio to the time of streaming `size` bytes."""
         milliseconds, times = [], []
         before = self.measure()

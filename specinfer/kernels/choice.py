@@ -66,7 +66,7 @@ def native_kernels(library: Library) -> Kernels:
     return Kernels(NativeOps(library), NativeAttention(library), NativeProducts(library), library)
 
 
-def guessing(kernels: Kernels) -> Kernels:
+def draft_kernels(kernels: Kernels) -> Kernels:
     """Kernels for a draft: a row's result may depend on the number of rows, which is faster."""
     products = kernels.products
     if not isinstance(products, NativeProducts):
@@ -74,7 +74,7 @@ def guessing(kernels: Kernels) -> Kernels:
     return replace(kernels, products=products.but(loose=True))
 
 
-def sharing(kernels: Kernels) -> Kernels:
+def sharded_kernels(kernels: Kernels) -> Kernels:
     """Kernels for a model whose sums do not depend on how many ranks share its channels."""
     products = kernels.products
     if isinstance(products, NativeProducts):
@@ -82,7 +82,7 @@ def sharing(kernels: Kernels) -> Kernels:
     return replace(kernels, products=Products(use=products.use._replace(shared=True)))
 
 
-def streaming(kernels: Kernels, weights: int) -> Kernels:
+def streaming_kernels(kernels: Kernels, weights: int) -> Kernels:
     """Kernels for a model with `weights` bytes of weights, read past the caches if they exceed these."""
     products = kernels.products
     if not isinstance(products, NativeProducts):

@@ -35,7 +35,7 @@ from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPar
 from specinfer.kernels.machine import LEVELS
 from specinfer.kernels.native import REFUSED, WRONG
 from specinfer.kernels.ops import NormParts
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
+from specinfer.kernels.product import FLOATS, NativeProduct, Product, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.structures import (
     ACTIVATIONS,
@@ -98,7 +98,7 @@ class _Trial:
     def faults(self, x: Tensor) -> Iterator[str]:
         """Faults in the product of the first rows of x, and of all rows."""
         product, plain = self._by(NativeProducts(self._library)), self._by(Products())
-        past_caches = self._by(NativeProducts(self._library, Use(nontemporal=True)))
+        past_caches = self._by(NativeProducts(self._library, ProductOptions(nontemporal=True)))
         whole, want = product(x), plain(x)
         for rows in _ROWS:
             if not torch.equal(product(x[:rows]), whole[:rows]):
@@ -118,7 +118,7 @@ class _Trial:
         if self._kind == "int4":  # float32 rows become bfloat16, and few loose rows become integers
             if not torch.equal(product(x.bfloat16()), whole.bfloat16()):
                 yield "results of bfloat16 rows differ"
-            loose = self._by(NativeProducts(self._library, Use(loose=True)))
+            loose = self._by(NativeProducts(self._library, ProductOptions(loose=True)))
             if not torch.equal(loose(x[:_LOOSE_ROWS]), want[:_LOOSE_ROWS]):
                 yield f"{_LOOSE_ROWS} loose rows differ"
 

@@ -74,7 +74,7 @@ def cgroup_free_memory() -> int | None:
     return min((room for room in rooms if room is not None), default=None)
 
 
-def give_back_memory() -> None:
+def release_free_memory() -> None:
     """Return freed memory from the C library to the system, if supported.
 
     The C library keeps memory that threads have freed: hundreds of megabytes after a model was prepared.
@@ -92,7 +92,7 @@ def _folders(controller: str) -> list[Path]:
         _, _, rest = line.partition(":")
         controllers, _, name = rest.partition(":")
         if name and (controllers == "" or controller in controllers.split(",")):
-            folders += _way_up(name, [m for m in mounts if _has(m, controllers, controller)])
+            folders += _ancestors(name, [m for m in mounts if _has(m, controllers, controller)])
     return folders
 
 
@@ -102,7 +102,7 @@ def _has(mount: _Mount, controllers: str, controller: str) -> bool:
     return mount.controllers is not None and controller in mount.controllers
 
 
-def _way_up(name: str, mounts: list[_Mount]) -> list[Path]:
+def _ancestors(name: str, mounts: list[_Mount]) -> list[Path]:
     """The folders from a group's up to the mount's root; the root alone if the group is not below it."""
     group = PurePosixPath(name)
     for mount in mounts:

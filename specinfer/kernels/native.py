@@ -85,7 +85,7 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedLevel:
     """A level of this CPU whose library is not used, and the reason."""
 
     level: Level
@@ -113,9 +113,9 @@ def load_library(progress: Progress | None = None) -> Library:
     return library
 
 
-def find_best(progress: Progress | None = None) -> tuple[Library | None, list[Refused]]:
+def find_best(progress: Progress | None = None) -> tuple[Library | None, list[RefusedLevel]]:
     """The library to use, and the rejected better levels; raises ConfigError as `load_library`."""
-    refused: list[Refused] = []
+    refused: list[RefusedLevel] = []
     for level in levels_here():
         try:
             path = find_library(level, progress)
@@ -127,12 +127,12 @@ def find_best(progress: Progress | None = None) -> tuple[Library | None, list[Re
                 fault = "the system does not let this process use the CPU's matrix unit"
         except (KernelBuildError, OSError) as error:
             fault = str(error)
-        refused.append(Refused(level, fault))
+        refused.append(RefusedLevel(level, fault))
     return None, refused
 
 
 @functools.cache
-def _warn_once(refused: Refused) -> None:
+def _warn_once(refused: RefusedLevel) -> None:
     """Log a rejection once per process, though every loaded model finds it again."""
     _LOG.warning("native kernels for %s are not used: %s", refused.level.words, refused.reason)
 

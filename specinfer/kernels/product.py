@@ -69,7 +69,7 @@ def check_rows(x: Tensor, columns: int) -> int:
     return float_code(x)
 
 
-class Use(NamedTuple):
+class ProductOptions(NamedTuple):
     """How a model uses its products."""
 
     loose: bool = False  # a row's result may depend on the number of rows, if that is faster
@@ -78,7 +78,7 @@ class Use(NamedTuple):
     shared: bool = False
 
 
-USUAL: Final = Use()
+DEFAULT_OPTIONS: Final = ProductOptions()
 
 
 class NativeProduct:
@@ -104,7 +104,7 @@ class NativeProduct:
         zeros: Tensor | None = None,
         largest: float = 0.0,
         bias: Tensor | None = None,
-        use: Use = USUAL,
+        use: ProductOptions = DEFAULT_OPTIONS,
         parts: SumParts | None = None,
         blocks: BlocksWeight | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class NativeProduct:
         library: Library,
         weight: Tensor,
         bias: Tensor | None,
-        use: Use = USUAL,
+        use: ProductOptions = DEFAULT_OPTIONS,
         parts: SumParts | None = None,
     ) -> NativeProduct:
         """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""

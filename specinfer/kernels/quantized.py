@@ -46,11 +46,11 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, block_sums
 from specinfer.kernels.product import (
+    DEFAULT_OPTIONS,
     FLOATS,
-    USUAL,
     NativeProduct,
     Product,
-    Use,
+    ProductOptions,
     check_maxima,
     check_sums,
 )
@@ -70,7 +70,7 @@ class Products:
 
     __slots__ = ("library", "use")
 
-    def __init__(self, library: Library | None = None, use: Use = USUAL) -> None:
+    def __init__(self, library: Library | None = None, use: ProductOptions = DEFAULT_OPTIONS) -> None:
         self.library = library  # multiplies; None: PyTorch
         self.use = use  # how its products are used
 
@@ -149,7 +149,7 @@ class NativeProducts(Products):
     __slots__ = ()
     library: Library
 
-    def __init__(self, library: Library, use: Use = USUAL) -> None:
+    def __init__(self, library: Library, use: ProductOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(library, use)
 
     def but(self, **changes: bool) -> NativeProducts:

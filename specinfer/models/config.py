@@ -123,7 +123,7 @@ class Experts:
                 f"a token uses {self.per_token} of {self.count} experts; allowed: 1 to {self.count}"
             )
 
-    def touched(self, rows: int) -> float:
+    def active(self, rows: int) -> float:
         """Expected number of experts that `rows` tokens use, if each chooses at random."""
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
@@ -166,7 +166,7 @@ class InnerRange:
 class Ranges:
     """One rank's parts of a model's matrices; None: all.
 
-    parallel/share.py computes them.
+    parallel/shard.py computes them.
     """
 
     queries: range | None = None  # rows of q, and columns of o

@@ -27,7 +27,7 @@ from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.disk import DiskRate, StreamSource, aligned
 from specinfer.kernels.layout import Weight
 from specinfer.models.placement import spread
-from specinfer.models.prepared import Place, PreparedFile, Record
+from specinfer.models.prepared import PreparedFile, Record, TensorPlace
 from specinfer.models.stream import LayerStream
 
 _LOG = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class DraftMemory:
         source.check()
 
 
-def tensor_in(memory: memoryview, place: Place) -> Tensor:
+def tensor_in(memory: memoryview, place: TensorPlace) -> Tensor:
     """A view of a record's tensor in `memory`, with any content."""
     count = int(np.prod(place.shape))
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)

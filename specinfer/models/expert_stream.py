@@ -27,7 +27,7 @@ from specinfer.models.stream import WeightStream, kept_from_children, start_read
 from specinfer.models.stream_buffers import StreamRecord
 
 _Made = TypeVar("_Made")
-_LEAST_PIECE: Final = 64 * PAGE  # bytes: smaller ones cost more calls than they save
+_MIN_PIECE: Final = 64 * PAGE  # bytes: smaller ones cost more calls than they save
 
 
 class _Piece(NamedTuple):
@@ -61,7 +61,7 @@ class ExpertReaders:
     def begin(self, slot: int, memory: memoryview, offset: int) -> None:
         """Have this memory filled from `offset` on; readers share it out."""
         length = len(memory)
-        piece = max(_LEAST_PIECE, -(-length // self._readers // PAGE) * PAGE)
+        piece = max(_MIN_PIECE, -(-length // self._readers // PAGE) * PAGE)
         piece = min(piece, self._piece)
         with self._lock:
             self._left[slot] = length

@@ -15,7 +15,7 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
 from specinfer.kernels.layout import GROUP
 
-_MOST_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
+_MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
 
 
 class FileBlocks(NamedTuple):
@@ -28,7 +28,7 @@ class FileBlocks(NamedTuple):
 
 def check_levels(name: str, rows: Tensor) -> None:
     """Raise ModelFileError if a level is -128, which no converter writes."""
-    if bool((rows[..., :GROUP].view(torch.int8) < -_MOST_LEVEL).any()):
+    if bool((rows[..., :GROUP].view(torch.int8) < -_MAX_LEVEL).any()):
         raise ModelFileError(f"tensor {name!r} has a level of -128; allowed for Q8_0: -127 .. 127")
 
 

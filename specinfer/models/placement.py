@@ -30,7 +30,7 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRoom:
+class ExpertMemory:
     """How many experts of a mixture are in memory at once; others are read when they are chosen."""
 
     sizes: ExpertSizes
@@ -41,13 +41,13 @@ class ExpertRoom:
         """Bytes of all slots."""
         return self.slots * self.sizes.record
 
-    def touched_bytes(self, rows: int) -> float:
+    def active_bytes(self, rows: int) -> float:
         """Return the expected bytes of the experts in a pass of `rows`, if each row chose at random."""
-        return self.sizes.layers * self.sizes.experts.touched(rows) * self.sizes.record
+        return self.sizes.layers * self.sizes.experts.active(rows) * self.sizes.record
 
     def read_bytes(self, rows: int) -> float:
         """Return the expected bytes read in a pass, if each expert is in memory with equal probability."""
-        return self.touched_bytes(rows) * (1 - self.slots / self.sizes.all)
+        return self.active_bytes(rows) * (1 - self.slots / self.sizes.all)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Placement:
     layers: Sequence[int]  # bytes per layer
     buffers: int  # buffers of streamed layers, each of the size of the largest; 0: none is streamed
     streamed: tuple[int, ...]  # layer numbers
-    experts: ExpertRoom | None = None
+    experts: ExpertMemory | None = None
 
     @classmethod
     def within(
@@ -93,7 +93,7 @@ class Placement:
         """
         slots = (memory - sum(fixed.values()) - sum(layers)) // sizes.record
         least = sizes.experts.count
-        found = cls(memory, fixed, layers, 0, (), ExpertRoom(sizes, min(max(slots, least), sizes.all)))
+        found = cls(memory, fixed, layers, 0, (), ExpertMemory(sizes, min(max(slots, least), sizes.all)))
         if slots < least:
             raise CapacityError(found._refusal())
         return found

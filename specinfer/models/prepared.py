@@ -62,7 +62,7 @@ _DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor in its record."""
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Record(NamedTuple):
     offset: int  # in the file; this and the length are multiples of a page
     length: int
     crc: int  # checksum of all its bytes
-    tensors: Mapping[str, Place]  # in order, without padding
+    tensors: Mapping[str, TensorPlace]  # in order, without padding
 
 
 def prepared_path(model: Path, kind: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
@@ -307,7 +307,7 @@ class NewPreparedFile:
 
 
 @contextmanager
-def made_once(
+def prepare_once(
     path: Path,
     made_from: Mapping[str, str],
     tensors: Collection[str],
@@ -358,12 +358,12 @@ def _with_tensors(
     records: Mapping[str, tuple[int, int, int]], entries: Mapping[str, Any], start: int
 ) -> dict[str, Record]:
     """Records of offset, length and checksum, with their tensors, whose entries count from `start`."""
-    found: list[dict[str, Place]] = [{} for _ in records]
+    found: list[dict[str, TensorPlace]] = [{} for _ in records]
     offsets = [offset for offset, _, _ in records.values()]
     for name, entry in entries.items():
         begin = start + entry["data_offsets"][0]
         number = bisect(offsets, begin) - 1
-        place = Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begin - offsets[number])
+        place = TensorPlace(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begin - offsets[number])
         found[number][name] = place
     return {
         name: Record(*numbers, tensors)

@@ -45,7 +45,7 @@ _NAMES: Final = {
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
-_MOST_BYTES: Final = 1 << 62
+_MAX_BYTES: Final = 1 << 62
 _KEPT: Final = 2  # experts in memory, one for each thread that reads
 # Tables and masks in files of older versions, and a version number of OPT's; not used.
 _UNUSED: Final = re.compile(
@@ -144,7 +144,7 @@ class SafetensorsFolder:
         return partial(self._sources.read, name, lambda _, start, stop: read(start, stop))
 
 
-class TurnedStack:
+class TransposedStack:
     """Transposed matrices of all experts, concatenated by rows: a StoredTensor."""
 
     def __init__(self, tensor: TensorEntry, last: LastFew[Tensor]) -> None:
@@ -175,7 +175,7 @@ def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor])
     if not isinstance(tensor, TensorEntry):
         return tensor  # quantized tensors are matrices already
     if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
-        return TurnedStack(tensor, last)
+        return TransposedStack(tensor, last)
     if len(tensor.shape) == 2 and name.endswith(tuple(n for n in names.expert_stacks if n.endswith("bias"))):
         return tensor.joined()
     return tensor.stacked()
@@ -247,7 +247,7 @@ def _entry(
 ) -> TensorEntry:
     match value:
         case {"dtype": str(kind), "shape": [*extents], "data_offsets": [begin, end]} if all(
-            type(number) is int and 0 <= number < _MOST_BYTES for number in (*extents, begin, end)
+            type(number) is int and 0 <= number < _MAX_BYTES for number in (*extents, begin, end)
         ):
             pass
         case _:

@@ -26,7 +26,7 @@ class EmbeddingTable:
         return self.whole, token_ids_T
 
 
-class SharedOutTable(EmbeddingTable):
+class ShardedTable(EmbeddingTable):
     """Embeddings divided by token among ranks; `rows` exchanges data between all of them."""
 
     __slots__ = ("_count", "_first", "_group", "_own_VD")
@@ -54,7 +54,7 @@ class SharedOutTable(EmbeddingTable):
         return whole_TD, torch.arange(len(token_ids_T))
 
 
-class SummedProduct:
+class ExactSumProduct:
     """A Product whose matrix is divided by columns among ranks; every rank gets the whole result.
 
     Ranks agree on the quantization scale of each row, and add integers, so the bits are those of the whole
@@ -73,7 +73,7 @@ class SummedProduct:
         return self._own.finished(self._group.total(self._own.partials(x, maxima)), maxima, x.dtype)
 
 
-class JoinedProduct:
+class BranchSumProduct:
     """The same for floats: each rank adds fixed branches of the sum, and all of them join these branches."""
 
     __slots__ = ("_group", "_own", "_parts")

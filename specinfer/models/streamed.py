@@ -33,7 +33,7 @@ from specinfer.kernels.product import Product
 from specinfer.models.draft_memory import DraftMemory, tensor_in
 from specinfer.models.expert_stream import ExpertStream
 from specinfer.models.placement import Placement
-from specinfer.models.prepared import Place, PreparedFile, Record
+from specinfer.models.prepared import PreparedFile, Record, TensorPlace
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.stream import LayerStream
 from specinfer.models.stream_buffers import StreamRecord
@@ -329,7 +329,7 @@ class TableOnDisk(EmbeddingTable):
 
     __slots__ = ("__weakref__", "_dtype", "_number", "_offset", "_path", "_shape")
 
-    def __init__(self, file: PreparedFile, offset: int, place: Place) -> None:
+    def __init__(self, file: PreparedFile, offset: int, place: TensorPlace) -> None:
         """`place` describes the table, [V, D], at byte `offset` of the file."""
         super().__init__(None)
         self._path = file.path

@@ -36,7 +36,7 @@ from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import Int8Product, NativeProducts
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.shared_sums import EmbeddingTable, JoinedProduct, SharedOutTable, SummedProduct
+from specinfer.models.shared_sums import BranchSumProduct, EmbeddingTable, ExactSumProduct, ShardedTable
 from specinfer.models.stream import WeightStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 from specinfer.parallel.group import Group
@@ -102,7 +102,7 @@ class Weights:
         if rows is None:
             return EmbeddingTable(whole)
         assert self.group is not None, "other ranks have the other rows"
-        return SharedOutTable(whole[rows.start : rows.stop].clone(), rows.start, len(whole), self.group)
+        return ShardedTable(whole[rows.start : rows.stop].clone(), rows.start, len(whole), self.group)
 
     def linear(
         self,
@@ -221,9 +221,9 @@ class Weights:
             return product
         if parts is not None:
             assert isinstance(product, NativeProduct | PartsProduct)
-            return JoinedProduct(product, parts, self.group)
+            return BranchSumProduct(product, parts, self.group)
         assert isinstance(product, NativeProduct | Int8Product), "sums of floats have parts"
-        return SummedProduct(product, self.group)
+        return ExactSumProduct(product, self.group)
 
     @property
     def _plain(self) -> bool:

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, UnhostedError
-from specinfer.kernels.choice import TORCH, Kernels, sharing
+from specinfer.kernels.choice import TORCH, Kernels, sharded_kernels
 from specinfer.kernels.disk import DiskRate
-from specinfer.kernels.machine import give_back_memory
+from specinfer.kernels.machine import release_free_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.draft_memory import DraftMemory
@@ -30,7 +30,7 @@ from specinfer.models.prepared import (
     NewPreparedFile,
     PreparedFile,
     identity,
-    made_once,
+    prepare_once,
     prepared_path,
 )
 from specinfer.models.safetensors import SafetensorsFolder
@@ -67,14 +67,14 @@ def load_model(
     int8 or int4 (the output layer int8), and kept in the folder `cache`, by default in the user's cache, for
     the next start; activations stay in `dtype`. Unquantized matrices are read from there if they were
     prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
-    (parallel/share.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
+    (parallel/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
     `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
     before any weight is read.
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
     if part is not None and part.part.o is not None:
-        kernels = sharing(kernels)
+        kernels = sharded_kernels(kernels)
     loaded = load_parts(
         file,
         lambda weights: _built(file, part or config, weights),
@@ -93,7 +93,7 @@ def load_model(
         group=group,
     )
     if part is not None:
-        give_back_memory()  # memory of the whole matrices before they were cut
+        release_free_memory()  # memory of the whole matrices before they were cut
     return loaded
 
 
@@ -137,7 +137,7 @@ def load_streamed(
         )
         built = Decoder(part or model.config, weights)
         weights.check(show)
-    give_back_memory()
+    release_free_memory()
     return built
 
 
@@ -194,7 +194,7 @@ def load_parts(
             return load(None)
     if quantization == "none" or not whole:  # the file of a part could not be reused
         return load(None)
-    with made_once(path, made_from, tensors, size, _not_kept) as kept:
+    with prepare_once(path, made_from, tensors, size, _not_kept) as kept:
         loaded = load(kept)
         if isinstance(kept, NewPreparedFile):
             kept.finish()
@@ -231,7 +231,7 @@ def prepare(
             "with --offload-folder"
         ) from error
 
-    with made_once(
+    with prepare_once(
         path, made_from, tensors, estimate_bytes(model, dtype, kernels, quantization), refuse
     ) as kept:
         if isinstance(kept, PreparedFile):
@@ -245,7 +245,7 @@ def prepare(
         if _identity(model, kind, dtype) != made_from:
             raise ModelFileError(f"{model.path} was changed while {title} was prepared; start again")
         kept.finish()
-    give_back_memory()
+    release_free_memory()
     if (prepared := PreparedFile.open(path, made_from)) is None:
         raise ModelFileError(f"{path} was changed while {title} was prepared; start again")
     return prepared

@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism: ranks, their shares of a model, and the exchanges between them."""
+"""Tensor and pipeline parallelism: ranks, their shards of a model, and the exchanges between them."""

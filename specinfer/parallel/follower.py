@@ -24,7 +24,7 @@ import torch
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.errors import CapacityError, ModelError, PeerLostError, SpecInferError
-from specinfer.kernels.choice import Kernels, choose_kernels, guessing
+from specinfer.kernels.choice import Kernels, choose_kernels, draft_kernels
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
@@ -36,7 +36,7 @@ from specinfer.models.weights import load_model, prepare
 from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
-from specinfer.parallel.share import Layout
+from specinfer.parallel.shard import Layout
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.sharded import (
@@ -73,7 +73,7 @@ class SharedDraft(NamedTuple):
             opened,
             dtype=model.dtype,
             device=model.device,
-            kernels=guessing(settings.fitting(kernels, self.native_attention, self.nontemporal)),
+            kernels=draft_kernels(settings.fitting(kernels, self.native_attention, self.nontemporal)),
             quantization=self.quantization,
             shared=None if self.path else Shared(model.table),
             part=layout.part(settings.rank, opened.config),
@@ -194,7 +194,7 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
         elif isinstance(command, ReportTimes):
-            group.answer(torch.tensor(group.times.spent, dtype=torch.float64))
+            group.send_reply(torch.tensor(group.times.spent, dtype=torch.float64))
         else:
             with group.times.passing():
                 _run(command, runners[command.cache], group)
@@ -208,7 +208,7 @@ def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> N
         if read is None:
             return
         if read.tapped_TND is not None:
-            group.answer(read.tapped_TND)
+            group.send_reply(read.tapped_TND)
         if read.logits_RV is not None:
             group.gather(read.logits_RV, widths_of(model, group))
     elif isinstance(command, Logits):

@@ -35,8 +35,15 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.parallel.link import LOST, Link
-from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
 from specinfer.parallel.rank_times import DOING, RankTimes
+from specinfer.parallel.rendezvous import (
+    HERE,
+    accept_rank,
+    connect_ranks,
+    forward_addresses,
+    gloo_of,
+    gloo_of_rank_0,
+)
 
 LIMIT: Final = 10.0  # timeout of an exchange, in seconds
 LAST: Final = 2.0  # seconds in which rank 0 may read a follower's last message
@@ -68,7 +75,7 @@ class Group:
     """This process's membership in a group of `size` ranks; rank 0 issues commands.
 
     Rank r is in pipeline stage r // width at place r % width. All ranks of a stage make the same calls in
-    the same order, one thread at a time; on rank 0 a thread holds `turn` for that.
+    the same order, one thread at a time; on rank 0 a thread holds `lock` for that.
     """
 
     def __init__(
@@ -96,10 +103,10 @@ class Group:
         self.width = size // self.stages
         self.stage, self.place = divmod(rank, self.width)
         self.limit = limit
-        self.turn = threading.RLock()
-        self.numbers = count()  # numbers of caches
+        self.lock = threading.RLock()
+        self.cache_numbers = count()  # numbers of caches
         # Numbers of caches that rank 0 has dropped, with the number of stages that have them.
-        self.left: deque[tuple[int, int]] = deque()
+        self.dropped_caches: deque[tuple[int, int]] = deque()
         self.exchange = exchange
         self._links = links
         others = range(1, size) if exchange is None else ()
@@ -110,7 +117,7 @@ class Group:
         self._closed = False
         self._gloo: Any = None
         self._lost: Loss | None = None  # reason of the shutdown
-        self._losing = threading.Lock()
+        self._shutting_down = threading.Lock()
 
     @property
     def transport(self) -> str:
@@ -136,15 +143,15 @@ class Group:
                 if own:
                     self._gloo = gloo_of_rank_0(self.width, links, limit=self.limit, host=host)
                 elif self.width > 1 and links:
-                    hand_on(links, self.limit)
+                    forward_addresses(links, self.limit)
         except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise self.lose() from error
+            raise self.shut_down() from error
         self.maximum(torch.zeros(1))  # a barrier: all ranks of the stage are connected
         if self.stages > 1:
             try:
                 self._close_ring(key)
             except (OSError, EOFError, ValueError) as error:
-                raise self.lose() from error
+                raise self.shut_down() from error
             self.round(torch.zeros(1))
 
     def _close_ring(self, key: bytes | None) -> None:
@@ -157,12 +164,12 @@ class Group:
         to_all = dict(enumerate(self._links, start=1))
         for first, second in pairs:
             if self.rank == 0:
-                link = introduce(to_all, first, second, key=key, limit=self.limit)
+                link = connect_ranks(to_all, first, second, key=key, limit=self.limit)
                 if link is not None:
                     links[second] = link
             elif self.rank in (first, second):
-                met = introduced(self._links[0], key)
-                links[met.rank] = met.link
+                accepted = accept_rank(self._links[0], key)
+                links[accepted.rank] = accepted.link
         before, behind = ((self.rank + step * self.width) % self.size for step in (-1, 1))
         self._ring = links[before], links[behind]
 
@@ -221,17 +228,17 @@ class Group:
             for link in self._links[: stages * self.width - 1]:
                 link.send(message)
         except OSError as error:
-            raise self.lose() from error
+            raise self.shut_down() from error
 
     def receive(self) -> bytes:
         """Wait without limit for rank 0's next message; called by followers, raises as Link."""
         return self._links[0].receive()
 
-    def answer(self, values: Tensor) -> None:
+    def send_reply(self, values: Tensor) -> None:
         """Send values to rank 0; called by followers."""
         self._links[0].send(_bytes_of(values))
 
-    def answered(self, rank: int, like: Tensor, patience: float = 0.0) -> Tensor:
+    def reply(self, rank: int, like: Tensor, patience: float = 0.0) -> Tensor:
         """Values sent by another rank, with the shape and dtype of `like`; called by rank 0.
 
         Waits `patience` seconds longer than for an exchange.
@@ -239,7 +246,7 @@ class Group:
         with self.times.waiting():
             return self._take(self._links[rank - 1], like, self.limit + patience)
 
-    def hand_on(self, values: Tensor, patience: float | None = None) -> None:
+    def send_on(self, values: Tensor, patience: float | None = None) -> None:
         """Send values to the next stage, which may be `patience` seconds late; None: no limit."""
         assert self._ring is not None, "there is only one stage"
         behind = self._ring[1]
@@ -249,10 +256,10 @@ class Group:
                 behind.within(None if patience is None else self.limit + patience)
                 behind.send(_bytes_of(values))
         except OSError as error:
-            raise self.lose() from error
+            raise self.shut_down() from error
 
-    def take(self, like: Tensor, patience: float | None = None) -> Tensor:
-        """Values from the previous stage, with the shape and dtype of `like`; `patience` as in `hand_on`."""
+    def receive_on(self, like: Tensor, patience: float | None = None) -> Tensor:
+        """Values from the previous stage, with the shape and dtype of `like`; `patience` as in `send_on`."""
         assert self._ring is not None, "there is only one stage"
         with self.times.waiting():
             return self._take(self._ring[0], like, None if patience is None else self.limit + patience)
@@ -262,10 +269,10 @@ class Group:
         if self.stages == 1:
             return
         if self.stage == 0:
-            self.hand_on(values)
-        values = self.take(values, 0.0)
+            self.send_on(values)
+        values = self.receive_on(values, 0.0)
         if self.stage:
-            self.hand_on(values)
+            self.send_on(values)
 
     def _take(self, link: Link, like: Tensor, limit: float | None) -> Tensor:
         self._check()
@@ -273,17 +280,17 @@ class Group:
             link.within(limit)
             found = link.receive()
         except (EOFError, OSError, ValueError) as error:
-            raise self.lose() from error
+            raise self.shut_down() from error
         if len(found) != like.nbytes:
-            raise self.lose(f"expected {like.nbytes} bytes from another rank, got {len(found)}")
+            raise self.shut_down(f"expected {like.nbytes} bytes from another rank, got {len(found)}")
         return torch.frombuffer(bytearray(found), dtype=like.dtype).view(like.shape)
 
-    def lose(self, why: str = "") -> PeerLostError:
+    def shut_down(self, why: str = "") -> PeerLostError:
         """Shut the group down after a failed or missed exchange; return the error that names the lost rank.
 
         `why` is the reason, if it is known here.
         """
-        with self._losing:  # `watch` may call it at the same time
+        with self._shutting_down:  # `watch` may call it at the same time
             if self._lost is None:
                 if why:
                     self._lost = Loss(self.rank, why)
@@ -347,11 +354,11 @@ class Group:
         try:
             move()
         except (RuntimeError, PeerLostError) as error:
-            raise self.lose() from error
+            raise self.shut_down() from error
 
     def _check(self) -> None:
         if self._closed:
-            raise self.lose("the group was closed")
+            raise self.shut_down("the group was closed")
 
 
 def _bytes_of(values: Tensor) -> bytes:

@@ -5,7 +5,7 @@
     or accepts it from another host         <--  (parallel/listener.py)
     settings: the kind, kernels             -->
                                             <--  the loaded model and its kernels, or an error
-    connect the ranks (parallel/meeting.py) -->
+    connect the ranks (parallel/rendezvous.py) -->
     messages of runtime/sharded.py          -->
 
 On one host no name or port is fixed: the socket is inherited.
@@ -29,7 +29,7 @@ from specinfer.errors import ModelError, PeerLostError
 from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
 from specinfer.parallel.listener import PEER_LOST, RankListener, spawn
-from specinfer.parallel.meeting import HERE
+from specinfer.parallel.rendezvous import HERE
 from specinfer.version import VERSION
 
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
@@ -172,7 +172,7 @@ class Followers:
             free.append(int(message["free"]))
         return free
 
-    def meet(self, group: Group, key: bytes | None) -> None:
+    def connect(self, group: Group, key: bytes | None) -> None:
         """Connect all ranks, with the key for other hosts; raises PeerLostError as Group."""
         for link in self.links:
             link.within(LIMIT)
@@ -207,7 +207,7 @@ class Followers:
         """Wait until all followers on this host have ended, after `close`."""
         self._heartbeats.join()
 
-    def _keep(self, count: int) -> None:
+    def _run_processes(self, count: int) -> None:
         """The thread that starts the followers on this host and waits for their ends."""
         try:
             for rank in range(1, count + 1):

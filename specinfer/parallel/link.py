@@ -291,18 +291,18 @@ class Greeter:
         self._changing = threading.Lock()
 
     def greet(
-        self, connection: socket.socket, met: Callable[[Link], object], refused: Callable[[str], object]
+        self, connection: socket.socket, accepted: Callable[[Link], object], refused: Callable[[str], object]
     ) -> None:
-        """Call `met` with the link, in that thread, or `refused` with the reason."""
+        """Call `accepted` with the link, in that thread, or `refused` with the reason."""
         with self._changing:
             self._pending.append(connection)
             if len(self._pending) > _MAX_PENDING:
                 with suppress(OSError):  # its thread has closed it
                     self._pending.pop(0).shutdown(socket.SHUT_RDWR)
-        threading.Thread(target=self._greet, args=(connection, met, refused), daemon=True).start()
+        threading.Thread(target=self._greet, args=(connection, accepted, refused), daemon=True).start()
 
     def _greet(
-        self, connection: socket.socket, met: Callable[[Link], object], refused: Callable[[str], object]
+        self, connection: socket.socket, accepted: Callable[[Link], object], refused: Callable[[str], object]
     ) -> None:
         try:
             link = greet(connection, self._key, self._purpose)
@@ -313,7 +313,7 @@ class Greeter:
             with self._changing:
                 if connection in self._pending:
                     self._pending.remove(connection)
-        met(link)
+        accepted(link)
 
 
 def _proof(key: bytes, role: str, purpose: str, listener: bytes, dialer: bytes) -> bytes:

@@ -20,7 +20,7 @@ from specinfer.tree.token_tree import single_node
 NODES: Final = (2, 4, 8, 16, 32)  # per tree, root included
 
 
-class LookingOn(SpeculationPolicy):
+class RootsOnly(SpeculationPolicy):
     """Lets all speculators propose as configured and verifies only roots: each step adds one token."""
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -28,7 +28,7 @@ class LookingOn(SpeculationPolicy):
         return [single_node(tree.token_ids[0]) for tree in trees]
 
 
-class CutPolicy(SpeculationPolicy):
+class FixedSizePolicy(SpeculationPolicy):
     """Runs some drafts to a fixed depth, and verifies the likeliest nodes up to a fixed number per
     request.
     """
@@ -86,16 +86,16 @@ def fixed_choices(
     """
     recorded = parts[0].texts[0][0].drafts
     drafts, models = tuple(recorded), {name for name, draft in recorded.items() if draft.head is None}
-    everybody = (*drafts, *(("lookup",) if speculation.lookup else ()))
+    speculators = (*drafts, *(("lookup",) if speculation.lookup else ()))
     deepest = max(DEPTH, speculation.fixed_expansion.depth)
-    for count in range(1, len(everybody) + 1):
-        for names in combinations(everybody, count):
+    for count in range(1, len(speculators) + 1):
+        for names in combinations(speculators, count):
             depths: Sequence[int] = (1,) if set(names) & set(drafts) else (0,)
             if models.intersection(names):
                 depths = range(1, deepest + 1)
             for depth in depths:
-                for most in nodes:
-                    yield FixedChoice(names, depth, most)
+                for limit in nodes:
+                    yield FixedChoice(names, depth, limit)
 
 
 def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
@@ -105,7 +105,7 @@ def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: F
         speculation = replace(speculation, expansion=speculation.fixed_expansion.deepened(choice.depth))
     looks_up = "lookup" in choice.speculators
     limited = replace(speculation.with_tree_size("fixed"), lookup=looks_up, max_nodes=nodes)
-    return play(parts, CutPolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
+    return play(parts, FixedSizePolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
 
 
 def best_fixed(

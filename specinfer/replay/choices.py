@@ -19,7 +19,7 @@ _POINTS: Final = 60  # points per line; each averages over an equal number of to
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class StepChoice:
     """One request's share of one step, except steps that read its prompt."""
 
     text: int  # index, in order of play
@@ -33,21 +33,21 @@ class Chosen:
 class Choices:
     """Collects the choices of each step; used as `on_step` of replay.play."""
 
-    steps: list[Chosen] = field(default_factory=list)
-    _begun: set[str] = field(default_factory=set)  # requests after their first step, which reads the prompt
+    steps: list[StepChoice] = field(default_factory=list)
+    _started: set[str] = field(default_factory=set)  # requests after their first step, which reads the prompt
 
     def __call__(self, step: PlayedStep) -> None:
         """Record the choices for each request."""
         for entry in step.entries:
-            if entry.request_id in self._begun:
+            if entry.request_id in self._started:
                 by = frozenset(draw.speculator for draw in entry.tree.draws)
                 nodes, passes = entry.tree.num_nodes - 1, sum(step.passes.values())
-                self.steps.append(Chosen(int(entry.request_id), len(entry.committed), nodes, by, passes))
-            self._begun.add(entry.request_id)
+                self.steps.append(StepChoice(int(entry.request_id), len(entry.committed), nodes, by, passes))
+            self._started.add(entry.request_id)
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesOnAverage:
+class MeanChoices:
     """Mean choices over some steps."""
 
     tokens: float  # per step
@@ -56,10 +56,10 @@ class ChoicesOnAverage:
     by: dict[str, float]  # speculator -> share of the steps in which nodes of it were verified
 
 
-def on_average(steps: Sequence[Chosen]) -> ChoicesOnAverage:
+def mean_choices(steps: Sequence[StepChoice]) -> MeanChoices:
     """Average over at least one step; speculators sorted by name."""
     by = Counter(name for step in steps for name in step.by)
-    return ChoicesOnAverage(
+    return MeanChoices(
         fmean(step.tokens for step in steps),
         fmean(step.nodes for step in steps),
         fmean(step.passes for step in steps),
@@ -67,7 +67,7 @@ def on_average(steps: Sequence[Chosen]) -> ChoicesOnAverage:
     )
 
 
-def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> None:
+def draw_choices(steps: Sequence[StepChoice], kinds: Sequence[str], path: Path) -> None:
     """Write the picture of `steps` to `path`; `kinds` has the kind of each text, in order.
 
     Raises ConfigError if matplotlib is missing or the file cannot be written.
@@ -75,7 +75,7 @@ def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> N
     check_plot(path)
     figure = new_figure(9, 5.4, dpi=80)
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
-    places, averages = along_text(steps, _POINTS)
+    places, averages = averages_along(steps, _POINTS)
     names = sorted({name for one in averages for name in one.by})
     for name, colour in zip(names, COLOURS, strict=False):
         parts = [100 * one.by.get(name, 0.0) for one in averages]
@@ -96,19 +96,19 @@ def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> N
     save(figure, path)
 
 
-def along_text(steps: Sequence[Chosen], points: int) -> tuple[list[float], list[ChoicesOnAverage]]:
+def averages_along(steps: Sequence[StepChoice], points: int) -> tuple[list[float], list[MeanChoices]]:
     """Average over at most `points` segments of equal numbers of tokens; return middles and averages."""
     ends = np.cumsum([step.tokens for step in steps])
-    stretch = np.minimum(points - 1, (ends - 1) * points // max(1, ends[-1]))
-    places, averages = list[float](), list[ChoicesOnAverage]()
-    for _, of_stretch in groupby(range(len(steps)), key=lambda i: int(stretch[i])):
-        numbers = [*of_stretch]
+    segment = np.minimum(points - 1, (ends - 1) * points // max(1, ends[-1]))
+    places, averages = list[float](), list[MeanChoices]()
+    for _, of_segment in groupby(range(len(steps)), key=lambda i: int(segment[i])):
+        numbers = [*of_segment]
         places.append(float(ends[numbers].mean()))
-        averages.append(on_average([steps[i] for i in numbers]))
+        averages.append(mean_choices([steps[i] for i in numbers]))
     return places, averages
 
 
-def _phases(all_axes: Sequence[Any], steps: Sequence[Chosen], kinds: Sequence[str]) -> None:
+def _phases(all_axes: Sequence[Any], steps: Sequence[StepChoice], kinds: Sequence[str]) -> None:
     """Draw a line where the kind of text changes, and the kinds' names above the first axes."""
     begins = 0
     for kind, of_kind in groupby(steps, key=lambda step: kinds[step.text]):

@@ -4,7 +4,7 @@ shapes.
 At every position the recorded number of correct tokens of each speculator is known. So dynamic programming
 from the last position to the first finds the fastest plan over speculators and depths:
 
-    least(place) = min over speculators, depths of draft's passes + target's pass + least(place + depth + 1)
+    fastest(i) = min over speculators, depths of draft's passes + target's pass + fastest(i + depth + 1)
 
 Costs assume that all requests of a batch do the same. A plan ignores rows that an idle draft has to read
 later, though playing it charges them; it includes prompts.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.replay.baselines import LookingOn
+from specinfer.replay.baselines import RootsOnly
 from specinfer.replay.drafts import CostTable
 from specinfer.replay.engine import path_along
 from specinfer.replay.replay import Phase, Played, play, play_without
@@ -28,7 +28,7 @@ from specinfer.tree import TokenTree
 from specinfer.tree.merging import keep, pinned_nodes
 from specinfer.tree.token_tree import draws_by_parent
 
-Reaches = Mapping[str, int]  # speculator -> number of correct tokens that it proposes below a root
+CorrectCounts = Mapping[str, int]  # speculator -> number of correct tokens that it proposes below a root
 _USUAL_ROWS = 2  # rows of a draft's first pass: the root and the last proposed token, which it has not run
 
 
@@ -41,7 +41,7 @@ class PlannedGuess:
     nodes: int = 0  # nodes of the path along the text
 
 
-class _KnowsTexts(SpeculationPolicy):
+class _TextPolicy(SpeculationPolicy):
     """Has the text of each request; requests are numbered in order of play."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
@@ -72,23 +72,23 @@ class _KnowsTexts(SpeculationPolicy):
         ]
 
 
-class _Listening(_KnowsTexts, LookingOn):
+class _CorrectRecorder(_TextPolicy, RootsOnly):
     """Records at every position how many tokens of each speculator are correct."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         super().__init__(texts)
         # one mapping per text, by tokens before the root
-        self.reaches: list[dict[int, Reaches]] = [{} for _ in texts]
+        self.correct: list[dict[int, CorrectCounts]] = [{} for _ in texts]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Examine all nodes and verify none."""
         for entry, tree in zip(self._plan.tree_entries, trees, strict=True):
             number = int(entry.request.request_id)
-            self.reaches[number][entry.end] = reaches(tree, self._texts[number], entry.end)
+            self.correct[number][entry.end] = count_correct(tree, self._texts[number], entry.end)
         return super().choose_nodes(trees)
 
 
-class OraclePolicy(_KnowsTexts):
+class OraclePolicy(_TextPolicy):
     """Follows the fastest plan at every position."""
 
     def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, PlannedGuess]]) -> None:
@@ -120,10 +120,10 @@ class OraclePolicy(_KnowsTexts):
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
         """Return the open leaves along the text, down to the planned depth."""
-        along = super().worth_deepening(speculator, entries, trees, ends)
+        continued = super().worth_deepening(speculator, entries, trees, ends)
         return [
             nodes if max(tree.depths()) < self._choice(entry).levels else ()
-            for entry, tree, nodes in zip(entries, trees, along, strict=True)
+            for entry, tree, nodes in zip(entries, trees, continued, strict=True)
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -146,7 +146,7 @@ def oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> OraclePoli
     choices = [
         _best(trace, len(trace.texts[number].prompt), len(text), known, at_once, speculation)
         for (trace, number, at_once), text, known in zip(
-            played, texts, reaches_of(parts, speculation), strict=True
+            played, texts, correct_counts(parts, speculation), strict=True
         )
     ]
     return OraclePolicy(texts, choices)
@@ -161,18 +161,18 @@ def play_oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> Playe
     return min(planned, play_without(parts), key=lambda played: played.seconds)
 
 
-def reaches_of(
+def correct_counts(
     parts: Sequence[Phase], speculation: SpeculationConfig | None = None
-) -> list[dict[int, Reaches]]:
+) -> list[dict[int, CorrectCounts]]:
     """Return each speculator's number of correct tokens at every position, by tokens before the root.
 
     All speculators propose at every position, with `speculation` or the traces' own; drafts only continue
     along the text.
     """
-    listening = _Listening(_texts(parts))
+    recorder = _CorrectRecorder(_texts(parts))
     # Parts stay the same, as a speculator's lookups may depend on the finished requests.
-    play(parts, listening, speculation=speculation, whole_trees=True)
-    return listening.reaches
+    play(parts, recorder, speculation=speculation, whole_trees=True)
+    return recorder.correct
 
 
 def _texts(parts: Sequence[Phase]) -> list[tuple[int, ...]]:
@@ -181,7 +181,7 @@ def _texts(parts: Sequence[Phase]) -> list[tuple[int, ...]]:
     return [text.prompt + text.output for text in texts]
 
 
-def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:
+def count_correct(tree: TokenTree, text: Sequence[int], end: int) -> CorrectCounts:
     """Return how deep each speculator's own draws follow the text below `end` of its tokens."""
     found: dict[str, int] = {}
     below = draws_by_parent(tree.draws)
@@ -198,7 +198,7 @@ def _best(
     trace: Trace,
     prompt: int,
     length: int,
-    known: Mapping[int, Reaches],
+    known: Mapping[int, CorrectCounts],
     at_once: int,
     speculation: SpeculationConfig,
 ) -> dict[int, PlannedGuess]:
@@ -243,31 +243,31 @@ class _Costs:
 
     def reading(self, trace: Trace, name: str, prompt: int) -> float:
         """Return the seconds of a draft's passes over a prompt, chunk by chunk."""
-        table, most = CostTable(trace.drafts[name].curve), trace.engine.max_step_tokens
-        return sum(table.seconds(min(most, prompt - start)) for start in range(0, prompt, most))
+        table, rows = CostTable(trace.drafts[name].curve), trace.engine.max_step_tokens
+        return sum(table.seconds(min(rows, prompt - start)) for start in range(0, prompt, rows))
 
 
 def _plan(
-    drafts: Sequence[str], prompt: int, length: int, known: Mapping[int, Reaches], costs: _Costs
+    drafts: Sequence[str], prompt: int, length: int, known: Mapping[int, CorrectCounts], costs: _Costs
 ) -> tuple[float, dict[int, PlannedGuess]]:
     """Return the least seconds from a text's first output token to its end with these drafts, and the
     plan.
     """
-    least = [0.0] * (length + 1)
+    fastest = [0.0] * (length + 1)
     choices: dict[int, PlannedGuess] = {}
     for end in range(length - 1, prompt, -1):
-        reach = known.get(end, {})
-        free = max((right for name, right in reach.items() if name not in costs.passes), default=0)
-        ways = [(0.0, PlannedGuess(nodes=nodes)) for nodes in range(free + 1)]
+        correct = known.get(end, {})
+        free = max((right for name, right in correct.items() if name not in costs.passes), default=0)
+        options = [(0.0, PlannedGuess(nodes=nodes)) for nodes in range(free + 1)]
         for name in drafts:
-            levels = range(free + 1, reach.get(name, 0) + 1)
-            ways += [(costs.passes[name][level], PlannedGuess(name, level, level)) for level in levels]
+            levels = range(free + 1, correct.get(name, 0) + 1)
+            options += [(costs.passes[name][level], PlannedGuess(name, level, level)) for level in levels]
         found = [
-            (costs.step(spent, choice.nodes) + least[min(end + choice.nodes + 1, length)], choice)
-            for spent, choice in ways
+            (costs.step(spent, choice.nodes) + fastest[min(end + choice.nodes + 1, length)], choice)
+            for spent, choice in options
         ]
-        least[end], choices[end] = min(found, key=lambda way: way[0])
-    return least[min(prompt + 1, length)], choices
+        fastest[end], choices[end] = min(found, key=lambda option: option[0])
+    return fastest[min(prompt + 1, length)], choices
 
 
 def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:

@@ -23,7 +23,7 @@ from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
-from specinfer.replay.baselines import LookingOn
+from specinfer.replay.baselines import RootsOnly
 from specinfer.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees
 from specinfer.replay.engine import ReplayEngine, num_blocks
 from specinfer.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
@@ -283,7 +283,7 @@ def _guess(
     replay = ReplayEngine(
         replace(trace, engine=engine),
         speculators,
-        LookingOn(),
+        RootsOnly(),
         wide,
         batch=1,
         states=states if heads else None,

@@ -181,7 +181,7 @@ def _lower_hull(measured: Mapping[_Size, float]) -> list[tuple[_Size, float]]:
 
 def _weighed(experts: Experts, sizes: Sequence[int]) -> list[float]:
     """Return the experts that passes of these sizes read, in units of one row's, plus a little per row."""
-    return [experts.touched(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes]
+    return [experts.active(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes]
 
 
 def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:

@@ -15,7 +15,7 @@ from functools import partial
 from threading import Event
 from typing import Protocol
 
-from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.stream import StoppedError, WeightStream
@@ -88,7 +88,7 @@ class LocalExecutor:
         *,
         num_blocks: int,
         block_size: int,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterCache | None = None,
     ) -> None:
         """Make the target's cache; every draft's has as many blocks. `adapters` are the target's.
 
@@ -114,7 +114,7 @@ class LocalExecutor:
         limit: int | None,
         memory: int | None = None,
         hosts: Sequence[Host] = (),
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterCache | None = None,
     ) -> LocalExecutor:
         """Return an executor whose caches, of the target and of these drafts, fit into memory.
 

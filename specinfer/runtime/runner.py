@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.kernels.low_rank import AdaptedRows, Span
-from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, inference, rows_at_once
@@ -44,7 +44,7 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterCache | None = None,
     ) -> None:
         self.model = model
         self._adapters = adapters

@@ -42,7 +42,7 @@ from specinfer.hub.model_files import hash_of
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.language_model import LanguageModel, Read, check_taps
 from specinfer.parallel.group import Group
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
@@ -242,8 +242,8 @@ class MessageReader:
 
 def widths_of(model: LanguageModel, group: Group) -> list[int]:
     """Return the number of logits that each rank of the first stage makes."""
-    shares = [Share(place, group.width) for place in range(group.width)]
-    return [len(share.vocab(model.config.vocab_size)) for share in shares]
+    shards = [Shard(place, group.width) for place in range(group.width)]
+    return [len(shard.vocab(model.config.vocab_size)) for shard in shards]
 
 
 class Leader:
@@ -256,11 +256,11 @@ class Leader:
         self._model = model = passes.model
         self._block_size = block_size
         self._widths = widths_of(model, group)
-        self._cache = next(group.numbers)
+        self._cache = next(group.cache_numbers)
         self._stages = passes.stages
         self._send(MessageWriter.opening(self._cache, model.number, blocks, block_size))
         # Only recorded, as a finalizer may run in any thread, in the middle of a message.
-        weakref.finalize(self, group.left.append, (self._cache, self._stages)).atexit = False
+        weakref.finalize(self, group.dropped_caches.append, (self._cache, self._stages)).atexit = False
 
     def read(
         self,
@@ -307,7 +307,7 @@ class Leader:
         for number, (first, behind) in enumerate(pairwise(group.bounds)):
             if number and (own := PipelineStage(first, behind, group.bounds[-1]).taps(taps)):
                 like = torch.empty(rows, len(own), size, dtype=self._model.dtype)
-                parts.append(group.answered(number * group.width, like, self._passes.patience))
+                parts.append(group.reply(number * group.width, like, self._passes.patience))
                 order += own
         return torch.cat(parts, 1)[:, [order.index(tap) for tap in taps]].contiguous()
 
@@ -330,22 +330,22 @@ class Leader:
 
     def _send(self, message: bytes, stages: int | None = None) -> None:
         group = self._group
-        with group.turn:
-            while group.left:
-                cache, among = group.left.popleft()
+        with group.lock:
+            while group.dropped_caches:
+                cache, among = group.dropped_caches.popleft()
                 group.broadcast(MessageWriter.closing(cache), among)
             group.broadcast(message, stages or self._stages)
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
         """Run the block as a collective operation; an exception in it ends the group."""
-        with self._group.turn, interrupts_held():
+        with self._group.lock, interrupts_held():
             try:
                 yield
             except PeerLostError as error:
-                raise self._group.lose() from error
+                raise self._group.shut_down() from error
             except BaseException as error:
-                self._group.lose(f"rank 0 has failed in the middle of a pass ({error!r})")
+                self._group.shut_down(f"rank 0 has failed in the middle of a pass ({error!r})")
                 raise
 
 

@@ -75,7 +75,7 @@ class StagedPasses:
         self._chosen += part.num_chosen
         self._reads.append(found)
         if found.handed_TD is not None:
-            self._hand_on(found.handed_TD)
+            self._send_on(found.handed_TD)
         if more:
             return found
         # Not before: a rank that waits to send does not receive, and all would wait for one another.
@@ -83,7 +83,7 @@ class StagedPasses:
         tapped_TND = _stacked([read.tapped_TND for read in self._reads if read.tapped_TND is not None])
         assert hidden_RD is not None, "a pass has a part"
         if stage.ends:
-            self._hand_on(hidden_RD)
+            self._send_on(hidden_RD)
         if stage.begins:
             hidden_RD = self._take(self._chosen)
         self.patience = self._patience or 0.0
@@ -92,11 +92,11 @@ class StagedPasses:
 
     def _take(self, rows: int) -> Tensor:
         like = torch.empty(rows, self.model.config.hidden_size, dtype=self.model.dtype)
-        return self.group.take(like, self._patience) if rows else like
+        return self.group.receive_on(like, self._patience) if rows else like
 
-    def _hand_on(self, rows_TD: Tensor) -> None:
+    def _send_on(self, rows_TD: Tensor) -> None:
         if len(rows_TD):
-            self.group.hand_on(rows_TD, self._patience)
+            self.group.send_on(rows_TD, self._patience)
 
     @property
     def _patience(self) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
@@ -39,7 +39,7 @@ def test_an_adapter_of_all_linear_modules(name: str, run_with: str, tmp_path: Pa
     write_peft(tmp_path / "adapter", tensors, r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     chosen = kernels(run_with)
     ours = load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), kernels=chosen)
-    shelf = AdapterShelf(
+    shelf = AdapterCache(
         ours.config, dtype=ours.dtype, device=ours.device, library=chosen.products.library, limit=1
     )
     shelf.add("adapter", tmp_path / "adapter")

@@ -15,7 +15,7 @@ from specinfer.models.fields import Fields, boolean, integer
 from specinfer.models.quantized.integers import (
     IntegerMatrix,
     LevelRows,
-    TurnedTensor,
+    TransposedTensor,
     order_of_groups,
     unpacked,
 )
@@ -62,7 +62,11 @@ def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
                 f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
                 "columns; the model is incomplete, get it again"
             )
-        transposed = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
+        transposed = (
+            TransposedTensor(words, last),
+            TransposedTensor(scales, last),
+            TransposedTensor(zeros, last),
+        )
         read = _GptqRows(*transposed, bits, offset).read
         found[f"{stem}.weight"] = IntegerMatrix(
             *(words.path, (channels, inner), bits, scales, read),
@@ -85,7 +89,11 @@ def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
         groups = _groups(settings, stem, inner)
         scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
         zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, words.shape[1]))
-        transposed = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
+        transposed = (
+            TransposedTensor(words, last),
+            TransposedTensor(scales, last),
+            TransposedTensor(zeros, last),
+        )
         read = _AwqRows(*transposed).read
         found[f"{stem}.weight"] = IntegerMatrix(words.path, (channels, inner), 4, scales, read, groups=groups)
     return found
@@ -95,7 +103,12 @@ class _GptqRows:
     """Reads [inner words, channels], scales [groups, channels] and zeros [groups, words of channels]."""
 
     def __init__(
-        self, words: TurnedTensor, scales: TurnedTensor, zeros: TurnedTensor, bits: int, offset: int
+        self,
+        words: TransposedTensor,
+        scales: TransposedTensor,
+        zeros: TransposedTensor,
+        bits: int,
+        offset: int,
     ) -> None:
         self._words, self._scales, self._zeros = words, scales, zeros
         self._bits, self._offset = bits, offset
@@ -114,7 +127,7 @@ class _GptqRows:
 class _AwqRows:
     """Reads [inner, words of channels], and scales and zeros as in GPTQ."""
 
-    def __init__(self, words: TurnedTensor, scales: TurnedTensor, zeros: TurnedTensor) -> None:
+    def __init__(self, words: TransposedTensor, scales: TransposedTensor, zeros: TransposedTensor) -> None:
         self._words, self._scales, self._zeros = words, scales, zeros
 
     def read(self, start: int, stop: int) -> LevelRows:

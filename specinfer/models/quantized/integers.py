@@ -86,7 +86,7 @@ class IntegerMatrix:
         return read
 
 
-class TurnedTensor:
+class TransposedTensor:
     """A transposed matrix of a file, which is in memory as a whole while it is read."""
 
     def __init__(self, tensor: StoredTensor, last: LastFew[Tensor]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specinfer.check.difference import (
-    TargetAlone,
+    PlainTarget,
     TextPromise,
     find_difference,
     first_difference,
@@ -128,7 +128,7 @@ def test_with_a_seed_the_noise_is_part_of_the_preference() -> None:
 def test_the_target_alone_gives_its_logits_however_many_texts_are_asked_about(tmp_path: Any) -> None:
     model = write_tiny(tmp_path, vocab_size=32, max_context=700).target
     texts = [[1, 2, 3], [4], list(range(20)) * 30, [5, 6] * 100, [7] * 300, [8, 9]]
-    together = TargetAlone(model).logits_after(texts)
+    together = PlainTarget(model).logits_after(texts)
     for text, logits in zip(texts, together, strict=True):
         runner = ModelRunner(model, num_blocks=1, block_size=len(text))
         whole = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0]

@@ -27,7 +27,7 @@ from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.machine import LEVELS, VARIABLE
-from specinfer.kernels.native import Refused
+from specinfer.kernels.native import RefusedLevel
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.speculation_config import Quantization
@@ -54,7 +54,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, architecture: str, features: str, w
 
 def standings(used: str | None, refused: Sequence[str] = ()) -> dict[str, str]:
     found = level_facts(
-        LEVEL[used] if used else None, [Refused(LEVEL[name], "it crashed") for name in refused]
+        LEVEL[used] if used else None, [RefusedLevel(LEVEL[name], "it crashed") for name in refused]
     )
     return {fact.name: fact.standing for fact in found}
 
@@ -86,7 +86,7 @@ def test_what_became_of_each_level(
 
 def test_each_level_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "x86-64", V4 + "avx512_bf16 amx_tile", "avx512")
-    assert level_facts(LEVEL["avx2"], [Refused(LEVEL["avx512"], "it crashed")]) == [
+    assert level_facts(LEVEL["avx2"], [RefusedLevel(LEVEL["avx512"], "it crashed")]) == [
         LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8, avx512_fp16"),
         LevelFact(
             "avx512bf16", "AVX-512 with VNNI and bfloat16", "not selected", "SPECINFER_CPU is 'avx512'"

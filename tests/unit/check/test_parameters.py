@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specinfer.check import parameters
-from specinfer.check.difference import TargetAlone, Verdict
+from specinfer.check.difference import PlainTarget, Verdict
 from specinfer.check.parameters import MIN_TOKENS, ProcessedTarget, check_parameters, params_of, settings_for
 from specinfer.check.promise import Effort
 from specinfer.processors.changes import Penalties, RowChanges
@@ -75,7 +75,7 @@ def test_a_setting_that_the_engine_refuses_is_open(
 
 def test_logits_are_judged_as_parameters_leave_them(tiny: Tiny) -> None:
     llm, prompt, text = tiny.llm(), [5, 6, 7], [9, 9, 4]
-    alone = TargetAlone(tiny.target).logits_after([[*prompt, *text]])[0]
+    alone = PlainTarget(tiny.target).logits_after([[*prompt, *text]])[0]
     banned = SamplingParams(bad_words=("\t\x04B",))  # token ids 9, 4, 66 in a row
     biased = SamplingParams(frequency_penalty=0.5, logit_bias={3: 2.0})
     expected = alone.copy()

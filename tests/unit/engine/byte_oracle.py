@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specinfer import SamplingParams
-from specinfer.check.difference import TargetAlone
+from specinfer.check.difference import PlainTarget
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.request import FinishReason, RequestOutput
 from tests.engines import Tiny
@@ -97,7 +97,7 @@ class Oracle:
     """The target alone, and the rules of parameters for its tokens."""
 
     def __init__(self, tiny: Tiny) -> None:
-        self._alone = TargetAlone(tiny.target)
+        self._alone = PlainTarget(tiny.target)
         self._compiler = GrammarCompiler(tiny.tokenizer, VOCAB)
         self._texts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.row: Callable[[tuple[int, ...]], list[float]] = cache(

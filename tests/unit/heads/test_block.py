@@ -12,7 +12,7 @@ from specinfer.attention.native import NativeCache
 from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadRunner
-from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
+from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.runtime.features import TappedRows
@@ -37,7 +37,7 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def native() -> Kernels:
-    kernels = guessing(choose_kernels("auto", CPU)[0])
+    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
     if kernels.library is None:
         pytest.skip("there is no native library here")
     return kernels

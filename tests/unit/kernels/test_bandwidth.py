@@ -18,7 +18,7 @@ SIZE = 1 << 16
 def test_the_usual_bandwidth_is_the_median_of_three_and_all_of_them_are_kept() -> None:
     library: Any = Streaming(1e9, 9e9, 2e9)
     bandwidth = Bandwidth(library, SIZE)
-    assert bandwidth.usual() == 2e9
+    assert bandwidth.median() == 2e9
     assert bandwidth.found == [1e9, 9e9, 2e9]
     ((address, size),) = set(library.streamed)
     assert (address % 64, size) == (0, SIZE), "whole cache lines"
@@ -45,7 +45,7 @@ def test_a_call_is_held_against_the_bandwidth_right_before_and_after(monkeypatch
     taken = iter([0.004, 0.001, 0.002])
     monkeypatch.setattr(module, "seconds", lambda call: next(taken))
     library: Any = Streaming(1e9, 1e9, 1e9, 0.5e9)
-    milliseconds, times = Bandwidth(library, 64).beside(lambda: None, 1e6, 3)
+    milliseconds, times = Bandwidth(library, 64).compare(lambda: None, 1e6, 3)
     assert milliseconds == pytest.approx(2.0)
     assert times == pytest.approx(4 / 3)  # 4, 1 and 2 ms; 1 MB streams in 1 or 2 ms: 2 / 1.5
 
@@ -55,11 +55,11 @@ def test_without_a_library_pytorch_reads_it(monkeypatch: pytest.MonkeyPatch) -> 
     taken = iter([0.010, 0.030, 0.010, 0.045, 0.020, 0.060, 0.020])
     bandwidth = Bandwidth(None, SIZE)
     monkeypatch.setattr(module, "seconds", lambda call: next(taken))
-    milliseconds, times = bandwidth.beside(lambda: None, SIZE, 3)
+    milliseconds, times = bandwidth.compare(lambda: None, SIZE, 3)
     assert milliseconds == pytest.approx(45)
     assert times == pytest.approx(3)
     assert bandwidth.found == [SIZE / 0.010] * 2 + [SIZE / 0.020] * 2
 
 
 def test_a_real_library_measures_something() -> None:
-    assert Bandwidth(kernels("native").library, 1 << 20).usual() > 1e6
+    assert Bandwidth(kernels("native").library, 1 << 20).median() > 1e6

@@ -18,8 +18,8 @@ from specinfer.kernels.machine import (
     cpu_features,
     cpu_name,
     cpu_share,
-    give_back_memory,
     is_quick_in_bfloat16,
+    release_free_memory,
     thread_count,
 )
 
@@ -266,6 +266,6 @@ def test_freed_memory_is_given_back() -> None:
     taken = psutil.Process().memory_info().rss
     for block in blocks[:-1]:  # the last one is above them: the heap does not shrink by itself
         libc.free(block)
-    give_back_memory()
+    release_free_memory()
     assert psutil.Process().memory_info().rss < taken - (32 << 20)
     libc.free(blocks[-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct, Use
+from specinfer.kernels.product import NativeProduct, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products, quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
@@ -54,7 +54,7 @@ def product(
 ) -> NativeProduct | PartsProduct:
     """With some columns of one matrix, and its first channels."""
     if isinstance(by, NativeProducts):
-        by = NativeProducts(by.library, Use(loose=kind.startswith("loose")))
+        by = NativeProducts(by.library, ProductOptions(loose=kind.startswith("loose")))
     matrix = random(CHANNELS, INNER)
     weight, added = matrix[:channels, begin:end], random(CHANNELS, seed=2)[:channels] if bias else None
     if "int4" in kind:
@@ -146,7 +146,7 @@ def test_sums_of_parts_are_near_the_other_and_one_part_is_that(
 def test_a_twin_adds_alike_for_every_number_of_channels_and_rows(kind: str, threads: int) -> None:
     """As ranks have some of the channels, and other threads."""
     before = torch.get_num_threads()
-    twin = Products(use=Use(shared=True))
+    twin = Products(use=ProductOptions(shared=True))
     want = product(twin, kind, parts=SumParts((INNER,), (0, 1)))(activations(kind, 40))
     torch.set_num_threads(threads)
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.layout import GROUP, int4_bytes, int8_bytes, pack_levels, unpack_levels
-from specinfer.kernels.product import NativeProduct, Use
+from specinfer.kernels.product import NativeProduct, ProductOptions
 from specinfer.kernels.quantized import (
     NativeProducts,
     Product,
@@ -75,7 +75,7 @@ def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype: torch.dty
     library = kernels("native").library
     assert library is not None
     weight, bias = random(49, 576), random(49, seed=2)
-    loose = product(NativeProducts(library, Use(loose=True)), "int4", weight, bias)
+    loose = product(NativeProducts(library, ProductOptions(loose=True)), "int4", weight, bias)
     twin, steady = (product(p, "int4", weight, bias) for p in (Products(), NativeProducts(library)))
     for rows in (1, 3, 8):
         x = activations(rows, 576, dtype)

@@ -17,7 +17,7 @@ from specinfer.kernels.faults import faults
 from specinfer.kernels.layout import Int4Weight, unpack_levels
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, Level, levels_here
-from specinfer.kernels.product import Use
+from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import (
     NativeProducts,
     Product,
@@ -167,7 +167,7 @@ def test_few_rows_of_a_loose_int4_product_stay_integers(
     plain: Library, dtype: torch.dtype, inner: int
 ) -> None:
     weight, bias = random(49, inner, seed=0), random(49, seed=2)
-    loose = product(NativeProducts(plain, Use(loose=True)), "int4", weight, bias)
+    loose = product(NativeProducts(plain, ProductOptions(loose=True)), "int4", weight, bias)
     for rows, others in ((1, Products()), (8, Products()), (9, NativeProducts(plain))):
         x = activations(rows, inner, dtype)
         assert torch.equal(loose(x), product(others, "int4", weight, bias)(x)), f"{rows} rows"

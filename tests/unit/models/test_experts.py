@@ -72,11 +72,11 @@ def test_a_row_that_is_not_finite_has_weights_of_nan_and_the_others_have_their_o
 
 def test_experts_touched_by_chance() -> None:
     config = Experts(128, 8, 768, normalized=True)
-    assert [round(config.touched(rows)) for rows in (0, 1, 8, 16, 32, 64)] == [0, 8, 52, 82, 112, 126]
+    assert [round(config.active(rows)) for rows in (0, 1, 8, 16, 32, 64)] == [0, 8, 52, 82, 112, 126]
     # Drawn at random, too.
     random = np.random.default_rng(0)
     drawn = [len({e for _ in range(16) for e in random.permutation(128)[:8]}) for _ in range(300)]
-    assert np.mean(drawn) == pytest.approx(config.touched(16), rel=0.01)
+    assert np.mean(drawn) == pytest.approx(config.active(16), rel=0.01)
 
 
 def test_a_token_cannot_have_more_experts_than_there_are(tmp_path: Path) -> None:

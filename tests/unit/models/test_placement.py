@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.config import Experts
-from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
+from specinfer.models.placement import ExpertMemory, ExpertSizes, Placement
 
 GIB = 1 << 30
 DISK = DiskRate(1, 1 << 24, 1.4e9, direct=True)
@@ -147,8 +147,8 @@ def test_experts_have_what_layers_leave() -> None:
         found = Placement.with_experts(memory, fixed, layers, sizes)
         assert found.experts is not None
         assert (found.experts.slots, found.resident_bytes) == (slots, 110 + 100 * slots)
-    half = ExpertRoom(sizes, 12)
-    assert half.touched_bytes(1) == 600  # two experts of each layer
+    half = ExpertMemory(sizes, 12)
+    assert half.active_bytes(1) == 600  # two experts of each layer
     assert half.read_bytes(1) == 300
-    assert half.touched_bytes(2) == pytest.approx(300 * (8 - 8 * 0.75**2))
-    assert ExpertRoom(sizes, 24).read_bytes(5) == 0
+    assert half.active_bytes(2) == pytest.approx(300 * (8 - 8 * 0.75**2))
+    assert ExpertMemory(sizes, 24).read_bytes(5) == 0

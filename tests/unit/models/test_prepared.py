@@ -21,7 +21,7 @@ from specinfer.models.prepared import (
     NewPreparedFile,
     PreparedFile,
     identity,
-    made_once,
+    prepare_once,
     prepared_path,
 )
 from tests.tiny_models import write_tiny_llama
@@ -295,7 +295,7 @@ def test_what_killed_processes_left_is_removed_by_who_has_the_lock(path: Path) -
     for remains in (left, other):
         remains.write_bytes(b"half a model")
     path.unlink()
-    with made_once(path, MADE_FROM, NAMES, 0, raising) as making:
+    with prepare_once(path, MADE_FROM, NAMES, 0, raising) as making:
         assert isinstance(making, NewPreparedFile)
     assert not left.exists()
     assert other.exists()
@@ -344,7 +344,7 @@ def test_the_disk_is_asked_for_room_first(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     failed = Failed()
-    with made_once(tmp_path / "taken" / "kept.safetensors", MADE_FROM, NAMES, 0, failed) as making:
+    with prepare_once(tmp_path / "taken" / "kept.safetensors", MADE_FROM, NAMES, 0, failed) as making:
         assert isinstance(making, NewPreparedFile)
         making.write(*contents()[0])
         making.finish()

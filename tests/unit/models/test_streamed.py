@@ -13,7 +13,7 @@ from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_model, load_streamed, prepare
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
@@ -33,7 +33,7 @@ def test_every_placement_gives_the_same_bits(
 ) -> None:
     save_random(family, tmp_path / "model", tied=family == "gemma3")
     model, native = open_model(tmp_path / "model"), kernels("native")
-    part = None if kind == "int8" else Share(0, 1, 3).of(model.config)  # sums of floats have parts
+    part = None if kind == "int8" else Shard(0, 1, 3).of(model.config)  # sums of floats have parts
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
     whole = ModelRunner(

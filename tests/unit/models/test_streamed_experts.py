@@ -14,7 +14,7 @@ from specinfer.models.expert_stream import ExpertStream
 from specinfer.models.open_model import open_model
 from specinfer.models.stream import StoppedError
 from specinfer.models.weights import load_model, prepare
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
@@ -37,7 +37,7 @@ def test_any_number_of_slots_gives_the_same_bits(
 ) -> None:
     save_random(family, tmp_path, tied=False)
     model, native = open_model(tmp_path), kernels("native")
-    part = None if kind == "int8" else Share(0, 1, 3).of(model.config)  # sums of floats have parts
+    part = None if kind == "int8" else Shard(0, 1, 3).of(model.config)  # sums of floats have parts
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind, "part": part}
     whole = ModelRunner(
         load_model(model, device=CPU, cache=tmp_path / "kept", **options), num_blocks=3, block_size=4

@@ -13,7 +13,7 @@ from specinfer.models.layers import attention_spec
 from specinfer.models.positions import Alibi
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
-from specinfer.parallel.share import Layout, Share
+from specinfer.parallel.shard import Layout, Shard
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -118,7 +118,7 @@ def test_ranks_have_the_slopes_and_sinks_of_their_heads() -> None:
         weights = Weights(reader, torch.device("cpu"), kernels("torch"))
         whole, *parts = (
             attention_spec(0, one, weights, "model.layers.0.self_attn")
-            for one in (config, *(Share(rank, 2).of(config) for rank in range(2)))
+            for one in (config, *(Shard(rank, 2).of(config) for rank in range(2)))
         )
     sinks, slopes = [], []
     for part in parts:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH
-from specinfer.kernels.product import Use
+from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
@@ -312,7 +312,7 @@ def test_native_products_and_twins_give_the_same_logits(tmp_path):
     folder = write_tiny_llama(tmp_path / "m")
     library = kernels("native").library
     # Few loose rows of int4 have the twins' bits on every CPU.
-    native = replace(TORCH, products=NativeProducts(library, Use(loose=True)))
+    native = replace(TORCH, products=NativeProducts(library, ProductOptions(loose=True)))
     for quantization in ("int8", "int4"):
         twins = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
         ours = logits_of(load_quantized(folder, tmp_path / "cache", quantization, kernels=native))

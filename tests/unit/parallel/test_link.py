@@ -16,9 +16,9 @@ import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError
 from specinfer.parallel import link as link_module
-from specinfer.parallel import meeting
+from specinfer.parallel import rendezvous
 from specinfer.parallel.link import LOST, Link, dial, greet, listen, read_key
-from specinfer.parallel.meeting import hand_on, introduce, introduced
+from specinfer.parallel.rendezvous import accept_rank, connect_ranks, forward_addresses
 from tests.ranks import soon
 from tests.unit.parallel.test_messages import EACH_MALFORMED
 
@@ -31,7 +31,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def met(
+def accepted(
     pool: ThreadPoolExecutor, dials: Callable[[int], object], limit: float = 30.0
 ) -> tuple[Future[Link], Future[object]]:
     """Return the results of a connection on the listening side, which has KEY, and on the other."""
@@ -45,7 +45,7 @@ def met(
 
 
 def tcp(pool: ThreadPoolExecutor) -> tuple[Link, Link]:
-    ours, its = met(pool, lambda port: dial("127.0.0.1", port, KEY, "tests"))
+    ours, its = accepted(pool, lambda port: dial("127.0.0.1", port, KEY, "tests"))
     found = its.result(30)
     assert isinstance(found, Link)
     return ours.result(30), found
@@ -67,7 +67,7 @@ def test_those_who_know_the_key_have_a_link(pool: ThreadPoolExecutor) -> None:
 
 @pytest.mark.parametrize(("key", "purpose"), [(OTHER, "tests"), (KEY, "another purpose")])
 def test_another_key_is_refused_on_both_sides(pool: ThreadPoolExecutor, key: bytes, purpose: str) -> None:
-    ours, its = met(pool, lambda port: dial("127.0.0.1", port, key, purpose))
+    ours, its = accepted(pool, lambda port: dial("127.0.0.1", port, key, purpose))
     with pytest.raises(KeyRefusedError, match="it has not proved the key"):
         ours.result(30)
     with pytest.raises(KeyRefusedError, match=r"127.0.0.1:\d+ has another key"):
@@ -104,7 +104,7 @@ def test_whoever_shows_no_key_hears_nothing_but_a_number(pool: ThreadPoolExecuto
                 pass
             return heard
 
-    ours, heard = met(pool, stranger, limit=0.3)
+    ours, heard = accepted(pool, stranger, limit=0.3)
     with pytest.raises((KeyRefusedError, OSError, ValueError)):
         ours.result(30)
     found = heard.result(30)
@@ -225,12 +225,12 @@ def test_who_has_lost_another_is_not_taken_for_one_who_answers(pool: ThreadPoolE
     (ours, its), (others, _) = private(), private()
     its.send(LOST)
     with pytest.raises(EOFError):
-        hand_on([ours], 30.0)
+        forward_addresses([ours], 30.0)
     assert ours.lost_another
     ours, its = tcp(pool)
     its.send(LOST)
     with pytest.raises(EOFError):
-        introduce({1: ours, 2: others}, 1, 2, key=KEY, limit=30.0)
+        connect_ranks({1: ours, 2: others}, 1, 2, key=KEY, limit=30.0)
     assert ours.lost_another
 
 
@@ -239,8 +239,8 @@ def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool:
     first.hosts = ("127.0.0.1", "203.0.113.1")  # another one than its own
     its.hosts = ("127.0.0.1", "203.0.113.2")
     first.within(10.0)
-    listens = pool.submit(introduced, its, KEY)
-    assert introduce({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
+    listens = pool.submit(accept_rank, its, KEY)
+    assert connect_ranks({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
     told = json.loads(others.receive())
     assert told["dial"][0] == "203.0.113.1"
     dialled = dial("127.0.0.1", told["dial"][1], KEY, told["purpose"])
@@ -251,7 +251,7 @@ def test_strangers_do_not_keep_the_right_one_out(pool: ThreadPoolExecutor) -> No
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-        found = pool.submit(meeting._accepted, listening, KEY, "tests", 4.0)
+        found = pool.submit(rendezvous._accepted, listening, KEY, "tests", 4.0)
         own = dial("127.0.0.1", port, KEY, "tests")
         own.send(b"the right one")
         assert found.result(30).receive() == b"the right one"
@@ -293,11 +293,11 @@ def test_two_ranks_get_a_link_to_one_another(
     pairs = {rank: tcp(pool) if rank in far else private() for rank in (1, 2)}
     links = {rank: ours for rank, (ours, _) in pairs.items()}
     followers = {
-        rank: pool.submit(introduced, pairs[rank][1], KEY if rank in far else None)
+        rank: pool.submit(accept_rank, pairs[rank][1], KEY if rank in far else None)
         for rank in (first, 2)
         if rank
     }
-    own = introduce(links, first, 2, key=KEY, limit=30.0)
+    own = connect_ranks(links, first, 2, key=KEY, limit=30.0)
     second = followers[2].result(30)
     if first:
         assert own is None

@@ -23,7 +23,7 @@ from specinfer.runtime.sharded import (
     Pass,
     ReportTimes,
 )
-from tests.unit.parallel.test_share import SMOL
+from tests.unit.parallel.test_shard import SMOL
 
 CACHES = {3: Open(3, 0, blocks=4, block_size=8)}
 TEXT = Rows([5, 6, 7], 6, [2, 0], 2)

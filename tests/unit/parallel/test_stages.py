@@ -16,11 +16,11 @@ from torch import Tensor
 from specinfer import SamplingParams
 from specinfer.errors import PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
-from specinfer.kernels.choice import guessing
+from specinfer.kernels.choice import draft_kernels
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
-from specinfer.parallel.share import Layout
+from specinfer.parallel.shard import Layout
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner
@@ -75,14 +75,14 @@ def test_texts_are_those_of_one_process_whoever_guesses(
 ) -> None:
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
-    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=guessing(native))
+    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))
     opened = open_model(llama)
     head_folder = open_head(write_any(eagle_config(own_head=False), tmp_path / "head"), opened)
 
     def texts(target: LanguageModel, who: str, **options: Any) -> list[tuple[int, ...]]:
         head = None
         if who == "head":
-            head = load_head(head_folder, opened, target, kernels=guessing(native))
+            head = load_head(head_folder, opened, target, kernels=draft_kernels(native))
         drafts = {"draft": {"draft": draft}, "head": {"head": head}}.get(who)
         llm = llm_of(target, llama, drafts, lookup=who == "lookups", tree_size="fixed", **options)
         found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
@@ -137,7 +137,7 @@ def test_texts_in_parts_are_those_of_one_process(
         write_similar_llama(llama, tmp_path / "similar", noise=0.1),
         dtype=torch.float32,
         device=CPU,
-        kernels=guessing(native),
+        kernels=draft_kernels(native),
     )
 
     def texts(target: LanguageModel, drafts: dict[str, Any] | None) -> list[tuple[int, ...]]:
@@ -264,13 +264,13 @@ def test_an_interrupt_waits_for_all_stages(
     with ranks_of(llama, 4, kernels("native"), tmp_path, stages=2) as model:
         runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
         assert group is not None
-        take = group.take
+        take = group.receive_on
 
         def interrupted(*given: Any) -> Tensor:
             signal.raise_signal(signal.SIGINT)
             return take(*given)
 
-        monkeypatch.setattr(group, "take", interrupted)
+        monkeypatch.setattr(group, "receive_on", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner.forward(rows)
         monkeypatch.undo()
@@ -302,9 +302,9 @@ def test_a_pass_that_fails_in_a_stage_ends_the_group(
         else:
 
             def lose(*_: object) -> None:
-                raise group.lose("it is lost")
+                raise group.shut_down("it is lost")
 
-            monkeypatch.setattr(group, "hand_on", lose)
+            monkeypatch.setattr(group, "send_on", lose)
             with pytest.raises(PeerLostError):
                 runner.forward([Rows((3,), 0, [0], 0)])
         with pytest.raises(PeerLostError):

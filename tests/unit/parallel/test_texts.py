@@ -15,13 +15,13 @@ from torch import Tensor
 from specinfer import SamplingParams
 from specinfer.errors import CapacityError, PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
-from specinfer.kernels.choice import guessing
+from specinfer.kernels.choice import draft_kernels
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner, Move
@@ -166,7 +166,7 @@ def test_texts_are_those_of_one_process_whoever_guesses(
 ) -> None:
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
-    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=guessing(native))
+    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))
     folder = write_any(eagle_config(own_head=False), tmp_path / "head")
     opened = open_model(llama)
     head_folder = open_head(folder, opened)
@@ -174,7 +174,7 @@ def test_texts_are_those_of_one_process_whoever_guesses(
     def texts(target: LanguageModel, who: str) -> list[tuple[int, ...]]:
         head = None
         if who == "head":
-            head = load_head(head_folder, opened, target, kernels=guessing(native))
+            head = load_head(head_folder, opened, target, kernels=draft_kernels(native))
         drafts = {"draft": {"draft": draft}, "head": {"head": head}}.get(who)
         llm = llm_of(target, llama, drafts, lookup=who == "lookups", tree_size="fixed")
         found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
@@ -222,7 +222,7 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     wanted: dict[str, Any] = {"block_size": 16, "wanted_positions": 1 << 20, "needed_positions": 16}
     whole = whole_model(llama, kernels("native"), tmp_path)
     blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
-    parts = [Share(rank, 2).of(whole.config) for rank in (0, 1)]
+    parts = [Shard(rank, 2).of(whole.config) for rank in (0, 1)]
     with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
         executor = LocalExecutor.within_memory(
             target, [], limit=1 << 20, hosts=[Host("", parts[1:])], **wanted
@@ -250,9 +250,9 @@ def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_pa
         other.close()
         del other
         assert target.group is not None
-        assert len(target.group.left) == 1
+        assert len(target.group.dropped_caches) == 1
         llm.generate(PROMPTS[:1], PARAMS[0])
-        assert not target.group.left
+        assert not target.group.dropped_caches
 
 
 def test_an_interrupt_waits_for_the_pass_and_ranks_stay_in_step(

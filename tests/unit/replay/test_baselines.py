@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from specinfer.errors import TraceTooSmallError
-from specinfer.replay.baselines import CutPolicy, FixedChoice, best_fixed, fixed_choices, play_fixed
+from specinfer.replay.baselines import FixedChoice, FixedSizePolicy, best_fixed, fixed_choices, play_fixed
 from specinfer.replay.engine import PlayedStep
-from specinfer.replay.oracle import OraclePolicy, PlannedGuess, oracle, play_oracle, reaches
+from specinfer.replay.oracle import OraclePolicy, PlannedGuess, count_correct, oracle, play_oracle
 from specinfer.replay.replay import POLICIES, Phase, mixed, play, play_without, whole
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
@@ -57,7 +57,7 @@ def tree() -> TokenTree:
     ],
 )
 def test_how_far_each_is_right(text: list[int], found: dict[str, int]) -> None:
-    assert reaches(tree(), text, 1) == found
+    assert count_correct(tree(), text, 1) == found
 
 
 def test_a_cut_keeps_the_likeliest_nodes_and_their_parents() -> None:
@@ -67,9 +67,9 @@ def test_a_cut_keeps_the_likeliest_nodes_and_their_parents() -> None:
     assert a is not None
     builder.add(a, 3, "draft", confidence=0.9)
     builder.add(a, 4, "draft", confidence=1.0)
-    [cut] = CutPolicy(("draft",), 2, 4).choose_nodes([builder.build()])
+    [cut] = FixedSizePolicy(("draft",), 2, 4).choose_nodes([builder.build()])
     assert (cut.token_ids, cut.parents) == ((0, 1, 2, 4), (-1, 0, 0, 1))
-    assert CutPolicy(("draft",), 2, 9).choose_nodes([cut]) == [cut]
+    assert FixedSizePolicy(("draft",), 2, 9).choose_nodes([cut]) == [cut]
 
 
 def test_the_best_fixed_choice_is_the_quickest_of_all(trace: Trace) -> None:
@@ -107,7 +107,7 @@ def test_a_fixed_choice_is_made_in_every_step(trace: Trace) -> None:
     [choice] = [c for c in fixed_choices(mixed([trace]), trace.speculation, (3,)) if c.depth == 2][:1]
     played = play_fixed(mixed([trace]), trace.speculation, choice)
     steps: list[PlayedStep] = []
-    policy = CutPolicy(choice.speculators, choice.depth, choice.nodes)
+    policy = FixedSizePolicy(choice.speculators, choice.depth, choice.nodes)
     play(mixed([trace]), policy, speculation=replace(trace.speculation, lookup=False), on_step=steps.append)
     trees = [entry.tree for step in steps for entry in step.entries]
     nodes, drawn = [tree.num_nodes for tree in trees], {d.speculator for tree in trees for d in tree.draws}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.replay.choices import Choices, Chosen, along_text, draw_choices, on_average
+from specinfer.replay.choices import Choices, StepChoice, averages_along, draw_choices, mean_choices
 from specinfer.replay.replay import POLICIES, play, whole
 from specinfer.replay.trace import Trace
 from tests.engines import Tiny
@@ -18,12 +18,12 @@ def trace(tiny: Tiny) -> Trace:
     return recorded(tiny.llm(drafts=("similar",), lookup=True, expansion=(2, 1, 1)), max_tokens=24)
 
 
-def chosen(text: int, tokens: int, nodes: int, *by: str, passes: int = 0) -> Chosen:
-    return Chosen(text, tokens, nodes, frozenset(by), passes)
+def chosen(text: int, tokens: int, nodes: int, *by: str, passes: int = 0) -> StepChoice:
+    return StepChoice(text, tokens, nodes, frozenset(by), passes)
 
 
 def test_an_average_over_steps() -> None:
-    found = on_average([chosen(0, 1, 0), chosen(0, 4, 6, "a", "b", passes=3), chosen(1, 1, 3, "a")])
+    found = mean_choices([chosen(0, 1, 0), chosen(0, 4, 6, "a", "b", passes=3), chosen(1, 1, 3, "a")])
     assert (found.tokens, found.nodes, found.passes) == (2.0, 3.0, 1.0)
     assert found.by == {"a": pytest.approx(2 / 3), "b": pytest.approx(1 / 3)}
 
@@ -49,7 +49,7 @@ def test_seconds_of_texts_add_up(trace: Trace) -> None:
 
 def test_stretches_have_about_as_many_tokens() -> None:
     steps = [chosen(0, 2, 1)] * 30 + [chosen(1, 10, 5)] * 6
-    places, averages = along_text(steps, 4)
+    places, averages = averages_along(steps, 4)
     assert [one.tokens for one in averages] == [2, 2, 10, 10]
     assert places == [16, 46, 80, 110]  # 30 tokens each: the mean of their steps' ends
 

@@ -18,7 +18,7 @@ from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.config import BlockRows
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed
@@ -62,7 +62,9 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     target, loaded = open_model(folder / "target"), {}
     for number, (name, config) in enumerate(CONFIGS.items()):  # with this seed each is right now and then
         head = HeadFolder(write_any(config, folder / f"head{number}", seed=2), target.config)
-        loaded[name] = load_head(head, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
+        loaded[name] = load_head(
+            head, target, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0])
+        )
     return loaded
 
 
@@ -120,7 +122,7 @@ def test_blocks_that_are_larger_than_trees_are_refused(tiny: Tiny, folder: Path)
     config = replace(CONFIGS["all rows see each other"], block_size=34)
     target = open_model(folder / "target")
     head = HeadFolder(write_any(config, folder / "wide", seed=2), target.config)
-    kernels = guessing(choose_kernels("auto", CPU)[0])
+    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
     llm = llm_with(tiny, {"head": load_head(head, target, tiny.target, kernels=kernels)})
     with pytest.raises(ConfigError, match="head has blocks of 34 rows, more than trees have nodes; traces"):
         recorded(llm, APART[:2])

@@ -61,7 +61,7 @@ def test_a_mixture_rises_with_the_experts_that_rows_touch() -> None:
     experts = Experts(64, 8, 1024, normalized=True)
 
     def true(rows: int) -> float:
-        return 1.0 + experts.touched(rows) / 8 + 0.02 * rows
+        return 1.0 + experts.active(rows) / 8 + 0.02 * rows
 
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     curve = CostCurve.through({rows: true(rows) for rows in sizes}, experts)

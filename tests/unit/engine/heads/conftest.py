@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, write_tiny
 from tests.heads import write_any
@@ -32,7 +32,9 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     for number, (name, config) in enumerate(HEADS.items()):
         written = write_any(config, folder / f"head{number}", seed=number)
         head = HeadFolder(written, target.config)
-        loaded[name] = load_head(head, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
+        loaded[name] = load_head(
+            head, target, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0])
+        )
     return loaded
 
 

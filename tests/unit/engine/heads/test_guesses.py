@@ -12,7 +12,7 @@ from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
@@ -134,7 +134,7 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
     with torch.no_grad():
         head.markov_head.markov_w2.weight.mul_(15)  # the previous token decides more than hidden states
     written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)
-    kernels = guessing(choose_kernels("auto", CPU)[0])
+    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
     loaded = load_head(written, open_model(folder / "target"), tiny.target, kernels=kernels)
     module = written.module(open_model(folder / "target"))
     events: list[TreeEvent] = []

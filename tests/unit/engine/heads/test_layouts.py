@@ -10,7 +10,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.eagle import EagleHead
-from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, engine_of, write_tiny
 from tests.head_layouts import LAYOUTS, borrow, name_next_layers, write_layout
@@ -35,7 +35,7 @@ def gaps(
     """How far each tree of the head as it is read is from the head as it was made, and the trees' depths."""
     opened = open_model(target)
     borrow(head, opened)
-    kernels = guessing(choose_kernels("auto", CPU)[0])
+    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
     loaded = load_head(HeadFolder(written, opened.config), opened, tiny.target, kernels=kernels)
     events: list[TreeEvent] = []
     prompt = PROMPTS[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM
-from specinfer.check.difference import TargetAlone
+from specinfer.check.difference import PlainTarget
 from specinfer.request import Logprob
 from specinfer.serve.api.reports import CompletionLogprobs, chat_logprobs
 from specinfer.tokenizer import Tokenizer
@@ -34,12 +34,12 @@ HARNESS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[TargetAlone]:
+def alone(folder: Path) -> Iterator[PlainTarget]:
     with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
-        yield TargetAlone(llm.models.target)
+        yield PlainTarget(llm.models.target)
 
 
-def expected(alone: TargetAlone, prompt: list[int]) -> list[tuple[float, float]]:
+def expected(alone: PlainTarget, prompt: list[int]) -> list[tuple[float, float]]:
     """How likely each token behind the first is in one plain pass, and how likely the likeliest is there."""
     if len(prompt) == 1:
         return []
@@ -47,7 +47,7 @@ def expected(alone: TargetAlone, prompt: list[int]) -> list[tuple[float, float]]
     return [(float(row[token]), float(row.max())) for row, token in zip(rows, prompt[1:], strict=True)]
 
 
-def check(reported: dict[str, Any], alone: TargetAlone, prompt: list[int], more: int) -> None:
+def check(reported: dict[str, Any], alone: PlainTarget, prompt: list[int], more: int) -> None:
     assert all(len(values) == len(prompt) + more for values in reported.values())
     assert (reported["token_logprobs"][0], reported["top_logprobs"][0]) == (None, None)
     for place, (chosen, most) in enumerate(expected(alone, prompt), start=1):
@@ -60,7 +60,7 @@ def check(reported: dict[str, Any], alone: TargetAlone, prompt: list[int], more:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_batch_of_token_ids_is_scored_as_a_plain_pass_scores_it(
-    served: Served, alone: TargetAlone, max_tokens: int
+    served: Served, alone: PlainTarget, max_tokens: int
 ) -> None:
     body = HARNESS | {"prompt": PROMPTS, "max_tokens": max_tokens}
     answer = served.post("/v1/completions", body)

@@ -11,7 +11,7 @@ import torch
 
 from specinfer.heads.block import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, load_head
-from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ def loaded(
         HeadFolder(written, target.config),
         target,
         model,
-        kernels=guessing(kernels),
+        kernels=draft_kernels(kernels),
         quantization=quantization,
         cache=folder / "quantized",
     )

@@ -1,7 +1,7 @@
 """Connects ranks with each other through their links to rank 0.
 
     gloo        each rank sends the address of its gloo listener; rank 0 forwards it to all others
-    introduce   two ranks get a link to each other: a socket pair on one host, else one of them
+    connect     two ranks get a link to each other: a socket pair on one host, else one of them
                 listens on a free port, the other dials it, and both prove the key
 
 So no fixed name or port is used, and no store that other processes may write to.
@@ -104,7 +104,7 @@ def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str 
     with ThreadPoolExecutor(1) as pool:
         own = pool.submit(_gloo, store, 0, size, limit, host)
         try:
-            hand_on(links, limit, store)
+            forward_addresses(links, limit, store)
         except BaseException:
             store.close()
             raise
@@ -133,7 +133,7 @@ def _gloo(store: _AddressStore, rank: int, size: int, limit: float, host: str) -
     return kind(store, rank, size, options)
 
 
-def hand_on(links: Sequence[Link], limit: float, store: _AddressStore | None = None) -> None:
+def forward_addresses(links: Sequence[Link], limit: float, store: _AddressStore | None = None) -> None:
     """Forward addresses between followers, which call `gloo_of`, until all are connected.
 
     Rank 0 has a `store` if its own gloo is among them. Raises as `gloo_of_rank_0`.
@@ -162,19 +162,19 @@ def hand_on(links: Sequence[Link], limit: float, store: _AddressStore | None = N
         link.send(_END)
 
 
-class Met(NamedTuple):
+class RankLink(NamedTuple):
     """A link to a rank other than rank 0."""
 
     rank: int
     link: Link
 
 
-def introduce(
+def connect_ranks(
     links: Mapping[int, Link], first: int, second: int, *, key: bytes | None, limit: float
 ) -> Link | None:
     """Connect ranks `first` and `second`; called by rank 0, which has links to both.
 
-    Each of the two that is a follower calls `introduced` at the same time. If `first` is 0, returns its new
+    Each of the two that is a follower calls `accept_rank` at the same time. If `first` is 0, returns its new
     link, which is separate from the one for messages. `key` is needed if one of the two is on another host.
     Raises OSError, EOFError or ValueError if one of them is lost.
     """
@@ -210,24 +210,24 @@ def introduce(
     return None
 
 
-def introduced(link: Link, key: bytes | None) -> Met:
+def accept_rank(link: Link, key: bytes | None) -> RankLink:
     """Accept the rank that rank 0 connects to this one; called by a follower, `link` leads to rank 0.
 
-    A follower on rank 0's host needs no `key`, since rank 0 sends it. Raises as `introduce`.
+    A follower on rank 0's host needs no `key`, since rank 0 sends it. Raises as `connect_ranks`.
     """
     fields = json.loads(link.receive())
     if "purpose" not in fields:
-        return Met(fields["peer"], Link(link.receive_socket()))
+        return RankLink(fields["peer"], Link(link.receive_socket()))
     key = bytes.fromhex(fields["key"]) if "key" in fields else key
     assert key is not None, "a rank on another host needs a key"
     purpose, limit = fields["purpose"], fields["limit"]
     own, rank_0 = link.hosts or _ONE_HOST
     if "dial" in fields:
         host, port = fields["dial"]
-        return Met(fields["peer"], dial(host or rank_0, port, key, purpose, limit=limit))
+        return RankLink(fields["peer"], dial(host or rank_0, port, key, purpose, limit=limit))
     with listen(fields["listen"] or own, 0) as listening:
         link.send(json.dumps({"port": listening.getsockname()[1]}).encode())
-        return Met(fields["peer"], _accepted(listening, key, purpose, limit))
+        return RankLink(fields["peer"], _accepted(listening, key, purpose, limit))
 
 
 def _key_fields(link: Link, key: bytes) -> dict[str, str]:

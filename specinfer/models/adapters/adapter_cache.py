@@ -1,4 +1,4 @@
-"""AdapterShelf: the adapters of one model by name; a few are in memory, others are read when used."""
+"""AdapterCache: the adapters of one model by name; a few are in memory, others are read when used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.request import LoRARequest
 
 
-class AdapterShelf:
+class AdapterCache:
     """Registers and checks adapters, and loads those that passes use. Thread-safe.
 
     A name refers to the same weights for the lifetime of the shelf, since cached prefixes computed with an

@@ -1,4 +1,4 @@
-"""Share: a rank's part of a layer: heads, MLP columns, and a part of the vocabulary.
+"""Shard: a rank's part of a layer: heads, MLP columns, and a part of the vocabulary.
 
 SmolLM2's layers have 9 heads in 3 groups with one key-value head each, and an MLP of 1536. Two ranks have
 
@@ -10,7 +10,7 @@ key-value heads, several ranks have the same key-value head and divide its query
 multiples of 32, the group size of quantized activations, so some heads cannot be separated from their
 neighbours.
 
-Sums of floats, over heads and over columns, have fixed parts that no share cuts (kernels/parts.py): those
+Sums of floats, over heads and over columns, have fixed parts that no shard cuts (kernels/parts.py): those
 that as many ranks would have. With 8 parts, three ranks have 2, 3 and 3 eighths of an MLP; with 12 parts a
 third each.
 
@@ -36,8 +36,8 @@ _MAX_RANKS: Final = 64  # numbers of ranks that are tried for an error message
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The share of rank `rank` of `size`; float sums have `parts` parts, exact sums one."""
+class Shard:
+    """The part of rank `rank` of `size`; float sums have `parts` parts, exact sums one."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class Share:
     def heads(self, heads: int, kv_heads: int, head_dim: int) -> tuple[range, range] | None:
         """The query heads and the key-value heads of this rank; None if it would have none."""
         group, pieces = heads // kv_heads, _pieces(heads, kv_heads, head_dim, self.parts)
-        queries = _shared_out(pieces, self.size)[self.rank]
+        queries = _divide_heads(pieces, self.size)[self.rank]
         if queries is None:
             return None
         return queries, range(queries.start // group, -(-queries.stop // group))
@@ -72,7 +72,7 @@ class Share:
         own = self.heads(config.num_heads, config.num_kv_heads, config.head_dim)
         if own is None or not self._fits(config):
             works = [
-                str(size) for size in range(1, _MAX_RANKS + 1) if Share(0, size, self.parts)._fits(config)
+                str(size) for size in range(1, _MAX_RANKS + 1) if Shard(0, size, self.parts)._fits(config)
             ]
             cut = f", in {self.parts} parts of sums" if self.parts > 1 else ""
             raise ConfigError(
@@ -120,16 +120,16 @@ class Share:
         )
 
     @property
-    def _all(self) -> list[Share]:
-        return [Share(rank, self.size, self.parts) for rank in range(self.size)]
+    def _all(self) -> list[Shard]:
+        return [Shard(rank, self.size, self.parts) for rank in range(self.size)]
 
     def _fits(self, config: ModelConfig) -> bool:
         """True if each rank has a part of everything."""
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = _inner_sizes(config)
         return all(
-            share.heads(*heads) and all(map(share.columns, sizes)) and share.vocab(config.vocab_size)
-            for share in self._all
+            shard.heads(*heads) and all(map(shard.columns, sizes)) and shard.vocab(config.vocab_size)
+            for shard in self._all
         )
 
     def _inner(self, size: int) -> InnerRange:
@@ -143,14 +143,14 @@ class Share:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         pieces = [piece for group in _pieces(*heads, self.parts) for piece in group]
         ends = [0, *(piece.stop * config.head_dim for piece in pieces)]
-        begins = [own[0].start * config.head_dim for share in self._all if (own := share.heads(*heads))]
+        begins = [own[0].start * config.head_dim for shard in self._all if (own := shard.heads(*heads))]
         return _parts(ends, begins, self.rank)
 
     def _column_sums(self, inner: int) -> SumParts | None:
         """The parts of the sums over columns of MLPs of that size; None if they are exact or empty."""
         if self.parts == 1 or not inner:
             return None
-        begins = [share.columns(inner).start for share in self._all]
+        begins = [shard.columns(inner).start for shard in self._all]
         return _parts(_column_ends(inner, self.parts), begins, self.rank)
 
 
@@ -209,9 +209,9 @@ class Layout:
         return [behind - first for first, behind in pairwise(self.bounds)]
 
     def part(self, rank: int, config: ModelConfig, *, whole_table: bool = False) -> ModelConfig:
-        """A rank's part of a whole model; see `Share.of`."""
+        """A rank's part of a whole model; see `Shard.of`."""
         stage, place = divmod(rank, self.width)
-        config = Share(place, self.width, self.parts).of(config, whole_table=whole_table)
+        config = Shard(place, self.width, self.parts).of(config, whole_table=whole_table)
         if self.stages == 1:
             return config
         first, behind = self.bounds[stage : stage + 2]
@@ -227,10 +227,10 @@ class Layout:
 
 
 def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
-    """A rank's parts; `ends` bound all parts, and `begins` are the starts of the ranks' shares."""
-    shares = tuple(map(ends.index, (*begins, ends[-1])))
-    own = ends[shares[rank] : shares[rank + 1] + 1]
-    return SumParts(tuple(end - own[0] for end in own[1:]), shares, rank)
+    """A rank's parts; `ends` bound all parts, and `begins` are the starts of the ranks' shards."""
+    bounds = tuple(map(ends.index, (*begins, ends[-1])))
+    own = ends[bounds[rank] : bounds[rank + 1] + 1]
+    return SumParts(tuple(end - own[0] for end in own[1:]), bounds, rank)
 
 
 def _inner_sizes(config: ModelConfig) -> list[int]:
@@ -241,7 +241,7 @@ def _inner_sizes(config: ModelConfig) -> list[int]:
 
 
 def _column_ends(inner: int, parts: int) -> list[int]:
-    """0, and the ends of the columns where shares may be cut."""
+    """0, and the ends of the columns where shards may be cut."""
     units = -(-inner // _GROUP)
     count = units if parts == 1 else min(parts, units)
     return [min(units * number // count * _GROUP, inner) for number in range(count + 1)]
@@ -269,7 +269,7 @@ def _pieces(heads: int, kv_heads: int, head_dim: int, parts: int) -> list[list[r
     return found
 
 
-def _shared_out(groups: Sequence[Sequence[range]], size: int) -> list[range | None]:
+def _divide_heads(groups: Sequence[Sequence[range]], size: int) -> list[range | None]:
     """The query heads of each of `size` ranks, in whole groups or whole pieces of one; None if impossible."""
     count = len(groups)
     if size <= count:

@@ -19,7 +19,7 @@ from specinfer.models.config import (
     Ranges,
 )
 from specinfer.models.positions import Alibi, Rope
-from specinfer.parallel.share import Layout, Share
+from specinfer.parallel.shard import Layout, Shard
 
 SMOL = ModelConfig(
     family=Family.LLAMA,
@@ -43,14 +43,14 @@ QWEN = replace(SMOL, num_heads=12, num_kv_heads=2, head_dim=128, intermediate_si
 
 def heads(config: ModelConfig, size: int) -> list[tuple[range, range] | None]:
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
-    return [Share(rank, size).heads(*sizes) for rank in range(size)]
+    return [Shard(rank, size).heads(*sizes) for rank in range(size)]
 
 
 def test_the_shares_of_smollm2_are_six_heads_and_three() -> None:
     assert heads(SMOL, 1) == [(range(9), range(3))]
     assert heads(SMOL, 2) == [(range(6), range(2)), (range(6, 9), range(2, 3))]
     assert heads(SMOL, 3) == [(range(3 * i, 3 * i + 3), range(i, i + 1)) for i in range(3)]
-    part = Share(1, 2).of(SMOL)
+    part = Shard(1, 2).of(SMOL)
     assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (3, 1, 768)
     assert (part.vocab_size, part.hidden_size, part.num_layers) == (49152, 576, 2)
     assert part.part == Ranges(
@@ -60,24 +60,24 @@ def test_the_shares_of_smollm2_are_six_heads_and_three() -> None:
         vocab=range(24576, 49152),
         table=range(24576, 49152),
     )
-    assert Share(1, 2).of(SMOL, whole_table=True).part.table is None
+    assert Shard(1, 2).of(SMOL, whole_table=True).part.table is None
 
 
 def test_each_rank_has_columns_of_every_expert() -> None:
     mixture = replace(SMOL, experts=Experts(8, 2, 256, normalized=True, shared_size=96))
-    part = Share(1, 2).of(mixture)
+    part = Shard(1, 2).of(mixture)
     assert part.experts == Experts(8, 2, 128, normalized=True, shared_size=64)
     assert (part.part.experts, part.part.shared_expert) == (
         InnerRange(range(128, 256)),
         InnerRange(range(32, 96)),
     )
-    of_one = Share(0, 1, 4).of(mixture)
+    of_one = Shard(0, 1, 4).of(mixture)
     assert of_one.experts == mixture.experts
     assert of_one.part.experts == InnerRange(None, SumParts((64, 128, 192, 256), (0, 4)))
     with pytest.raises(
         ConfigError, match=r"an MLP of 32, a rank would have none; allowed for this model: 1,"
     ):
-        Share(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
+        Shard(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
 
 
 def test_more_ranks_than_key_value_heads_have_copies_of_these() -> None:
@@ -124,8 +124,8 @@ def test_every_head_is_one_ranks(head_dim: int) -> None:
 @pytest.mark.parametrize("count", [1, 15, 16, 31, 32, 33, 48, 100, 8960, 151936])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_column_and_every_token_is_one_ranks(count: int, size: int) -> None:
-    for part, unit in ((Share.columns, 32), (Share.vocab, 16)):
-        ranges = [part(Share(rank, size), count) for rank in range(size)]
+    for part, unit in ((Shard.columns, 32), (Shard.vocab, 16)):
+        ranges = [part(Shard(rank, size), count) for rank in range(size)]
         assert [i for one in ranges for i in one] == [*range(count)]
         assert all(one.start % unit == 0 for one in ranges if one)
         sizes = [-(-len(one) // unit) for one in ranges]
@@ -133,13 +133,13 @@ def test_every_column_and_every_token_is_one_ranks(count: int, size: int) -> Non
 
 
 def test_parts_of_sums_are_cut_where_as_many_ranks_would_be() -> None:
-    whole = Share(0, 1, 8).of(SMOL)
+    whole = Shard(0, 1, 8).of(SMOL)
     assert replace(whole, part=Ranges()) == SMOL
     assert whole.part == Ranges(
         o=SumParts((64, 192, 256, 320, 384, 448, 512, 576), (0, 8)),
         down=SumParts(tuple(range(192, 1537, 192)), (0, 8)),
     )
-    parts = [Share(rank, 3, 8).of(SMOL).part for rank in range(3)]
+    parts = [Shard(rank, 3, 8).of(SMOL).part for rank in range(3)]
     assert [one.queries for one in parts] == [range(192), range(192, 384), range(384, 576)]
     assert [one.inner for one in parts] == [range(384), range(384, 960), range(960, 1536)]
     assert [one.o for one in parts] == [
@@ -147,11 +147,11 @@ def test_parts_of_sums_are_cut_where_as_many_ranks_would_be() -> None:
         SumParts((64, 128, 192), (0, 2, 5, 8), 1),
         SumParts((64, 128, 192), (0, 2, 5, 8), 2),
     ]
-    assert [one and one.shares for one in (parts[0].down, Share(1, 2, 8).of(SMOL).part.down)] == [
+    assert [one and one.shares for one in (parts[0].down, Shard(1, 2, 8).of(SMOL).part.down)] == [
         (0, 2, 5, 8),
         (0, 4, 8),
     ]
-    thirds = [Share(rank, 3, 12).of(SMOL).part.inner for rank in range(3)]
+    thirds = [Shard(rank, 3, 12).of(SMOL).part.inner for rank in range(3)]
     assert thirds == [range(512), range(512, 1024), range(1024, 1536)]
 
 
@@ -162,7 +162,7 @@ def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> 
             config = replace(
                 SMOL, num_heads=count, num_kv_heads=kv, head_dim=head_dim, intermediate_size=1000
             )
-            whole = Share(0, 1, sum_parts).of(config).part
+            whole = Shard(0, 1, sum_parts).of(config).part
             assert whole.o is not None
             assert whole.down is not None
             assert max(len(whole.o.ends), len(whole.down.ends)) <= sum_parts
@@ -170,7 +170,7 @@ def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> 
             whole.down.check(1000)
             for size in range(2, 9):
                 try:
-                    ranks = [Share(rank, size, sum_parts).of(config).part for rank in range(size)]
+                    ranks = [Shard(rank, size, sum_parts).of(config).part for rank in range(size)]
                 except ConfigError:
                     assert head_dim % 32 or size > min(count, sum_parts)
                     continue
@@ -189,7 +189,7 @@ def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> 
 
 def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work() -> None:
     with pytest.raises(ConfigError) as caught:
-        Share(0, 10).of(SMOL)
+        Shard(0, 10).of(SMOL)
     assert str(caught.value) == (
         "tensor_parallel is 10: with 9 heads in 3 groups, and an MLP of 1536, a rank would have none; "
         "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9, or use pipeline_parallel, which divides "
@@ -198,9 +198,9 @@ def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work
     with pytest.raises(
         ConfigError, match=r"of 1536, in 8 parts of sums, a rank .* model: 1, 2, 3, 4, 5, 6, 7, 8,"
     ):
-        Share(0, 9, 8).of(SMOL)
+        Shard(0, 9, 8).of(SMOL)
     with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2,"):
-        Share(2, 3).of(replace(SMOL, intermediate_size=64))
+        Shard(2, 3).of(replace(SMOL, intermediate_size=64))
 
 
 def bounds(stages: int, layers: list[int], beside: int = 0) -> tuple[int, ...]:
@@ -249,15 +249,15 @@ def test_a_stage_knows_which_of_its_layers_have_no_rope() -> None:
 def test_the_slopes_of_heads_go_with_the_heads() -> None:
     config = replace(SMOL, rope=None, alibi=Alibi.of(9))
     assert config.alibi is not None
-    parts = [Share(rank, 2).of(config).alibi for rank in range(2)]
+    parts = [Shard(rank, 2).of(config).alibi for rank in range(2)]
     assert parts == [Alibi(config.alibi.slopes[:6]), Alibi(config.alibi.slopes[6:])]
 
 
 def test_a_norm_over_all_heads_is_not_shared_out() -> None:
     config = replace(SMOL, qk_norm=QkNorm.WHOLE)
-    assert Share(0, 1).of(config) == config
+    assert Shard(0, 1).of(config) == config
     with pytest.raises(ConfigError, match="tensor_parallel is 2: a llama model norms the queries of all"):
-        Share(0, 2).of(config)
+        Shard(0, 2).of(config)
 
 
 def test_every_tap_is_one_stages() -> None:
