@@ -34,27 +34,27 @@ def check_identity(
     plain: LLM,
     speculative: LLM,
     *,
-    alone: int,
+    num_single: int,
     progress: Progress,
 ) -> list[Verdict]:
-    """Compare answers with and without speculation; generate the first `alone` also one at a time.
+    """Compare answers with and without speculation; generate the first `num_single` also one at a time.
 
     Request i has seed i. `speculative` uses the coupled verifier, as `compare_texts` requires.
     """
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
-    alone = min(alone, len(prompts))
+    num_single = min(num_single, len(prompts))
 
     def count(output: RequestOutput) -> None:
         progress.advance(int(output.finished))
 
-    with progress.showing(2 * len(prompts) + alone, name, "texts"):
+    with progress.showing(2 * len(prompts) + num_single, name, "texts"):
         expected = plain.generate(prompts, each, on_output=count)
         together = speculative.generate(prompts, each, on_output=count)
-        single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(alone)]
+        single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(num_single)]
     target = PlainTarget(plain.models.target)
     return [
         compare_texts(f"{name}, with and without speculation", target, params, expected, together),
-        compare_texts(f"{name}, in a batch and alone", target, params, together[:alone], single),
+        compare_texts(f"{name}, in a batch and alone", target, params, together[:num_single], single),
     ]
 
 

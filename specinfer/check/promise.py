@@ -20,7 +20,7 @@ class Effort:
 
     max_tokens: int = 48  # per text
     samples: int = 48  # texts per law
-    alone: int = 4  # texts that are also generated one at a time and repeated
+    num_single: int = 4  # texts that are also generated one at a time and repeated
 
 
 def check_promise(
@@ -46,7 +46,7 @@ def check_promise(
     for name, sampling in identity.SAMPLING.items():
         params = replace(sampling, max_tokens=effort.max_tokens)
         yield from identity.check_identity(
-            name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
+            name, params, prompts, plain, coupled, num_single=effort.num_single, progress=progress
         )
     ranks = llm.config.ranks
     if ranks > 1:
@@ -64,7 +64,7 @@ def check_promise(
     for name in identity.TWICE:
         params = replace(identity.SAMPLING[name], max_tokens=effort.max_tokens)
         yield identity.check_repetition(
-            f"{name}, same request twice", params, prompts[: effort.alone], coupled, progress=progress
+            f"{name}, same request twice", params, prompts[: effort.num_single], coupled, progress=progress
         )
     for verifier in PAIRS:
         engines.append(engine(with_verifier(configured, verifier)))

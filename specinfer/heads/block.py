@@ -48,10 +48,10 @@ from specinfer.runtime.features import TappedRows, joined
 class MarkovHead(nn.Module):
     """Term W2 W1[token] that the token before a guess adds to its logits."""
 
-    def __init__(self, vocab: int, named: int, rank: int) -> None:
+    def __init__(self, vocab: int, num_tokens: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, named, bias=False)
+        self.markov_w2 = nn.Linear(rank, num_tokens, bias=False)
 
 
 class BlockHead(HeadVocabulary):

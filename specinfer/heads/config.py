@@ -114,9 +114,9 @@ class BlockConfig(LayersConfig):
     reads_last: bool = False
 
     def __post_init__(self) -> None:
-        least = 1 if self.sample_from_anchor else 2
-        if not least <= self.block_size <= 64:
-            raise ModelError(f"block_size is {self.block_size}; allowed: {least} to 64")
+        smallest = 1 if self.sample_from_anchor else 2
+        if not smallest <= self.block_size <= 64:
+            raise ModelError(f"block_size is {self.block_size}; allowed: {smallest} to 64")
         _check(self)
         _check_layers(self.body)
         _check_mask(self.mask_token_id, self.body.vocab_size)

@@ -138,7 +138,7 @@ class Penalties:
     def changes(self, path: Sequence[int]) -> RowChanges:
         """Return the changes of the row after the output and then `path`; each id occurs once."""
         ids, counts = self._seen.with_path(path)
-        while len(self._terms) <= self._seen.most + len(path):
+        while len(self._terms) <= self._seen.max_count + len(path):
             self._terms = self._terms_up_to(2 * len(self._terms))
         return RowChanges(ids, self._terms.take(counts, axis=0))
 
@@ -164,7 +164,7 @@ class _Occurrences:
         self._index = {token: index for index, token in enumerate(tokens)}
         self._ids = np.fromiter(self._index, np.int64, len(self._index))
         self._counts = np.zeros(len(self._index), dtype=np.int64)
-        self.most = 0  # largest count of a token
+        self.max_count = 0  # largest count of a token
 
     def add(self, tokens: Sequence[int]) -> None:
         """Increment the counts of tokens."""
@@ -176,7 +176,7 @@ class _Occurrences:
                 self._counts = np.concatenate([self._counts, spare])
             self._ids[index] = token
             self._counts[index] += 1
-            self.most = max(self.most, int(self._counts[index]))
+            self.max_count = max(self.max_count, int(self._counts[index]))
 
     def with_path(self, path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the distinct ids of the counted tokens and `path`, [n], and their counts, [n]."""

@@ -16,16 +16,16 @@ class Distribution:
     ids: NDArray[np.int64] | None  # [support], ascending; None: all of vocab
     vocab: int
 
-    def place(self, token: int) -> int | None:
+    def index_of(self, token: int) -> int | None:
         """Return the index of `token` in the support, or None if it is not there."""
         if self.ids is None:
             return token
-        place = int(np.searchsorted(self.ids, token))
-        return place if place < len(self.ids) and self.ids[place] == token else None
+        index = int(np.searchsorted(self.ids, token))
+        return index if index < len(self.ids) and self.ids[index] == token else None
 
-    def id_at(self, place: int) -> int:
+    def id_at(self, index: int) -> int:
         """Return the token id at an index of the support."""
-        return place if self.ids is None else int(self.ids[place])
+        return index if self.ids is None else int(self.ids[index])
 
     def over(self, ids: NDArray[np.int64] | None) -> NDArray[np.float64]:
         """Return the probabilities of ascending `ids` (None: all tokens), in their order."""

@@ -83,8 +83,8 @@ def verify_multistep(
         accepted = None
         for turn, draw in enumerate(draws):
             proposal = _proposal(tree, draws[:turn], draw, target)
-            place = target.place(tree.token_ids[draw.node])
-            p, q = (0.0, 1.0) if place is None else (float(residual[place]), float(proposal[place]))
+            index = target.index_of(tree.token_ids[draw.node])
+            p, q = (0.0, 1.0) if index is None else (float(residual[index]), float(proposal[index]))
             if coin.accept(depth, turn, p, q):
                 accepted = draw.node
                 break
@@ -117,8 +117,8 @@ def _proposal(
         )
     if not draw.rule.is_sampled:
         point = np.zeros(len(target.probabilities))
-        if (place := target.place(token)) is not None:
-            point[place] = 1.0
+        if (index := target.index_of(token)) is not None:
+            point[index] = 1.0
         return point
     if draw.law is None:
         raise DrawRuleError(
@@ -132,15 +132,15 @@ def _proposal(
     total = float(law.probabilities.sum())
     if not _is_law(law, total):
         raise DrawRuleError(f"the law of {_name(draw, token)} sums to {total}; it must be a distribution")
-    place = law.place(token)
+    index = law.index_of(token)
     if draw.rule is DrawRule.WITHOUT_REPLACEMENT:
         own = (d for d in earlier if (d.speculator, d.rule) == (draw.speculator, draw.rule))
-        gone = [at for d in own if (at := law.place(tree.token_ids[d.node])) is not None]
+        gone = [at for d in own if (at := law.index_of(tree.token_ids[d.node])) is not None]
         if gone:
             law = replace(law, probabilities=law.probabilities.copy())
             law.probabilities[gone] = 0.0
             total = float(law.probabilities.sum())
-    if place is None or not law.probabilities[place] > 0:
+    if index is None or not law.probabilities[index] > 0:
         raise DrawRuleError(
             f"{_name(draw, token)} has probability zero under its own law; draw tokens from the declared law"
         )

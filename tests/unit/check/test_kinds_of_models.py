@@ -129,5 +129,5 @@ def test_requests_and_drafts_with_adapters(tmp_path: Path) -> None:
         engines: Any = [WithAdapter(one, asked) for one in (plain, llm)]
         for temperature in (0, 1):
             params = SamplingParams(temperature=temperature, max_tokens=10)
-            found = check_identity("n", params, PROMPTS, *engines, alone=2, progress=NoProgress())
+            found = check_identity("n", params, PROMPTS, *engines, num_single=2, progress=NoProgress())
             assert all(verdict.passed for verdict in found), [verdict.words for verdict in found]

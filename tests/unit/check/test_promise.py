@@ -21,7 +21,7 @@ from tests.flights import accept_everything, each_tree
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
 
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60)), [100] * 6, [1, 2, 1, 2, 1]]
-EFFORT = Effort(max_tokens=20, samples=40, alone=2)
+EFFORT = Effort(max_tokens=20, samples=40, num_single=2)
 IDENTITY = [
     f"{sampling}, {how}"
     for sampling in ("greedy", "T=1", "T=0.7, top_p=0.9")

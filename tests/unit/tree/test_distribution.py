@@ -18,7 +18,7 @@ def test_dense_has_zeros_for_the_others() -> None:
 
 @pytest.mark.parametrize(("token", "place"), [(0, None), (1, 0), (4, 1), (5, None), (6, 2), (7, None)])
 def test_a_token_has_a_place_in_the_support_or_none(token: int, place: int | None) -> None:
-    assert SPARSE.place(token) == place
+    assert SPARSE.index_of(token) == place
     assert place is None or SPARSE.id_at(place) == token
 
 
