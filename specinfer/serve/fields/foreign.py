@@ -81,10 +81,7 @@ USUAL: Final[_Usual] = {
     "context_management": (([],), "contexts are not truncated; shorten the input"),
     "transforms": (([],), "prompts are not changed; remove it"),
     "chat_template": ((), "the server uses the model's own template; remove it, or use /v1/completions"),
-    "chat_template_kwargs": (
-        ({},),
-        "this endpoint has no chat template; use /v1/chat/completions",
-    ),
+    "chat_template_kwargs": (({},), "this endpoint has no chat template; use /v1/chat/completions"),
     "documents": (([],), "write them in a message"),
     "safe_prompt": ((False,), "prompts are not changed; write it in a message"),
     "prompt_mode": ((), "prompts are not changed; write it in a message"),
