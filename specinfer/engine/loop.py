@@ -256,7 +256,7 @@ class EngineLoop:
                 self._turn = None
                 self._after_turn()
 
-    def _left(self) -> None:
+    def _after_turn(self) -> None:
         """After a turn, wake waiting threads and run new commands."""
         with self._changed:
             self._changed.notify_all()

@@ -279,8 +279,8 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
                 raise
             except UserError as error:  # the parameters exclude every token
                 found.append((i, error))
-        requests = np.array([walks[i].sample_request() for i in there], dtype=SAMPLE_REQUEST)
-        chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), requests)
+        request_array = np.array([walks[i].sample_request() for i in there], dtype=SAMPLE_REQUEST)
+        chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), request_array)
         found.extend(zip(there, chosen.tolist(), strict=True))
     return found
 

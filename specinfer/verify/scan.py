@@ -25,7 +25,7 @@ _TYPES: Final[dict[np.dtype[np.generic], LogitType]] = {
     np.dtype(np.uint16): "bfloat16",
 }
 # Sampling parameters of one row. cpu/sampling.h has the same fields.
-ASK: Final = np.dtype(
+SAMPLE_REQUEST: Final = np.dtype(
     [
         ("temperature", np.float64),
         ("top_k", np.int64),
@@ -35,7 +35,7 @@ ASK: Final = np.dtype(
         ("position", np.int64),  # absolute position of the token to choose
     ]
 )
-Ask = tuple[float, int, float, float, int, int]  # the fields of an entry with dtype SAMPLE_REQUEST
+SampleRequest = tuple[float, int, float, float, int, int]  # the fields of an entry with dtype SAMPLE_REQUEST
 NO_TOKEN: Final = -1
 _MAX_TOP_K: Final = 2**62  # keeps every token
 
@@ -157,7 +157,7 @@ class Scan(RowScan):
         self,
         logits: LogitBlock,
         rows: NDArray[np.int64],
-        asks: NDArray[np.void],
+        requests: NDArray[np.void],
         changes: Changes | None = None,
     ) -> NDArray[np.int64]:
         """Return the target's choice in each row, [R], as `choice` does; NO_TOKEN for a row without tokens.
@@ -168,21 +168,21 @@ class Scan(RowScan):
         check_rows(logits, rows, changes)
         chosen = [
             choice(changed_row(logits, row, changes, place), one, self)
-            for place, (row, one) in enumerate(zip(rows.tolist(), asks, strict=True))
+            for place, (row, one) in enumerate(zip(rows.tolist(), requests, strict=True))
         ]
         return np.array(chosen, dtype=np.int64)
 
-    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+    def chosen(self, logits: LogitBlock, rows: Sequence[int], requests: Sequence[SampleRequest]) -> list[int]:
         """Return `choices` for lists of few rows, for which making arrays takes longer than reading them."""
         numbers = np.array(rows, dtype=np.int64)
-        ids: list[int] = self.choices(logits, numbers, np.array(asks, dtype=ASK)).tolist()
+        ids: list[int] = self.choices(logits, numbers, np.array(requests, dtype=SAMPLE_REQUEST)).tolist()
         return ids
 
 
 NUMPY: Final = Scan()
 
 
-def sample_request(params: SamplingParams, seed: int, position: int) -> Ask:
+def sample_request(params: SamplingParams, seed: int, position: int) -> SampleRequest:
     """Return the sampling request for the token at an absolute position."""
     top_k = min(params.top_k, _MAX_TOP_K)
     return params.temperature, top_k, params.top_p, params.min_p, seed, position
