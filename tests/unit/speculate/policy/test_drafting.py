@@ -181,7 +181,7 @@ def test_guesses_behind_a_token_that_a_draft_guesses_too_are_likelier() -> None:
     sure = acceptance.rates(chain(0.9, speculator="draft").draws)[0]
     assert growing.known[1] == sure > alone[1]
     assert growing.known[2:] == pytest.approx([p * sure / alone[1] for p in alone[2:]])
-    assert growing.loose == growing.known[1:], "no node is counted twice"
+    assert growing.droppable == growing.known[1:], "no node is counted twice"
 
 
 def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:

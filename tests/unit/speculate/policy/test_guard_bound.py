@@ -219,7 +219,7 @@ class SimulatedMemory(DraftMemory):
         self._move("layers")
 
     def give_to_draft(self) -> bool:
-        self._move("nobody" if self.fails else "draft")
+        self._move("neither" if self.fails else "draft")
         return not self.fails
 
     def _move(self, to: Holder) -> None:

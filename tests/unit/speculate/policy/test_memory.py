@@ -52,7 +52,7 @@ def teach(learned: Learned, outcomes: int = LEAST) -> None:
         acceptance.learn(guesses(), (11, 99), 0.7)
         acceptance.levels["draft"].learn(0, 0, 1.5)
     for _ in range(4):
-        guard.begin(["a"], 1, 1, wishes=False)
+        guard.begin(["a"], 1, 1, own_size=False)
         guard.observe([], {"target_forward": 1.0, "schedule": 0.1}, [])
 
 
