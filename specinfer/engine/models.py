@@ -134,7 +134,7 @@ def _load_models(
         line = f"{_name(target)}: {target.model.summary}"
         show.say(line)
         _LOG.info(line)
-    else:  # before the weights are read, which takes longer; AdapterShelf registers them afterwards
+    else:  # before the weights are read, which takes longer; AdapterCache registers them afterwards
         for name, folder in config.adapters.items():
             PeftFolder(name, Path(folder).expanduser().resolve(), target.config)
     path = target.files.path  # hashed before it is read; the hash does not depend on the path

@@ -10,6 +10,7 @@ from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler, fair_shares, prompt_rows
 from specinfer.errors import IntegrityError
 from specinfer.sampling_params import SamplingParams
+from specinfer.scheduler_config import SchedulerConfig
 from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares
 
 

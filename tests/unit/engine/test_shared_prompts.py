@@ -111,7 +111,7 @@ def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_
         plan = s.schedule()
         s.check_integrity()
     # a's 17th position takes b's own block; the two that a has, too, are there when b comes again.
-    assert (shares(plan), s.preemptions, b.incarnation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
+    assert (shares(plan), s.preemptions, b.generation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
     s.remove(a)
     assert shares(s.schedule()) == [("b", 8, 13, 1)]
     assert b.cached_tokens == 8  # cached when it arrived
