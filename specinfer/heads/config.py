@@ -199,14 +199,14 @@ HeadConfig = EagleConfig | BlockConfig | MedusaConfig
 
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
     """Raise ModelError unless the head `name` fits this target."""
-    wanted = {
+    sizes = {
         "hidden states of": (head.target_hidden_size, target.hidden_size),
         "a vocabulary of": (head.vocab_size, target.vocab_size),
     }
-    for what, (wants, has) in wanted.items():
-        if wants != has:
+    for label, (expected, got) in sizes.items():
+        if expected != got:
             raise ModelError(
-                f"head {name} was trained for {what} {wants}, but the target has {has}: it belongs to "
+                f"head {name} was trained for {label} {expected}, but the target has {got}: it belongs to "
                 "another target"
             )
     deepest = max(head.taps)

@@ -169,21 +169,21 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
     """Return the drafts that a trace can keep; raises ConfigError for another kind."""
     found: dict[str, LanguageModel | BlockModel] = {}
     for name, draft in models.drafts.items():
-        what = ""
+        reason = ""
         if name in models.foreign:
-            what = "has another vocabulary than the target"
+            reason = "has another vocabulary than the target"
         elif isinstance(draft, HeadModel) and not isinstance(draft, BlockModel):
-            what = "is a head that guesses no block"
+            reason = "is a head that guesses no block"
         elif (
             isinstance(draft, BlockModel) and not draft.head.causal and draft.head.block_size > MAX_NODES + 1
         ):
             # The number of rows that see each other depends on the largest tree.
-            what = f"has blocks of {draft.head.block_size} rows, more than trees have nodes"
+            reason = f"has blocks of {draft.head.block_size} rows, more than trees have nodes"
         else:
             found[name] = draft
-        if what:
+        if reason:
             raise ConfigError(
-                f"{name} {what}; traces are recorded of block heads, and of models of the target's "
+                f"{name} {reason}; traces are recorded of block heads, and of models of the target's "
                 "vocabulary: leave it out"
             )
     return found

@@ -151,7 +151,7 @@ def proposed(draft: TrainableDraft, text: TunedText, among_S: Tensor | None = No
         return found_R
     anchors = anchors_of(text, EVERY_ANCHOR, torch.Generator())
     batch = block_batch([text], [anchors], 1, draft.scale_ND)
-    logits = draft.logits(draft.guessed(batch, 1), batch.before_BAL, among_S)[0, :, 0]
+    logits = draft.logits(draft.level_states(batch, 1), batch.before_BAL, among_S)[0, :, 0]
     ids = draft.ids if among_S is None else draft.ids[among_S]
     found_R[anchors + 1 - text.prompt] = ids[logits.topk(1, dim=-1).indices[:, 0]]
     return found_R

@@ -59,7 +59,7 @@ class TrainableDraft(ABC):
     last_norm: HeadNorm  # the norm before the output layer
 
     @abstractmethod
-    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
+    def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """Inputs of the output layer for `levels` levels after each anchor, [B, A, L, D]."""
 
     @abstractmethod

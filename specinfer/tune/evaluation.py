@@ -102,7 +102,7 @@ def rank_tokens(draft: TrainableDraft, texts: Sequence[TunedText]) -> TokenRanks
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
     of_texts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
     for first, batch in _batches(draft, texts):
-        h_BALD = draft.guessed(batch, draft.depth)
+        h_BALD = draft.level_states(batch, draft.depth)
         wanted_BAL = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
         ranks_BAL = torch.full_like(wanted_BAL, NOT_RANKED)
         alive_BA = torch.ones_like(wanted_BAL[..., 0], dtype=torch.bool)

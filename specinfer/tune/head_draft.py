@@ -99,7 +99,7 @@ class BlockHeadDraft(HeadDraft):
         super().__init__(head, scale_ND)
         self.anchors = anchors
 
-    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
+    def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """Rows of blocks of `levels` levels."""
         given = batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA
         read: Tensor = self.head(*given, levels)
@@ -128,7 +128,7 @@ class EagleHeadDraft(HeadDraft):
         super().__init__(head, scale_ND)
         self.one_pass = head.config.mask_token_id is not None  # P-EAGLE's
 
-    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
+    def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """The rows of each step, gathered at the anchors."""
         rows = batch.taps_BTND.shape[1]
         # Row t holds token t + 1; its step s holds the token s positions later.

@@ -133,6 +133,6 @@ def summed_losses(draft: TrainableDraft, places: GuessBatch, short: Shortlist, k
     """Weighted sum of the losses of the guesses."""
     valid = places.batch.valid_BAL
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
-        h_RD = draft.guessed(places.batch, valid.shape[2])[valid]
+        h_RD = draft.level_states(places.batch, valid.shape[2])[valid]
         logits = draft.logits(h_RD, places.before_R, short.entries_S)
     return (losses(kind, logits.float(), short) * places.weights_R).sum()

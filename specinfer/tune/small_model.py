@@ -113,7 +113,7 @@ class SmallDraft(TrainableDraft):
         self.scale_ND = torch.ones(0, model.config.hidden_size)
         self.last_norm = model.norm
 
-    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
+    def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """Rows of the text: level l is the row l tokens after the anchor."""
         h_BTD: Tensor = self.model(batch.tokens_BT)
         places_BAL = batch.anchors_BA[..., None] + torch.arange(levels)

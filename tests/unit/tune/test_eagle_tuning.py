@@ -72,7 +72,7 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     places = torch.tensor([4, 6, 8])
     with torch.no_grad():
         batch = block_batch([text], [places], 3, torch.ones(taps.shape[1:]))
-        along_ALD = EagleHeadDraft(head, torch.ones(taps.shape[1:])).guessed(batch, 3)[0]
+        along_ALD = EagleHeadDraft(head, torch.ones(taps.shape[1:])).level_states(batch, 3)[0]
         for number, place in enumerate(places.tolist()):
             ids_TS = torch.stack([tokens[1 + step : 1 + step + place] for step in range(3)], dim=-1)
             alone_LD = head(ids_TS[None], taps[None, :place])[0, -1]

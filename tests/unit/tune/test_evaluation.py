@@ -58,7 +58,7 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
     for number, text in enumerate(texts):
         batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 3, draft.scale_ND)
         with torch.no_grad():
-            logits = draft.logits(draft.guessed(batch, 3), batch.before_BAL)[0]
+            logits = draft.logits(draft.level_states(batch, 3), batch.before_BAL)[0]
         for place in range(logits.shape[0]):
             ranks, alive = [], True
             for level in range(3):

@@ -127,7 +127,7 @@ def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_
         draft.model.norm.weight.div_(ratio)
         text = dataset.text(0)
         batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 2, draft.scale_ND)
-        said = draft.logits(draft.guessed(batch, 2), batch.before_BAL).log_softmax(dim=-1)
+        said = draft.logits(draft.level_states(batch, 2), batch.before_BAL).log_softmax(dim=-1)
     ids = batch.label_ids_BALK[batch.valid_BAL]
     ours = said[batch.valid_BAL].gather(1, ids).exp()
     assert torch.allclose(ours, batch.label_probs_BALK[batch.valid_BAL], atol=2e-3)  # float16 on disk
