@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specinfer.config import EngineConfig
-from specinfer.engine import models
+from specinfer.engine import drafts
 from specinfer.engine.drafts import with_pool_members
 from specinfer.engine.models import load_models
 from specinfer.errors import ModelError
@@ -76,8 +76,8 @@ def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder
 
 def test_an_llm_looks_into_a_pool_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr(models, "read_pool", lambda path: (opened.append(path), read_pool(path))[1])
-    monkeypatch.setattr(models, "is_of", lambda kept, model: (opened.append(model), is_of(kept, model))[1])
+    monkeypatch.setattr(drafts, "read_pool", lambda path: (opened.append(path), read_pool(path))[1])
+    monkeypatch.setattr(drafts, "is_of", lambda kept, model: (opened.append(model), is_of(kept, model))[1])
     with LLM(config(folder, str(folder / "pool"))) as llm, llm.variant(ngram=True):
         assert len(opened) == 2
 
