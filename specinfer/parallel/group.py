@@ -308,12 +308,12 @@ class Group:
     def watch(self, on_lost: Callable[[PeerLostError], object]) -> None:
         """Call `on_lost` in a thread if a rank ends while no exchange is in progress."""
         if self._peers is not None:
-            self._peers.on_end = lambda: on_lost(self.lose())
+            self._peers.on_end = lambda: on_lost(self.shut_down())
 
     def read_times(self) -> None:
         """Read the times requested from followers; called by rank 0."""
         like = torch.empty(len(DOING), dtype=torch.float64)
-        self.times.record([self.answered(rank, like).tolist() for rank in range(1, self.size)])
+        self.times.record([self.reply(rank, like).tolist() for rank in range(1, self.size)])
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
         """Median time of an exchange of sums of `rows` rows; all ranks call it at once."""

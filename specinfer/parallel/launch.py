@@ -108,7 +108,7 @@ class Followers:
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
         here = count if listener is None else count - len(listener.ranks)
         # Linux treats the end of the thread that started a process as the end of its parent.
-        self._heartbeats = threading.Thread(target=self._keep, args=(here,), daemon=True)
+        self._heartbeats = threading.Thread(target=self._run_processes, args=(here,), daemon=True)
         self._heartbeats.start()
         self._started.wait()
         try:

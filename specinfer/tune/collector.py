@@ -183,7 +183,7 @@ class Collector:
     def _submit(self, waiting: deque[TuningPrompt], found: CollectionCounts) -> bool:
         """Submit as many prompts as there is room for; return True while any is in progress."""
         longest = self._llm.intake.max_length - 2
-        while waiting and len(self._flying) < self._llm.config.scheduler.max_batch_size:
+        while waiting and len(self._in_progress) < self._llm.config.scheduler.max_batch_size:
             one = waiting.popleft()
             ids = self._ids(one)
             if not 0 < len(ids) <= longest:

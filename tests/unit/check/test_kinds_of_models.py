@@ -33,7 +33,7 @@ from tests.tiny_models import write_byte_tokenizer, write_pair, write_tiny_mixtu
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
 PROMPTS = [[7, 8, 9, 7] * 5, [*range(30, 40)], [1, 2, 1, 2, 1]]  # the first is longer than a block
-EFFORT = Effort(max_tokens=10, samples=1, alone=1)
+EFFORT = Effort(max_tokens=10, samples=1, num_single=1)
 # One model per packing: GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
 PACKED = (
     *("gptq-desc-act", "awq", "w4a16-asymmetric", "w8a8", "float-channel"),

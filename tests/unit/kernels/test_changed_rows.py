@@ -239,7 +239,7 @@ def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, param
         )
         assert got == [NO_TOKEN, 69, NO_TOKEN, NO_TOKEN]
         # If NaNs are banned, only numbers are left.
-        [got_behind] = check(native, lying, [1], asks[:1], [joined([bans(range(70)), biases({4: 1.0})])])
+        [got_behind] = check(native, lying, [1], requests[:1], [joined([bans(range(70)), biases({4: 1.0})])])
         assert got_behind == NO_TOKEN
 
 

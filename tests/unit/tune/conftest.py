@@ -66,7 +66,9 @@ def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Initialization:
+def beginning_of(
+    target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None
+) -> Initialization:
     """Return the start of a draft that learns from these answers; its loss is constant."""
     files = resolve(str(target))
     return Initialization(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)

@@ -32,7 +32,7 @@ class Driven:
     guard: Allowance = field(init=False)
     seconds: float = 0.0
     lost: float = 0.0
-    guessed: list[int] = field(default_factory=list)  # numbers of the steps that allowed speculation
+    guessing_steps: list[int] = field(default_factory=list)  # numbers of the steps that allowed speculation
     steps: int = 0
 
     def __post_init__(self) -> None:

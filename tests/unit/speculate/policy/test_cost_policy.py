@@ -221,5 +221,5 @@ def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
 
 def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
     """Return tokens per second of a tree, with the prior probability of each node."""
-    tokens = sum(sum(along_paths(AcceptanceRates().node_rates(tree), tree.parents)) for tree in trees)
+    tokens = sum(sum(path_probabilities(AcceptanceRates().node_rates(tree), tree.parents)) for tree in trees)
     return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])
