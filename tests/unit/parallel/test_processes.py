@@ -36,9 +36,7 @@ from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, hurry, soon, 
 from tests.tiny_models import write_tiny_llama
 
 
-def test_two_processes_say_what_one_says_and_leave_nothing(
-    folder: Path, plain: list[list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: list[list[int]]) -> None:
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True}
     llm = LLM(folder / "target", tensor_parallel=2, **options)
     [follower], [here] = followers(), llm.models.hosts
