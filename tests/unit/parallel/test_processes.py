@@ -43,6 +43,11 @@ def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: 
     assert len(here.parts) == 2  # parts of rank 1: one of the target, one of its draft
     assert told(llm) == plain
     assert follower.is_running()
+    draft = llm.models.drafts["draft"]
+    assert isinstance(draft, LanguageModel)
+    assert draft.number == 1
+    assert draft.config.num_heads < 6
+    assert llm.statistics().guessed_tokens["draft"] > 50
     seconds = llm.statistics().rank_seconds
     assert {name.split()[0] for name in seconds} == {"0", "1"}
     assert all(0 < spent < 60 for spent in seconds.values())
@@ -79,7 +84,6 @@ def test_stages_say_what_one_process_says(
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
-        ("draft", {"tensor_parallel": 2}),
         ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int8"}),
         ("self", {"tensor_parallel": 2}),
         ("self", {"tensor_parallel": 2, "kernels": "torch"}),

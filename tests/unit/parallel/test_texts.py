@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +23,12 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
+from specinfer.parallel.link import Link
 from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
 from tests.engines import runner_of
 from tests.heads import eagle_config, write_any
@@ -63,7 +67,6 @@ FAMILIES: dict[str, dict[str, object]] = {
 _WIDE = {"hidden_size": 192, "num_attention_heads": 6, "vocab_size": 100}
 # Caps, parallel blocks, ALiBi, learned positions, scales, stacks of q, k and v in every order.
 THOROUGH: dict[str, dict[str, object]] = {
-    "gemma2": GROUPED,
     "phi3": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
     "glm4": GROUPED,
     "granite": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
@@ -76,7 +79,15 @@ THOROUGH: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 192, "n_head": 6, "n_inner": 144, "vocab_size": 100},
     "gpt-neox": {**_WIDE, "intermediate_size": 144},
 }
-EVERY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+# A family decides which matrices are cut, and the kind how: so most families need one kind a maker.
+EVERY = [
+    *((family, name, kind) for family in FAMILIES for name in NAMES for kind in ("int8", "int4", "none")),
+    *(
+        pytest.param(family, name, kind, marks=pytest.mark.thorough)
+        for family in THOROUGH
+        for name, kind in zip(NAMES, ("int8", "int4"), strict=True)
+    ),
+]
 
 
 def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
@@ -91,9 +102,7 @@ def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
     return [*map(torch.from_numpy, first), flight.tapped(taps), after]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize(("family", "name", "kind"), EVERY)
 def test_logits_are_those_of_one_process(
     family: str, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path
 ) -> None:
@@ -290,3 +299,31 @@ def test_a_pass_that_fails_at_rank_0_ends_the_group(
             runner.forward([Rows((3,), 0, [0], 0)])
         with pytest.raises(PeerLostError, match="rank 0 has failed in the middle of a pass"):
             runner.forward([Rows((3,), 0, [0], 0)])
+
+
+@pytest.mark.parametrize(
+    ("say", "line"),
+    [
+        (
+            lambda link: link.send(MessageWriter.passing(0, [Rows([5], 0, [1 << 20], 0)], 16, logits=False)),
+            "has 1048576",
+        ),
+        (lambda link: link.send(array("i", [9, 9, 9]).tobytes()), "has 9 where"),
+        (
+            lambda link: os.write(link.number, (0x53504331).to_bytes(4, "little") + b"\xff\xff\xff\xff"),
+            "has 4294967295 bytes",
+        ),
+    ],
+)
+def test_a_rank_refuses_a_message_that_does_not_fit(
+    llama: Path, tmp_path: Path, say: Callable[[Link], object], line: str
+) -> None:
+    def run() -> None:
+        with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
+            runner = ModelRunner(model, num_blocks=1, block_size=8)
+            assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
+            assert model.group is not None
+            say(model.group._links[0])
+
+    with pytest.raises(ValueError, match=line):
+        run()
