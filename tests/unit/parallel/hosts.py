@@ -60,7 +60,7 @@ class Hosts:
         for one in self.begun:
             with suppress(psutil.NoSuchProcess):
                 found += psutil.Process(one.pid).children()
-        return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in found if _runs(one)]
 
     def close(self) -> None:
         """End them, and see that nothing is left."""
@@ -70,3 +70,9 @@ class Hosts:
             one.wait(5)
         with socket.create_server(("127.0.0.1", self.port)):
             self._kept.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
