@@ -241,9 +241,8 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
 
 def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     async def run() -> None:
-        async for _ in service_of(Scripted(UnavailableError("it waited")), tokenizer).answer(
-            [(1,)], [GREEDY]
-        ):
+        scripted = Scripted(UnavailableError("it waited"))
+        async for _ in service_of(scripted, tokenizer).answer([(1,)], [GREEDY]):
             raise AssertionError("nothing was said")
 
     with pytest.raises(ApiError, match="it waited") as error:
