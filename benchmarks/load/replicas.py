@@ -134,9 +134,11 @@ def main() -> None:
 def cells(args: Any) -> list[tuple[str, int, int]]:
     """Return the cells: the kind of load, replicas, the round."""
     found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
-    for kind in ("kills", *_RANK_KINDS):
-        found += [(kind, args.replicas, number) for number in range(-(-args.kills // _KILLS))]
+    rounds = range(-(-args.kills // _KILLS))
+    for kind in ("kills", *_RANK_SIGNALS):
+        found += [(kind, args.replicas, number) for number in rounds]
     found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
+    found += [(_CUTS, 1, number) for number in rounds]  # last: this process then stays on a node
     return [cell for cell in found if cell[0] in (args.only or _KINDS)]
 
 

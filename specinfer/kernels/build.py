@@ -10,6 +10,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -189,12 +190,20 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
+            groups = set[int]()
+
             def compile_one(source: Path, target: Path) -> None:
-                _run([*compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
+                _run([*compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)], groups)
                 show.advance(1)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(compile_one, sources, objects))
+                try:
+                    list(pool.map(compile_one, sources, objects))
+                except BaseException:  # Ctrl-C, which does not reach other process groups, or a failure
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for group in [*groups]:
+                        _kill(group)
+                    raise
             whole = Path(scratch) / library.name
             _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
             whole.chmod(0o755)  # independent of the umask: a file that others may write to is not loaded
@@ -234,26 +243,38 @@ def _words(named: str) -> list[str]:
         ) from error
 
 
-def _run(command: Sequence[str]) -> str:
-    """The command's output; raises KernelBuildError with its last lines if it fails."""
+def _run(command: Sequence[str], groups: set[int] | None = None) -> str:
+    """The command's output; raises KernelBuildError with its last lines if it fails.
+
+    `groups` has its process group while it runs.
+    """
+    groups = set() if groups is None else groups
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
         )
     except OSError as error:
         raise KernelBuildError(f"{command[0]} cannot be run: {error}") from error
+    groups.add(process.pid)
     with process:
         try:
             output, _ = process.communicate(timeout=_TIMEOUT)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # g++ runs other programs, which would go on
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired as error:
             raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
+        finally:
+            groups.discard(process.pid)
+            if process.returncode is None:
+                _kill(process.pid)
     if process.returncode != 0:
         message = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
         raise KernelBuildError(f"{command[0]} failed ({process.returncode}):\n{message}")
     return output
+
+
+def _kill(group: int) -> None:
+    """Kill a compiler with the programs that it runs."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -226,6 +228,23 @@ def test_a_compiler_without_an_end_is_stopped_with_its_children(
     numbers = children.read_text().split()
     assert numbers
     assert soon(lambda: not any(map(is_running, numbers)))
+
+
+def test_ctrl_c_stops_all_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, ENDLESS)
+    children = tmp_path / "children"
+    monkeypatch.setenv("CHILDREN", str(children))
+
+    def interrupt() -> None:
+        assert soon(children.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        build_library(AVX2)
+    thread.join()
+    assert soon(lambda: not any(map(is_running, children.read_text().split())))
 
 
 def is_running(number: str) -> bool:
