@@ -207,9 +207,11 @@ class MemoryNeeds:
             layers = [size if n in dense else max(0, size - of_experts) for n, size in enumerate(layers)]
         return Sizes(layers, experts)
 
-    def candidates(self, memory: int, process: int, sizes: Sizes, config: EngineConfig) -> list[Candidate]:
+    def candidates(
+        self, memory: int, process: int, sizes: Sizes, config: EngineConfig
+    ) -> list[MemoryCandidate]:
         """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does."""
-        fixed, candidates = self.fixed(process), list[Candidate]()
+        fixed, candidates = self.fixed(process), list[MemoryCandidate]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
@@ -232,7 +234,7 @@ class MemoryNeeds:
                 except CapacityError as error:
                     refused.append((sum(parts.values()), error))
                     continue
-                candidates.append(Candidate(drafts, limits, caches, placement))
+                candidates.append(MemoryCandidate(drafts, limits, caches, placement))
                 fits = True
         if not candidates:
             raise min(refused, key=itemgetter(0))[1]
@@ -252,7 +254,7 @@ class Sizes(NamedTuple):
         return Placement.within(memory, fixed, self.layers, buffers=buffers)
 
 
-class Candidate(NamedTuple):
+class MemoryCandidate(NamedTuple):
     """A possible use of memory."""
 
     drafts: DraftSet

@@ -84,7 +84,7 @@ def write_shard(path: Path, texts: Sequence[TunedText], seconds: float) -> None:
     write_safetensors(path, tensors, mode=0o600)
 
 
-class Shard:
+class CorpusShard:
     """An open shard; texts are read one at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -148,9 +148,9 @@ class Corpus:
         """`columns` are the collected taps to read; None: all."""
         self.folder = folder
         self._columns = None if columns is None else [*columns]
-        self._shards: list[Shard] = []
+        self._shards: list[CorpusShard] = []
         self.damaged: list[str] = []
-        self._texts: dict[bool, list[tuple[Shard, int]]] = {
+        self._texts: dict[bool, list[tuple[CorpusShard, int]]] = {
             False: [],
             True: [],
         }  # keyed by held_out
@@ -161,7 +161,7 @@ class Corpus:
     def _open(self, path: Path) -> None:
         self._next = max(self._next, int(path.stem) + 1 if path.stem.isdecimal() else 0)
         try:
-            shard = Shard(path)
+            shard = CorpusShard(path)
         except ModelFileError:
             self.damaged.append(path.name)
             return
@@ -200,7 +200,7 @@ class Corpus:
         text = shard.text(place)
         return text if self._columns is None else replace(text, taps_TND=text.taps_TND[:, self._columns])
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[CorpusShard]:
         """All shards, in the order they were written."""
         return self._shards
 
