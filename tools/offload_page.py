@@ -54,12 +54,12 @@ def draft_sets() -> dict[str, list[DraftSet]]:
     table = int8_bytes(TARGET.vocab, TARGET.hidden)
     shared = 2 * TARGET.vocab * TARGET.hidden
     small = SMALL.in_int4() + int8_bytes(SMALL.vocab, SMALL.hidden)
-    twin = ((SELF,), own + table, own + table, (), _SELF_RATE)
+    copy = ((SELF,), own + table, own + table, (), _SELF_RATE)
     sharing = ((SELF,), own, own + shared, (), _SELF_RATE, True)
     return {
         "none": [DraftSet()],
         "0.5B": [DraftSet(("0.5B",), small, small)],
-        "twin": [DraftSet(*twin), DraftSet(*sharing)],
+        "self": [DraftSet(*copy), DraftSet(*sharing)],
     }
 
 
