@@ -153,7 +153,7 @@ def _explained(events: Sequence[TreeEvent], answer: RequestOutput) -> list[_Expl
 
 def _total(steps: Sequence[_Explained]) -> str:
     """Totals of all steps, expected and measured, and the speculators that never guess."""
-    parts = [f"{len(steps)} steps with the prompt's, {sum(tokens for *_, tokens in steps)} tokens"]
+    parts = [f"{len(steps)} steps, including the prompt's, {sum(tokens for *_, tokens in steps)} tokens"]
     likely = [decision.expected_tokens for _, decision, _ in steps if decision.expected_tokens is not None]
     if likely:
         parts.append(f"{sum(likely):.1f} expected")

@@ -42,7 +42,7 @@ def test_tokens_after_the_end_of_the_text_do_not_count(models: Path, run: Run) -
     status, out, err = run(*stopping, "abcabc")
     assert status == 0, err
     assert "[3 tokens |" in err
-    assert out.splitlines()[-1].startswith("2 steps with the prompt's, 3 tokens")
+    assert out.splitlines()[-1].startswith("2 steps, including the prompt's, 3 tokens")
     cut = json.loads(run(*stopping, "--json", "abcabc")[1])
     assert [step["tokens"] for step in cut["steps"]] == [1, 2]
 
@@ -71,7 +71,7 @@ def test_explain_lists_expected_tokens_and_costs(
     assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
     assert {row["reason"] for row in rows} == {None, "no room", "plain step"}
     total = out.splitlines()[-1]
-    counts = f"{len(rows)} steps with the prompt's, 30 tokens"
+    counts = f"{len(rows)} steps, including the prompt's, 30 tokens"
     tokens, expected, taken = re.match(  # type: ignore[union-attr]
         rf"{counts}; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
     ).groups()
