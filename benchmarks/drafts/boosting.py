@@ -236,8 +236,8 @@ def conditional(first: TokenRanks, other: TokenRanks, width: int) -> float:
     """Return how often the other's `width` likeliest hold the next token where the first's likeliest is
     wrong.
     """
-    wrong_P = first.ranks_PL[:, 0] > 0
-    return float((other.ranks_PL[wrong_P, 0] < width).double().mean())
+    wrong_P = first.token_ranks_PL[:, 0] > 0
+    return float((other.token_ranks_PL[wrong_P, 0] < width).double().mean())
 
 
 def page(study: Study) -> list[str]:

@@ -220,9 +220,9 @@ def build_engine(
     draft_memory: DraftMemoryCurves | None = None  # a draft's memory that layers may use
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
-            curve, swapped = _target_curves(config, executor, models, progress)
+            curve, layers_curve = _target_curves(config, executor, models, progress)
         if models.draft_memory is not None and models.target.stream is not None:
-            draft_memory = DraftMemoryCurves(models.draft_memory, curve, swapped)
+            draft_memory = DraftMemoryCurves(models.draft_memory, curve, layers_curve)
         config = resolved(config, curve, max_pass_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.

@@ -108,8 +108,8 @@ class Followers:
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
         here = count if listener is None else count - len(listener.ranks)
         # Linux treats the end of the thread that started a process as the end of its parent.
-        self._heartbeats = threading.Thread(target=self._run_processes, args=(here,), daemon=True)
-        self._heartbeats.start()
+        self._process_thread = threading.Thread(target=self._run_processes, args=(here,), daemon=True)
+        self._process_thread.start()
         self._started.wait()
         try:
             if self._failure is not None:
@@ -205,7 +205,7 @@ class Followers:
 
     def wait(self) -> None:
         """Wait until all followers on this host have ended, after `close`."""
-        self._heartbeats.join()
+        self._process_thread.join()
 
     def _run_processes(self, count: int) -> None:
         """The thread that starts the followers on this host and waits for their ends."""

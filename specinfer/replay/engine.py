@@ -229,7 +229,7 @@ class ReplayEngine:
             clock=self._clock,
         )
         self._engine.on_step = self._begin
-        self._engine.on_tree = self._hear
+        self._engine.on_tree = self._on_tree
         self._playing: dict[str, _Playing] = {}
         self._requests = 0
         self._in_step: tuple[str, ...] = ()
@@ -292,7 +292,7 @@ class ReplayEngine:
             if delta.error is not None:
                 raise IntegrityError(f"request {delta.id} of a replay failed: {delta.error}")
             if delta.finished:
-                self._leave(delta.id)
+                self._on_end(delta.id)
         if not self._in_step:
             raise IntegrityError("requests of a replay wait and none can run")
         ran = {name: passes.passes - before[name] for name, passes in self._replayed.items()}
@@ -302,13 +302,13 @@ class ReplayEngine:
     def _begin(self, requests: Sequence[str]) -> None:
         self._in_step = tuple(requests)
 
-    def _hear(self, event: TreeEvent) -> None:
+    def _on_tree(self, event: TreeEvent) -> None:
         playing, path = self._playing[event.request_id], event.acceptance.path
         committed = playing.text[playing.num_committed : playing.num_committed + len(path) + 1]
         playing.num_committed += len(committed)
         self._entries.append(PlayedEntry(event.request_id, event.tree, path, committed))
 
-    def _leave(self, request_id: str) -> None:
+    def _on_end(self, request_id: str) -> None:
         playing = self._playing.pop(request_id)
         if playing.num_committed != len(playing.text):
             raise IntegrityError(

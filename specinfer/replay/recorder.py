@@ -203,7 +203,7 @@ def _written(
         replace(request.params, seed=request.seed, n=1, prediction=None, logprobs=2) for request in requests
     ]
 
-    def hear(output: RequestOutput) -> None:
+    def on_output(output: RequestOutput) -> None:
         if output.error is not None:
             raise RequestError(output.error)
         if output.finished:
@@ -211,10 +211,10 @@ def _written(
 
     progress.start(len(requests), "writing texts", "texts")
     try:
-        outputs = plain.generate(prompts[:1], params[:1], on_output=hear)
+        outputs = plain.generate(prompts[:1], params[:1], on_output=on_output)
         done = plain.statistics().since(before)
         if prompts[1:]:
-            outputs += plain.generate(prompts[1:], params[1:], on_output=hear)
+            outputs += plain.generate(prompts[1:], params[1:], on_output=on_output)
     finally:
         progress.finish()
         plain.close()

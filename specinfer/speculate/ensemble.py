@@ -24,7 +24,8 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
-_MAX_WITHOUT: Final = 8  # consecutive steps without guesses in which heads still receive hidden states
+# Consecutive steps without guesses in which heads still receive hidden states.
+_MAX_STEPS_WITHOUT_GUESSES: Final = 8
 
 
 class Ensemble:
@@ -62,7 +63,7 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a distinct name")
         self._keep(speculators)
-        self._steps_without = 0  # consecutive steps without guesses, up to this one
+        self._steps_without_guesses = 0  # consecutive, up to this step
         self._names = tuple(names)  # of all speculators, including failed ones
         self._vocab = vocab  # of the target
         self._policy = policy
@@ -79,7 +80,7 @@ class Ensemble:
         requested, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(requested, plan)
         without_guesses = all(map(_excludes_all, plan.entries))
-        self._steps_without = self._steps_without + 1 if without_guesses else 0
+        self._steps_without_guesses = self._steps_without_guesses + 1 if without_guesses else 0
         if without_guesses:
             roots = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
             self._proposed.guessed = self._proposed.chosen = roots
@@ -122,7 +123,7 @@ class Ensemble:
 
         Empty after several steps without guesses; a head then resumes at the next block of its cache.
         """
-        return () if self._steps_without > _MAX_WITHOUT else self._taps
+        return () if self._steps_without_guesses > _MAX_STEPS_WITHOUT_GUESSES else self._taps
 
     def receive_states(self, texts: TextRows, flight: Flight) -> None:
         """Pass the hidden states of one pass, for texts that continue, to the speculators that read them."""

@@ -150,10 +150,8 @@ class Corpus:
         self._columns = None if columns is None else [*columns]
         self._shards: list[CorpusShard] = []
         self.damaged: list[str] = []
-        self._texts: dict[bool, list[tuple[CorpusShard, int]]] = {
-            False: [],
-            True: [],
-        }  # keyed by held_out
+        # Keyed by held_out.
+        self._texts: dict[bool, list[tuple[CorpusShard, int]]] = {False: [], True: []}
         self._next = 0
         for path in sorted(folder.glob("*.safetensors")):
             self._open(path)
@@ -271,7 +269,7 @@ def block_batch(
     shape = (len(texts), width, levels)
     before, following = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     label_ids = torch.zeros((*shape, labels), dtype=torch.int64)
-    label_chances = torch.zeros((*shape, labels))
+    label_probs = torch.zeros((*shape, labels))
     weights = torch.zeros(shape)
     valid = torch.zeros(shape, dtype=torch.bool)
     for i, (text, places) in enumerate(zip(texts, anchors, strict=True)):
@@ -286,8 +284,8 @@ def block_batch(
         before[i, :count] = text.tokens_T[there_AL - 1]
         following[i, :count] = text.tokens_T[there_AL]
         label_ids[i, :count] = text.label_ids_RK[there_AL - text.prompt]
-        label_chances[i, :count] = text.label_logprobs_RK[there_AL - text.prompt].exp()
+        label_probs[i, :count] = text.label_logprobs_RK[there_AL - text.prompt].exp()
         weights[i, :count] = text.weights_R[there_AL - text.prompt]
     return BlockBatch(
-        taps_BTND, tokens_BT, anchors_BA, before, following, label_ids, label_chances, weights, valid
+        taps_BTND, tokens_BT, anchors_BA, before, following, label_ids, label_probs, weights, valid
     )

@@ -73,7 +73,7 @@ class TokenRanks:
 
     # int64: number of tokens the draft ranks higher. `NOT_RANKED` outside its vocabulary, and after a token
     # outside the `MAX_WIDTH` likeliest, where no evaluated tree is right.
-    ranks_PL: Tensor
+    token_ranks_PL: Tensor
     texts_P: Tensor  # int64: text of each position
 
     def accepted(self, widths: Sequence[int]) -> Tensor:
@@ -82,8 +82,8 @@ class TokenRanks:
         Limited to the levels measured here.
         """
         assert max(widths, default=0) <= MAX_WIDTH
-        levels = min(len(widths), self.ranks_PL.shape[1])
-        right_PL = self.ranks_PL[:, :levels] < torch.tensor(widths[:levels])
+        levels = min(len(widths), self.token_ranks_PL.shape[1])
+        right_PL = self.token_ranks_PL[:, :levels] < torch.tensor(widths[:levels])
         return right_PL.cumprod(dim=1).sum(dim=1)
 
 
@@ -125,7 +125,7 @@ def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence
 
 def figures_of(own: TokenRanks, earlier: Sequence[TokenRanks] = ()) -> Figures:
     """Figures from ranks."""
-    places, depth = own.ranks_PL.shape
+    places, depth = own.token_ranks_PL.shape
     if not places:
         return Figures((0.0,) * depth, 0.0, 1.0, 0)
     chain_P = own.accepted((1,) * depth)
@@ -133,8 +133,8 @@ def figures_of(own: TokenRanks, earlier: Sequence[TokenRanks] = ()) -> Figures:
     hits = tuple(reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(depth))
     longest_P = chain_P
     for other in earlier:
-        longest_P = torch.maximum(longest_P, other.accepted((1,) * other.ranks_PL.shape[1]))
-    among_three = float((own.ranks_PL[:, 0] < 3).double().mean())
+        longest_P = torch.maximum(longest_P, other.accepted((1,) * other.token_ranks_PL.shape[1]))
+    among_three = float((own.token_ranks_PL[:, 0] < 3).double().mean())
     pooled = 1.0 + float(longest_P.double().mean()) if earlier else None
     return Figures(hits, among_three, 1.0 + float(chain_P.double().mean()), places, pooled)
 

@@ -46,23 +46,23 @@ class Shortlist:
     def parts(self, counts: list[int]) -> list[Shortlist]:
         """Split by positions into consecutive parts of these counts."""
         of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.probs_RK, counts), strict=True)
-        return [replace(self, places_RK=places, probs_RK=chances) for places, chances in of_parts]
+        return [replace(self, places_RK=places, probs_RK=probs) for places, probs in of_parts]
 
 
 def shortlist(
-    entries_RK: Tensor, probs_RK: Tensor, named: int, size: int, generator: torch.Generator
+    entries_RK: Tensor, probs_RK: Tensor, num_tokens: int, size: int, generator: torch.Generator
 ) -> Shortlist:
-    """A shortlist of `size` of the `named` tokens, for labels with these probabilities.
+    """A shortlist of `size` of the `num_tokens` tokens, for labels with these probabilities.
 
     `entries_RK` are indices of the labels in the draft's vocabulary, -1 for others.
     """
     known = entries_RK >= 0
     probs_RK = probs_RK * known
     clamped = entries_RK.clamp(min=0)
-    if size >= named:
-        everything = torch.arange(named, device=entries_RK.device)
-        return Shortlist(everything, torch.zeros(named, device=entries_RK.device), clamped, probs_RK)
-    masses_U = torch.zeros(named, device=entries_RK.device).index_add_(
+    if size >= num_tokens:
+        everything = torch.arange(num_tokens, device=entries_RK.device)
+        return Shortlist(everything, torch.zeros(num_tokens, device=entries_RK.device), clamped, probs_RK)
+    masses_U = torch.zeros(num_tokens, device=entries_RK.device).index_add_(
         0, clamped.flatten(), probs_RK.flatten()
     )
     drawn = max(1, int(_DRAWN * size))
@@ -72,7 +72,7 @@ def shortlist(
     entries_S = torch.cat((order_U[: size - drawn], chosen))
     raised_S = torch.zeros(size, device=entries_RK.device)
     raised_S[size - drawn :] = math.log(len(rest) / drawn)
-    place_U = torch.full((named,), -1, dtype=torch.int64, device=entries_RK.device)
+    place_U = torch.full((num_tokens,), -1, dtype=torch.int64, device=entries_RK.device)
     place_U[entries_S] = torch.arange(size, device=entries_RK.device)
     places_RK = place_U[clamped]
     # A sampled label stands for many other tokens, so only labels that were not sampled are learned from.
@@ -124,8 +124,8 @@ def shortlists(
     draft: TrainableDraft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
 ) -> list[Shortlist]:
     """One shortlist for all parts of a step, split by part."""
-    entries, chances = zip(*((part.entries_RK, part.probs_RK) for part in parts), strict=True)
-    short = shortlist(torch.cat(entries), torch.cat(chances), len(draft.ids), size, generator)
+    entries, probs = zip(*((part.entries_RK, part.probs_RK) for part in parts), strict=True)
+    short = shortlist(torch.cat(entries), torch.cat(probs), len(draft.ids), size, generator)
     return short.parts([len(of_part) for of_part in entries])
 
 

@@ -42,7 +42,7 @@ class TuningPrompt:
 class Prompts:
     """Distinct prompts ordered by key, and the faults of skipped lines."""
 
-    asked: tuple[TuningPrompt, ...]
+    prompts: tuple[TuningPrompt, ...]
     faults: tuple[str, ...] = ()
 
 
@@ -97,11 +97,11 @@ def read_traffic(file: Path, vocab: int) -> Prompts:
 
 
 def _at_least_two(files: Sequence[Path], prompts: Prompts) -> Prompts:
-    if len(prompts.asked) < 2:
+    if len(prompts.prompts) < 2:
         named = ", ".join(str(file) for file in files)
         wrong = f"; the first skipped line: {prompts.faults[0]}" if prompts.faults else ""
         raise DatasetError(
-            f"{named}: {len(prompts.asked)} usable prompts; needed: 2, one to learn from and one to "
+            f"{named}: {len(prompts.prompts)} usable prompts; needed: 2, one to learn from and one to "
             f"measure with{wrong}"
         )
     return prompts
@@ -109,14 +109,14 @@ def _at_least_two(files: Sequence[Path], prompts: Prompts) -> Prompts:
 
 def _prompts(contents: Iterable[str | tuple[int, ...]], faults: Sequence[str]) -> Prompts:
     found = {key: TuningPrompt(key, one, key % HELD_OUT == 0) for one in contents for key in [_key(one)]}
-    asked = sorted(found.values(), key=lambda one: one.key // HELD_OUT)
+    prompts = sorted(found.values(), key=lambda one: one.key // HELD_OUT)
     # Among a few prompts the hash may hold out none or all; then one is moved, so that both sets are
     # non-empty.
-    if asked and not any(one.held_out for one in asked):
-        asked[0] = replace(asked[0], held_out=True)
-    elif all(one.held_out for one in asked):
-        asked[1:] = [replace(one, held_out=False) for one in asked[1:]]
-    return Prompts(tuple(asked), tuple(faults))
+    if prompts and not any(one.held_out for one in prompts):
+        prompts[0] = replace(prompts[0], held_out=True)
+    elif all(one.held_out for one in prompts):
+        prompts[1:] = [replace(one, held_out=False) for one in prompts[1:]]
+    return Prompts(tuple(prompts), tuple(faults))
 
 
 def _key(content: str | tuple[int, ...]) -> int:

@@ -55,7 +55,7 @@ class Candidate:
 
     def shapes(self) -> list[Widths]:
         """The tree shapes that are tried."""
-        depth = self.ranks.ranks_PL.shape[1]
+        depth = self.ranks.token_ranks_PL.shape[1]
         return list(
             dict.fromkeys(
                 (*first, *[1] * (levels - 2))[:levels] for levels in range(1, depth + 1) for first in _FIRST

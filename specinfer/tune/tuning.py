@@ -175,8 +175,8 @@ class Tuning:
     def _needs_init(self) -> bool:
         """True if a draft must still be initialized from the config; a resumed draft ignores `init`."""
         warm = self._config.members > 1 and self._config.boosting.warm
-        initialization = range(1 if warm else self._config.members)
-        return not all(self._files(number).checkpoint.exists() for number in initialization)
+        members = range(1 if warm else self._config.members)
+        return not all(self._files(number).checkpoint.exists() for number in members)
 
     @property
     def vocab(self) -> int:
@@ -245,7 +245,7 @@ class Tuning:
         corpus = self._corpus
         left = self._config.collect_seconds - corpus.seconds
         known = corpus.keys
-        if left <= 0 or all(one.key in known for one in prompts.asked):
+        if left <= 0 or all(one.key in known for one in prompts.prompts):
             if not corpus.tokens:
                 raise TuneError("nothing was collected and no time is left for collecting; give more minutes")
             return
@@ -259,7 +259,7 @@ class Tuning:
                 llm, listener, chat=chat, max_tokens=config.max_tokens, seed=config.training.seed
             )
             self._write_facts()
-            found = collector.run(prompts.asked, corpus, left, self._outputs.progress, self._outputs.clock)
+            found = collector.run(prompts.prompts, corpus, left, self._outputs.progress, self._outputs.clock)
         self._outputs.say(found.summary(corpus))
 
     def _train(self, sources: Sequence[str]) -> TuneResult:

@@ -20,7 +20,7 @@ from specinfer.request import LoRARequest
 class AdapterCache:
     """Registers and checks adapters, and loads those that passes use. Thread-safe.
 
-    A name refers to the same weights for the lifetime of the shelf, since cached prefixes computed with an
+    A name refers to the same weights for the lifetime of the cache, since cached prefixes computed with an
     adapter are found by its name.
     """
 

@@ -182,7 +182,7 @@ class _Lark:
         """Calls as objects, with any JSON formatting."""
         options = []
         for index, tool in enumerate(self._tools):
-            call = {"name": {"const": tool.name}, "parameters": tool.held_parameters}
+            call = {"name": {"const": tool.name}, "parameters": tool.constrained_parameters}
             name = f"call{index}"
             self._rules[name] = json_rule(
                 {"type": "object", "properties": call, "required": list(call), "additionalProperties": False},
@@ -193,7 +193,7 @@ class _Lark:
         return " | ".join(options)
 
     def _without_calls(self, form: StructuredOutput) -> StructuredOutput:
-        """Exclude objects that would be read as calls from a JSON form, unless the names are too long."""
+        """Exclude from a JSON form the objects that would be read as calls, unless the names are too long."""
         schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
         names = [tool.name for tool in self._tools]
         if sum(map(len, names)) > MAX_CHARACTERS:
@@ -239,7 +239,9 @@ class _Lark:
 
     def _arguments(self, index: int) -> str:
         tool, name = self._tools[index], f"arguments{index}"
-        self._rules[name] = json_rule(tool.held_parameters, strict=tool.strict, whitespace=self._whitespace)
+        self._rules[name] = json_rule(
+            tool.constrained_parameters, strict=tool.strict, whitespace=self._whitespace
+        )
         return name
 
     def _any_text(self) -> str:

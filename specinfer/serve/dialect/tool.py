@@ -42,7 +42,7 @@ class Tool:
         return others is not False or unnamed or not _MAY_NAME_OTHERS.isdisjoint(given)
 
     @property
-    def held_parameters(self) -> Mapping[str, Any]:
+    def constrained_parameters(self) -> Mapping[str, Any]:
         """The schema that generated arguments follow, with `additionalProperties` set."""
         return self.parameters if self.takes_others else {**self.parameters, "additionalProperties": False}
 

@@ -224,7 +224,7 @@ class LevelDraft(Draft):
 
     @abstractmethod
     def _read(self, entry: int, max_rows: int) -> Rows | None:
-        """Return at most `most` rows of the unread text; the root's row has logits if there is a tree.
+        """Return at most `max_rows` rows of the unread text; the root's row has logits if there is a tree.
 
         None if the step has no rows left or there is nothing to read.
         """

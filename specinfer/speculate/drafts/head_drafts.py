@@ -125,7 +125,7 @@ class ParallelEagleDraft(OnePassDraft):
 
 
 def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, max_rows: int) -> Rows | None:
-    """Return at most `most` unread rows of a text; the root's row has logits.
+    """Return at most `max_rows` unread rows of a text; the root's row has logits.
 
     Their hidden states are the first unread ones of the text. None if the step has no rows left, or none is
     unread.

@@ -242,7 +242,7 @@ class OnePassDraft(Draft):
 
     @abstractmethod
     def _text(self, entry: int, max_rows: int) -> tuple[Any, int, int] | None:
-        """Return an entry's part of the pass, its read tokens (at most `most`), and its levels.
+        """Return an entry's part of the pass, its read tokens (at most `max_rows`), and its levels.
 
         Levels are 0 without a tree, or if the text is not read to the end. None: it is not in the pass.
         """
@@ -265,7 +265,7 @@ class NativeTrees:
         """Make a grower for a model that computes on a CPU with this library."""
         self._name = name
         self._library = library
-        self._named = len(model.ids)
+        self._num_tokens = len(model.ids)
         self._ids = None if vocabulary is None else np.ascontiguousarray(vocabulary.ids, dtype=np.int64)
         self._kept = model  # the arguments point to its memory
         args = GuesserArgs(type=TYPES[FLOATS[model.dtype]], tokens=model.config.vocab_size)
@@ -278,24 +278,24 @@ class NativeTrees:
 
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, max_nodes: int) -> None:
         """Grow these trees; see `GrowTrees`."""
-        code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
+        code, count, rows = check_rows(logits_TU, self._num_tokens), len(guessed), logits_TU.size(0)
         if count > self._capacity:
             self._allocate(count)
         requests = b"".join([_packed_request(one, min(max_nodes, MAX_NODES)) for one in guessed])
         there = self._library.grow_trees(
-            *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
+            *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._num_tokens),
             *(requests, count, ctypes.byref(self._grown)),
         )
         if not there:
             raise IndexError(f"trees of {count} requests in {rows} rows of logits")
-        whole, chances, name = self._capacity * MAX_NODES, self._probabilities, self._name
+        whole, probs, name = self._capacity * MAX_NODES, self._probabilities, self._name
         for i, one in enumerate(guessed):
             first = i * MAX_NODES
             end = first + self._nodes[i]
             parents = self._nodes[self._capacity + first : self._capacity + end].tolist()
             tokens = self._nodes[self._capacity + whole + first : self._capacity + whole + end].tolist()
-            confidences = chances[first:end].tolist()
-            evidence = chances[whole + 2 * first : whole + 2 * end].tolist()
+            confidences = probs[first:end].tolist()
+            evidence = probs[whole + 2 * first : whole + 2 * end].tolist()
             run = Run(name, one.site.draws_by, parents, range(1, len(parents) + 1), confidences, evidence, 2)
             one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), Runs((run,)))
 
@@ -304,11 +304,11 @@ class NativeTrees:
         self._capacity, nodes = count, count * MAX_NODES
         self._nodes = array("q", bytes(8 * (count + 2 * nodes)))  # counts, parents, tokens
         self._probabilities = array("d", bytes(8 * 3 * nodes))  # confidences, evidence
-        at, chance = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
+        at, probs = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
         parents = at + 8 * count
         self._grown = GrownArgs(
             *(MAX_NODES, at, parents, parents + 8 * nodes),
-            *(chance, chance + 8 * nodes),
+            *(probs, probs + 8 * nodes),
         )
 
 

@@ -220,5 +220,5 @@ class LookupSpeculator(Speculator):
         self._capacity = room
         self._nodes = array("i", bytes(4 * 3 * room))  # counts, parents, tokens
         self._probabilities = array("d", bytes(8 * (1 + _EVIDENCE) * room))  # confidences, evidence
-        at, chance = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
-        self._to = byref(GrownArgs(room, at, at + 4 * room, at + 8 * room, chance, chance + 8 * room))
+        at, probs = self._nodes.buffer_info()[0], self._probabilities.buffer_info()[0]
+        self._to = byref(GrownArgs(room, at, at + 4 * room, at + 8 * room, probs, probs + 8 * room))

@@ -43,7 +43,7 @@ def collect(
     listener, corpus = HiddenStateListener((*TAPS, 3)), Corpus(folder)
     with LLM(collecting_config(engine(target)), speculators=[listener]) as llm:
         collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=seed)
-        return corpus, collector.run(prompts.asked, corpus, seconds, NoProgress(), ticking())
+        return corpus, collector.run(prompts.prompts, corpus, seconds, NoProgress(), ticking())
 
 
 def test_states_and_labels_are_those_of_a_pass_over_the_text(
@@ -81,7 +81,7 @@ def test_what_is_answered_is_not_asked_again(target: Path, tmp_path: Path) -> No
     assert found.answered + more.answered == 100
     assert second.tokens > before
     third, none = collect(target, asked, tmp_path)
-    assert (none.answered, third.tokens, third.keys) == (0, second.tokens, {one.key for one in asked.asked})
+    assert (none.answered, third.tokens, third.keys) == (0, second.tokens, {one.key for one in asked.prompts})
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_others_answered(target: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
 
 
 def test_one_that_is_held_out_is_asked_first(prompts: Path) -> None:
-    asked = read_prompts([prompts]).asked
+    asked = read_prompts([prompts]).prompts
     for seed in (0, 1, -7):
         ordered = in_order(asked, seed)
         assert [one.held_out for one in ordered[:2]] == [True, False]
@@ -143,7 +143,7 @@ def test_one_that_is_held_out_is_asked_first(prompts: Path) -> None:
 def test_another_seed_asks_in_another_order_and_gets_other_answers(target: Path, tmp_path: Path) -> None:
     asked = read_prompts([write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])])
     first, second = (
-        [one.key for one in in_order(asked.asked, seed) if not one.held_out][:20] for seed in (0, 1)
+        [one.key for one in in_order(asked.prompts, seed) if not one.held_out][:20] for seed in (0, 1)
     )
     assert len({*first} & {*second}) < 12
     answers = []

@@ -68,7 +68,7 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
                 ranks.append(int((row > row[entry]).sum()) if alive else NOT_RANKED)
                 alive = alive and ranks[-1] < MAX_WIDTH
             expected.append([number, *ranks])
-    assert torch.cat((found.texts_P[:, None], found.ranks_PL), dim=1).tolist() == expected
+    assert torch.cat((found.texts_P[:, None], found.token_ranks_PL), dim=1).tolist() == expected
     assert 0 < sum(row[2] == NOT_RANKED for row in expected) < len(expected), (
         "some trees end early, some do not"
     )

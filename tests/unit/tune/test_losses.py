@@ -10,31 +10,27 @@ import torch
 
 from specinfer.tune.losses import LOSSES, Loss, Shortlist, losses, shortlist
 
-NAMED, LABELS = 12, 5
+NUM_TOKENS, LABELS = 12, 5
 
 
 def laws(rows: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of a head with 12 tokens, labels among these, and what the target gives them."""
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(rows, NAMED, generator=generator)
-    entries = torch.stack([torch.randperm(NAMED, generator=generator)[:LABELS] for _ in range(rows)])
-    chances = (2 * torch.randn(rows, LABELS + 1, generator=generator)).softmax(dim=1)[:, :LABELS]
-    return logits, entries, chances
+    logits = 2 * torch.randn(rows, NUM_TOKENS, generator=generator)
+    entries = torch.stack([torch.randperm(NUM_TOKENS, generator=generator)[:LABELS] for _ in range(rows)])
+    probs = (2 * torch.randn(rows, LABELS + 1, generator=generator)).softmax(dim=1)[:, :LABELS]
+    return logits, entries, probs
 
 
-def whole(entries: torch.Tensor, chances: torch.Tensor) -> Shortlist:
-    return shortlist(entries, chances, NAMED, NAMED, torch.Generator())
+def whole(entries: torch.Tensor, probs: torch.Tensor) -> Shortlist:
+    return shortlist(entries, probs, NUM_TOKENS, NUM_TOKENS, torch.Generator())
 
 
-def written_out(
-    kind: Loss, logits: torch.Tensor, entries: torch.Tensor, chances: torch.Tensor
-) -> list[float]:
+def written_out(kind: Loss, logits: torch.Tensor, entries: torch.Tensor, probs: torch.Tensor) -> list[float]:
     found = []
     for row in range(len(logits)):
         q_all = logits[row].double().softmax(0)
-        pairs = [
-            (float(p), float(q_all[e])) for e, p in zip(entries[row], chances[row], strict=True) if e >= 0
-        ]
+        pairs = [(float(p), float(q_all[e])) for e, p in zip(entries[row], probs[row], strict=True) if e >= 0]
         kl = sum(p * math.log(p / q) for p, q in pairs)
         alike = sum(min(p, q) for p, q in pairs)
         w = math.exp(-3 * alike)
@@ -44,16 +40,16 @@ def written_out(
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_each_loss_is_its_sum_written_out(kind: Loss) -> None:
-    logits, entries, chances = laws()
+    logits, entries, probs = laws()
     entries[1, 2] = -1  # a label outside the head's vocabulary
-    got = losses(kind, logits, whole(entries, chances))
-    assert got.tolist() == pytest.approx(written_out(kind, logits, entries, chances), abs=1e-5)
+    got = losses(kind, logits, whole(entries, probs))
+    assert got.tolist() == pytest.approx(written_out(kind, logits, entries, probs), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_gradients_are_those_of_finite_differences(kind: Loss) -> None:
-    logits, entries, chances = (x.double() if x.is_floating_point() else x for x in laws(rows=2))
-    short = whole(entries, chances)
+    logits, entries, probs = (x.double() if x.is_floating_point() else x for x in laws(rows=2))
+    short = whole(entries, probs)
     # The weight of the hybrid is not learnt: it is held where it is.
     if kind == "hybrid":
         logits.requires_grad_()
@@ -68,11 +64,11 @@ def test_gradients_are_those_of_finite_differences(kind: Loss) -> None:
 
 
 def test_a_shortlist_has_the_likeliest_labels_and_stands_for_the_rest() -> None:
-    logits, entries, chances = laws(rows=1)
+    logits, entries, probs = laws(rows=1)
     full = float(logits[0].exp().sum())
     sums = []
     for seed in range(4000):
-        short = shortlist(entries, chances, NAMED, 8, torch.Generator().manual_seed(seed))
+        short = shortlist(entries, probs, NUM_TOKENS, 8, torch.Generator().manual_seed(seed))
         assert len(set(short.entries_S.tolist())) == 8
         assert set(entries[0].tolist()) <= set(short.entries_S.tolist()[:6])
         assert torch.equal(short.entries_S[short.places_RK], entries)
@@ -81,8 +77,8 @@ def test_a_shortlist_has_the_likeliest_labels_and_stands_for_the_rest() -> None:
 
 
 def test_labels_that_were_only_drawn_are_not_learnt() -> None:
-    _, entries, chances = laws(rows=8)
-    short = shortlist(entries, chances, NAMED, 4, torch.Generator().manual_seed(1))
+    _, entries, probs = laws(rows=8)
+    short = shortlist(entries, probs, NUM_TOKENS, 4, torch.Generator().manual_seed(1))
     kept = short.probs_RK > 0
     assert torch.equal(short.entries_S[short.places_RK][kept], entries[kept])
     assert bool((short.places_RK[kept] < 3).all())

@@ -16,7 +16,7 @@ def test_bad_lines_are_named_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "one"}\nno JSON\n\n{"prompt": 3}\n\xff\n{"turns": ["two", "and?"]}\n[]\n')
     found = read_prompts([path])
-    assert {one.content for one in found.asked} == {"one", "two"}
+    assert {one.content for one in found.prompts} == {"one", "two"}
     lines = [fault.removeprefix(f"{path} line ").partition(":")[0] for fault in found.faults]
     assert lines == ["2", "4", "5", "7"]
 
@@ -25,23 +25,23 @@ def test_whether_a_prompt_is_held_out_depends_on_it_alone(tmp_path: Path) -> Non
     texts = [f"question {n}" for n in range(400)]
     whole = read_prompts([write_prompts(tmp_path, texts)])
     some = read_prompts([write_prompts(tmp_path, texts[::-2])])
-    held_out = {one.content for one in whole.asked if one.held_out}
-    assert {one.content for one in some.asked if one.held_out} == held_out & set(texts[::-2])
+    held_out = {one.content for one in whole.prompts if one.held_out}
+    assert {one.content for one in some.prompts if one.held_out} == held_out & set(texts[::-2])
     assert 0.5 * 400 / HELD_OUT < len(held_out) < 2 * 400 / HELD_OUT
-    assert [one for one in whole.asked if one in some.asked] == list(some.asked)
+    assert [one for one in whole.prompts if one in some.prompts] == list(some.prompts)
 
 
 def test_temperatures_are_mixed_and_held_out_answers_are_greedy(tmp_path: Path) -> None:
-    asked = read_prompts([write_prompts(tmp_path, [f"question {n}" for n in range(300)])]).asked
-    assert {one.temperature for one in asked if one.held_out} == {0.0}
-    counts = [sum(one.temperature == t for one in asked if not one.held_out) for t in (0.0, 0.7, 1.0)]
+    prompts = read_prompts([write_prompts(tmp_path, [f"question {n}" for n in range(300)])]).prompts
+    assert {one.temperature for one in prompts if one.held_out} == {0.0}
+    counts = [sum(one.temperature == t for one in prompts if not one.held_out) for t in (0.0, 0.7, 1.0)]
     assert min(counts) > 60
 
 
 @pytest.mark.parametrize("texts", [[f"{n}" for n in range(2)], [f"x{n}" for n in range(3)]])
 def test_of_a_few_prompts_some_are_held_out_and_some_are_not(tmp_path: Path, texts: list[str]) -> None:
-    asked = read_prompts([write_prompts(tmp_path, texts)]).asked
-    assert {one.held_out for one in asked} == {True, False}
+    prompts = read_prompts([write_prompts(tmp_path, texts)]).prompts
+    assert {one.held_out for one in prompts} == {True, False}
 
 
 def test_a_single_prompt_is_not_enough(tmp_path: Path) -> None:
@@ -58,12 +58,12 @@ def test_traffic_is_read_once_each_and_of_this_target(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt_token_ids": ids, "text": "x"} for ids in ([1, 2], [1, 2], [3], [64], [])]
     log.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "text alone"}]))
     found = read_traffic(log, vocab=64)
-    assert {one.content for one in found.asked} == {(1, 2), (3,)}
+    assert {one.content for one in found.prompts} == {(1, 2), (3,)}
     assert ["line 4" in found.faults[0], "below the target's 64" in found.faults[0]] == [True, True]
     assert len(found.faults) == 3
 
 
 def test_the_built_in_prompts_are_enough_to_begin_with() -> None:
-    asked = built_in_prompts().asked
-    assert len(asked) >= 20
-    assert {one.held_out for one in asked} == {True, False}
+    prompts = built_in_prompts().prompts
+    assert len(prompts) >= 20
+    assert {one.held_out for one in prompts} == {True, False}

@@ -131,5 +131,5 @@ def test_a_function_is_called_with_the_parameters_that_it_declares(
     """Small models invent further names, and functions called with these fail."""
     given = CITY | more
     [tool] = tools_of({"name": "f", "parameters": given})
-    assert tool.held_parameters == (given | {"additionalProperties": False} if closed else given)
+    assert tool.constrained_parameters == (given | {"additionalProperties": False} if closed else given)
     assert tool.described()["function"]["parameters"] == given
