@@ -24,9 +24,8 @@ from specinfer.tokenizer import Tokenizer
 
 MIN_TOKENS: Final = 40  # output tokens under the setting min_tokens; the min of max_tokens
 TEMPERATURE: Final = 0.8  # unless a setting has its own
-OFF: Final = SpeculationParams(
-    enabled=False
-)  # an engine without speculators still proposes tokens that a grammar forces
+# An engine without speculators still proposes tokens that a grammar forces.
+OFF: Final = SpeculationParams(enabled=False)
 _SCHEMA: Final = {
     "type": "object",
     "properties": {

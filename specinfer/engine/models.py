@@ -82,9 +82,8 @@ class Models:
     hosts: Sequence[Host] = ()  # hosts of ranks, this one first; empty for a single process
     # Adapters that requests may name; None for models that the caller made.
     adapters: AdapterCache | None = None
-    draft_memory: DraftMemory | None = (
-        None  # memory of a `self` draft that layers may use while speculation is off
-    )
+    # Memory of a `self` draft that layers may use while speculation is off.
+    draft_memory: DraftMemory | None = None
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the decisions that loading has made for its open options."""

@@ -89,9 +89,8 @@ class HeadFolder:
         described = read_json(files.path / "config.json")
         check_unquantized(described)
         self.verifier = _verifier(described)  # the target's name, for messages
-        self.fingerprint = _fingerprint(
-            files.path, described
-        )  # the target's fingerprint, or None if not given
+        # The target's fingerprint, or None if not given.
+        self.fingerprint = _fingerprint(files.path, described)
         reader = reader_of(described) or DEFAULT_READER
         entries: Entries = _renamed(
             files.path, read_entries(files.weights, _DTYPES), partial(reader.tensor_name, described)

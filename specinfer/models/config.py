@@ -232,9 +232,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     embedding_size: int  # differs from hidden_size only in OPT-350m
     experts: Experts | None = None  # None: every layer has one MLP
-    part: Ranges = field(
-        default=Ranges(), repr=False
-    )  # hidden, since cache keys of whole models use the repr
+    # Hidden, since cache keys of whole models use the repr.
+    part: Ranges = field(default=Ranges(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):

@@ -149,9 +149,8 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self._memories = [memory[slot * longest : (slot + 1) * longest] for slot in range(slots)]
         self._records = records
         self._make = make
-        self._slots: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # slots by record; the least recently used record is first
+        # Slots by record; the least recently used record is first.
+        self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(slots))
         self._made: dict[int, _Made] = {}  # products of records in memory
         self._still: dict[int, _Made] = {}  # while passes are timed

@@ -72,9 +72,8 @@ class LanguageModel(ABC):
         self.group = weights.group  # ranks that share the model; None: it is whole
         self.adapter: Adapter | None = None  # adapter of all rows; None: rows have their requests' adapters
         self.number = 0  # among the models that these ranks share
-        self.stream = (
-            weights.stream
-        )  # loads the weights of some layers during a pass; None: all are in memory
+        # Loads the weights of some layers during a pass; None: all are in memory.
+        self.stream = weights.stream
 
     @abstractmethod
     def read(

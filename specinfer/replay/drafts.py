@@ -134,9 +134,8 @@ class Replayed:
     clock: ReplayClock
     passes: int = 0
     lacks: str = ""
-    _places: dict[str, tuple[GuessTrie, int]] = field(
-        default_factory=dict
-    )  # request -> proposals, index of the text's start
+    # request -> proposals, index of the text's start.
+    _places: dict[str, tuple[GuessTrie, int]] = field(default_factory=dict)
 
     def follow(self, request_id: str, draft: RecordedDraft, place: int) -> None:
         """Answer for a request from now on; after `end` tokens the root is at index `place + end`."""
@@ -164,9 +163,8 @@ class Replayed:
 class ReplayedPasses(Replayed):
     """A draft model's passes, answered from a recording."""
 
-    _sites: dict[int, dict[int, int]] = field(
-        default_factory=dict
-    )  # current step: id of builder -> node -> site
+    # Current step: id of builder -> node -> site.
+    _sites: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """Forget the trees of the previous step."""

@@ -42,10 +42,11 @@ _FORMAT: Final = "specinfer policy trace"
 KEPT_PARAMS: Final = (
     *("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
+# Exceptions from reading an invalid file.
 _DAMAGED: Final = (
     *(ValueError, TypeError, EOFError, MemoryError, NotImplementedError, RuntimeError, RecursionError),
     *(OverflowError, AttributeError, zipfile.BadZipFile, zlib.error, OSError),
-)  # exceptions from reading an invalid file
+)
 _ARRAYS: Final = tuple(f.name for f in fields(GuessTrie))
 
 

@@ -47,6 +47,7 @@ _ROUNDS: Final = 5
 _MIN_CACHED: Final = 0.2  # seconds; a faster measurement is repeated at every start
 _FAR: Final = 1 << 20  # rows; end of the extrapolation
 _OF_A_ROW: Final = 0.01  # minimum arithmetic time of a row relative to reading its experts
+# Packages with the code of a pass.
 _CODE: Final = (
     "attention",
     "heads",
@@ -54,7 +55,7 @@ _CODE: Final = (
     "models",
     "parallel",
     "runtime",
-)  # packages with the code of a pass
+)
 
 Key = Mapping[str, str]
 

@@ -31,9 +31,8 @@ _NOISE: Final = 0.05  # standard deviation of a median, relative to it
 _DRIFT: Final = 0.02  # standard deviation of the change of m between medians
 # Relative error above which a median is attributed to m: the machine's speed has changed.
 _SURPRISE: Final = 0.25
-_CONTRADICTED: Final = (
-    20  # medians during which all terms are corrected, after two such errors of opposite sign
-)
+# Medians during which all terms are corrected, after two such errors of opposite sign.
+_CONTRADICTED: Final = 20
 _SETTLED: Final = 0.1  # relative error
 _MEDIANS_BEFORE_WARNING: Final = 4  # consecutive medians beyond the bounds before a warning about the curve
 _FARTHEST: Final = 8.0  # largest accepted ratio of measured and expected time
@@ -66,9 +65,8 @@ class CostModel:
         self._corners = list(self._curve)  # present seconds at the curve's corners
         self._seconds: NDArray[np.float64] | None = None  # the same as an array, made on demand
         self._table: list[float] = []  # present seconds of passes of 0, 1, ... rows, made on demand
-        self._groups: dict[
-            int, list[tuple[float, int, float]]
-        ] = {}  # by size: measured over expected seconds
+        # By size: measured over expected seconds.
+        self._groups: dict[int, list[tuple[float, int, float]]] = {}
         self._last_error = 0.0
         self._shape = 0  # remaining medians during which all terms are corrected
         self._settled = True

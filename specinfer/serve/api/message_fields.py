@@ -73,9 +73,8 @@ class Thinking(Fields):
     budget_tokens: int | None = Field(
         None, ge=1, description="Not enforced: max_tokens limits reasoning and text together."
     )
-    display: Literal["summarized", "omitted"] | None = (
-        None  # summarized shows the full reasoning, omitted hides it
-    )
+    # summarized shows the full reasoning, omitted hides it
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Fields):

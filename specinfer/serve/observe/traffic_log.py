@@ -207,9 +207,8 @@ class TrafficLog:
             except OSError as error:
                 self._next_try = time.monotonic() + self._retry
                 self._lose(error.strerror or type(error).__name__)
-            except (
-                Exception
-            ) as error:  # a bug; its message may contain text of a prompt, so only its type is logged
+            except Exception as error:
+                # A bug; its message may contain text of a prompt, so only its type is logged.
                 self._lose(type(error).__name__)
             else:
                 with self._counting:

@@ -64,12 +64,7 @@ class TextIndex:
         self.num_tokens = 0  # tokens held, including separators
         sizes, longest = array("q", self.lengths), -1 if max_segment is None else max_segment
         address = library.index_new(
-            *(
-                sizes.buffer_info()[0],
-                len(sizes),
-                min(longest, _MAX_TOKENS),
-                _SECRET.buffer_info()[0],
-            )
+            sizes.buffer_info()[0], len(sizes), min(longest, _MAX_TOKENS), _SECRET.buffer_info()[0]
         )
         if address is None:
             raise ValueError(f"n-grams of {self.lengths} tokens; allowed: one length or more, each 1 or more")

@@ -55,7 +55,7 @@ class Tolerance(NamedTuple):
 DEFAULT_TOLERANCE: Final = Tolerance(
     first=32.0, credit=32.0, max_step=32.0, trial=4.0, enough=0.5, pause=WINDOW
 )
-KNOWN_COST_TOLERANCE: Final = Tolerance(2.0, credit=8.0, max_step=8.0, trial=0.5, enough=0.25, pause=16)
+KNOWN_COST_TOLERANCE: Final = Tolerance(first=2.0, credit=8.0, max_step=8.0, trial=0.5, enough=0.25, pause=16)
 
 
 class Allowance:

@@ -61,10 +61,8 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    stay, droppable = (
-        list[list[int]](),
-        list[list[int]](),
-    )  # for each tree: the nodes that stay, and those that may be dropped
+    # For each tree: the nodes that stay, and those that may be dropped.
+    stay, droppable = list[list[int]](), list[list[int]]()
     likely = list[float]()  # probabilities of all nodes that may be dropped
     for probabilities, pinned, max_nodes, all_stay in trees:
         found = [node for node in range(1, len(probabilities)) if node not in pinned]

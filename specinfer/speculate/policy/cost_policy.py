@@ -207,9 +207,8 @@ class CostPolicy(SpeculationPolicy):
         late = list[tuple[int, int]]()
         for i in free:
             entry = entries[i]
-            reads = unread[i] - (
-                len(entry.token_ids) - entry.end
-            )  # for a prompt, only what this step computes
+            # For a prompt, only what this step computes.
+            reads = unread[i] - (len(entry.token_ids) - entry.end)
             if starts[i] and reads > entry.end - entry.start + USUAL_UNREAD:
                 late.append((reads, i))
         if late and self.guard is not None:

@@ -72,9 +72,8 @@ class GrowingGuesses:
         held = [0.0] * len(self._rates)
         for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
             held[parent] += rate
-        self.left = [
-            max(0.0, 1.0 - of) for of in held
-        ]  # probability that no guess holds the token after each node
+        # Probability that no guess holds the token after each node.
+        self.left = [max(0.0, 1.0 - of) for of in held]
         self._pinned = pinned_nodes(others)
         self._room = max_nodes - 1
         self._places = [0]  # index of each of the draft's nodes in `others`, or -1
@@ -116,18 +115,15 @@ class GrowingGuesses:
     def _weigh(self) -> None:
         """Update all probabilities; agreement of the draft makes others' later guesses likelier."""
         pinned = self._pinned
-        self.known = path_probabilities(
-            self._rates, self._others.parents
-        )  # acceptance probabilities of others' nodes
+        # Acceptance probabilities of others' nodes.
+        self.known = path_probabilities(self._rates, self._others.parents)
         self.nodes = len(pinned) + len(self._sampled)  # nodes that cannot be dropped
-        self.tokens = sum([self.known[node] for node in pinned]) + sum(
-            self._sampled
-        )  # expected tokens of these
+        # Expected tokens of the nodes that cannot be dropped.
+        self.tokens = sum([self.known[node] for node in pinned]) + sum(self._sampled)
         droppable = [p for node, p in enumerate(self.known) if node and node not in pinned] + self._dropped
         droppable.sort(reverse=True)
-        self.droppable = droppable[
-            : max(0, self._room - self.nodes)
-        ]  # the best other nodes within the budget
+        # The best other nodes within the budget.
+        self.droppable = droppable[: max(0, self._room - self.nodes)]
 
     def gain(self, end: int, rate: LevelRate, price: float) -> float:
         """Return the expected tokens of the children of a node of the draft's tree.
