@@ -91,8 +91,10 @@ def test_the_text_is_the_same_with_any_speculation(params):
                     if child is not None and len(path) - len(text) < 3:
                         frontier.append((child, (*path, token)))
             tree = builder.build()
-            choices = [choice(text + tree.path_tokens(node)) for node in range(tree.num_nodes)]
-            acceptance = verification.coupled(tree, choices)
+            rows = [world.logits("target", text + tree.path_tokens(node)) for node in range(tree.num_nodes)]
+            flight = HostFlight(torch.from_numpy(np.stack(rows)), lambda rows: rows, world.vocab, NUMPY)
+            entry = plans.entry([], text, params=params, seed=11)
+            [acceptance] = verify_trees([TargetLaws(entry, tree, flight, 0)], "coupled", flight)
             text += (*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token)
             steps += 1
         return text[:40], steps
