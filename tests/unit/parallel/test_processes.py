@@ -64,6 +64,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: 
     ("options", "processes"),
     [
         ({"pipeline_parallel": 2, "quantization": "none"}, 2),
+        pytest.param({"pipeline_parallel": 2, "quantization": "int4"}, 2, marks=pytest.mark.thorough),
         ({"pipeline_parallel": 2, "tensor_parallel": 2, "quantization": "int8"}, 4),
     ],
 )
@@ -85,6 +86,12 @@ def test_stages_say_what_one_process_says(
     ("draft", "options"),
     [
         ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int8"}),
+        pytest.param(  # uneven shards
+            "draft", {"tensor_parallel": 3, "draft_quantization": "int8"}, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "draft", {"tensor_parallel": 2, "draft_quantization": "int4"}, marks=pytest.mark.thorough
+        ),
         ("self", {"tensor_parallel": 2}),
         ("self", {"tensor_parallel": 2, "kernels": "torch"}),
     ],
@@ -168,7 +175,7 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list
 @pytest.mark.parametrize(
     ("rank", "stopped"),
     # The end of a process is noticed in one way, wherever its rank is; other ranks wait for a stopped one.
-    [(2, False), (3, True), pytest.param(2, True, marks=pytest.mark.thorough)],
+    [(2, False), (3, True), *(pytest.param(rank, True, marks=pytest.mark.thorough) for rank in (1, 2))],
 )
 def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     folder: Path, cache: None, rank: int, stopped: bool
@@ -294,9 +301,16 @@ def test_ranks_are_refused_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not followers()
 
 
-def test_a_servers_texts_go_on_with_new_ranks(folder: Path, cache: None) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel": 2},
+        pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, int], cache: None) -> None:
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=160)
-    config = EngineConfig.from_options(str(folder / "target"), {**INT8, "tensor_parallel": 2})
+    config = EngineConfig.from_options(str(folder / "target"), {**INT8, **layout})
     work = Work("w", tuple(PROMPTS[0]), params)
 
     async def answer() -> tuple[list[int], list[int]]:
