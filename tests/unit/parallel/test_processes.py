@@ -191,7 +191,7 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}"):
         list(stream)
     assert time.monotonic() - began < 8.0  # and not 10 s, as a rank may have at the start
-    assert soon(lambda: not followers())
+    assert soon(lambda: not followers(), 30.0)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("none", 2), ("int4", 3)])

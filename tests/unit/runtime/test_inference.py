@@ -24,7 +24,7 @@ def test_nothing_computed_inside_has_a_gradient_and_the_mode_ends_with_the_call(
     assert not made.requires_grad
     assert not torch.is_inference_mode_enabled()
     assert (2 * weight).requires_grad
-    assert doubled.__doc__ == "What it says."
+    assert doubled.__doc__ == "Return its output."
 
 
 def test_it_is_entered_by_the_outermost_call_and_left_where_one_raises(
