@@ -17,14 +17,14 @@ constexpr int64_t kCandidates = 16, kRacers = 32;  // per level: the likeliest, 
 constexpr int64_t kWidth = 8;                      // maximum children of a node
 
 // A path in the queue: the parent of its last node.
-struct Waiting {
+struct QueuedPath {
   double likelihood;
   int64_t order, parent, level, before, rank;
   double above;  // acceptance probability of the path without that node
 
   // True if the other comes first.
-  bool operator<(const Waiting& other) const {
-    const auto key = [](const Waiting& w) {
+  bool operator<(const QueuedPath& other) const {
+    const auto key = [](const QueuedPath& w) {
       return std::tuple(-w.likelihood, w.order, w.parent, w.level, w.before, w.rank);
     };
     return key(other) < key(*this);
@@ -45,13 +45,13 @@ float dot(const float* a, const T* b, int64_t size) {
   return sum(sums);
 }
 
-// One request's tree and levels. A level is added when the first path reaches it: `wants_level`.
+// One request's tree and levels. A level is added when the first path reaches it: `needs_level`.
 template <typename T>
 class Tree {
  public:
-  Tree(const Guesser& guesser, const TreeAsk& ask, int64_t size, const GrownTrees& to, int64_t at)
+  Tree(const Guesser& guesser, const TreeRequest& request, int64_t size, const GrownTrees& to, int64_t at)
       : guesser_(guesser),
-        ask_(ask),
+        request_(request),
         size_(size),
         rank_(guesser.markov.weight == nullptr ? 0 : guesser.markov.inner),
         before_tokens_(static_cast<const T*>(guesser.before)),
@@ -61,14 +61,14 @@ class Tree {
         confidences_(to.confidences + at * to.room),
         evidence_(to.evidence + at * to.room * 2) {
     count_ = 0;
-    levels_.reserve(ask.levels);
+    levels_.reserve(request.levels);
     mean_.resize(rank_);
-    add_known(ask.anchor, 1.0f, mean_.data());
-    want(1.0, 0, 0);
+    add_known(request.anchor, 1.0f, mean_.data());
+    request_level(1.0, 0, 0);
   }
 
-  bool wants_level() const { return wants_; }
-  int64_t row() const { return ask_.first + static_cast<int64_t>(levels_.size()); }
+  bool needs_level() const { return needs_level_; }
+  int64_t row() const { return request_.first + static_cast<int64_t>(levels_.size()); }
 
   // Store the mean embedding of the possible previous tokens of the next level.
   void store_mean(T* to) const {
@@ -88,11 +88,11 @@ class Tree {
       }
       add_level_of(sums.data());
     }
-    wants_ = false;
+    needs_level_ = false;
     if (levels_.back().scaled.empty()) {
       last_ = static_cast<int64_t>(levels_.size()) - 1;
     } else {
-      wait(above_, parent_, last_level(), before_, 0);
+      queue_child(above_, parent_, last_level(), before_, 0);
     }
     grow();
   }
@@ -131,27 +131,28 @@ class Tree {
     const int64_t place = static_cast<int64_t>(levels_.size());
     Level level;
     bool numbers = true;
-    auto best = likeliest_of(row, size_, ask_.races != 0 ? kRacers : kCandidates, &numbers);
+    auto best = likeliest_of(row, size_, request_.races != 0 ? kRacers : kCandidates, &numbers);
     if (!numbers || (!best.empty() && best[0].value == kInfinity)) best.clear();
     if (!best.empty()) {
       const auto candidates = static_cast<int64_t>(best.size());
       double weights = 0.0;
-      std::vector<double> chances;
+      std::vector<double> probabilities;
       for (const Candidate& c : best) {
         level.tokens.push_back(guesser_.ids == nullptr ? c.id : guesser_.ids[c.id]);
         fetch(before_tokens_, level.tokens.back());  // all rows, before the first is needed
         fetch(guesser_.named, c.id);
       }
       for (const Candidate& c : best) {
-        level.scaled.push_back((static_cast<double>(c.value) - static_cast<double>(best[0].value)) / ask_.temperature);
-        chances.push_back(std::exp(level.scaled.back()));
-        weights += chances.back();
+        const double below_top = static_cast<double>(c.value) - static_cast<double>(best[0].value);
+        level.scaled.push_back(below_top / request_.temperature);
+        probabilities.push_back(std::exp(level.scaled.back()));
+        weights += probabilities.back();
       }
-      level.rest = std::max(0.0, mass_of(row, size_, best[0].value, ask_.temperature) - weights);
-      level.before = place == 0 ? std::vector<int64_t>{ask_.anchor} : levels_.back().tokens;
+      level.rest = std::max(0.0, mass_of(row, size_, best[0].value, request_.temperature) - weights);
+      level.before = place == 0 ? std::vector<int64_t>{request_.anchor} : levels_.back().tokens;
       level.children.resize(level.before.size());
-      if (ask_.races != 0) {
-        const auto noise = Noise::at(ask_.seed, ask_.position + place);
+      if (request_.races != 0) {
+        const auto noise = Noise::at(request_.seed, request_.position + place);
         for (const int64_t token : level.tokens) {
           level.noise.push_back(noise.log_exponential(static_cast<uint32_t>(token)));
         }
@@ -164,7 +165,7 @@ class Tree {
           const T* const from = static_cast<const T*>(guesser_.named) + best[c].id * rank_;
           float* const to = level.named.data() + c * rank_;
           for (int64_t i = 0; i < rank_; i += kLanes) store(to + i, load(from + i, rank_ - i), rank_ - i);
-          add_known(level.tokens[c], static_cast<float>(chances[c] / weights), mean_.data());
+          add_known(level.tokens[c], static_cast<float>(probabilities[c] / weights), mean_.data());
         }
       }
     }
@@ -172,24 +173,24 @@ class Tree {
   }
 
   // Queue the first child of a path, or request its level.
-  void want(double above, int64_t parent, int64_t before) {
-    wants_ = true;
+  void request_level(double above, int64_t parent, int64_t before) {
+    needs_level_ = true;
     above_ = above;
     parent_ = parent;
     before_ = before;
   }
 
-  void wait(double above, int64_t parent, int64_t level, int64_t before, int64_t rank) {
+  void queue_child(double above, int64_t parent, int64_t level, int64_t before, int64_t rank) {
     const Children& children = children_of(level, before);
     if (rank >= children.count) return;
     const double likelihood = above * children.likelihoods[rank];
-    if (likelihood >= ask_.least) waiting_.push({likelihood, count_, parent, level, before, rank, above});
+    if (likelihood >= request_.least) queue_.push({likelihood, count_, parent, level, before, rank, above});
   }
 
   void grow() {
-    while (!waiting_.empty() && count_ < ask_.most) {
-      const Waiting next = waiting_.top();
-      waiting_.pop();
+    while (!queue_.empty() && count_ < request_.most) {
+      const QueuedPath next = queue_.top();
+      queue_.pop();
       const Level& level = levels_[next.level];
       const Children& children = children_of(next.level, next.before);
       const int64_t place = children.places[next.rank];
@@ -199,12 +200,12 @@ class Tree {
       evidence_[2 * count_] = children.evidence[0];
       evidence_[2 * count_ + 1] = children.evidence[1];
       const int64_t node = ++count_;
-      wait(next.above, next.parent, next.level, next.before, next.rank + 1);
-      if (next.level + 1 >= last_ || next.likelihood < ask_.least) continue;
+      queue_child(next.above, next.parent, next.level, next.before, next.rank + 1);
+      if (next.level + 1 >= last_ || next.likelihood < request_.least) continue;
       if (next.level < last_level()) {
-        wait(next.likelihood, node, next.level + 1, place, 0);
-      } else if (count_ < ask_.most) {
-        want(next.likelihood, node, place);
+        queue_child(next.likelihood, node, next.level + 1, place, 0);
+      } else if (count_ < request_.most) {
+        request_level(next.likelihood, node, place);
         return;
       }
     }
@@ -215,7 +216,7 @@ class Tree {
     Children& children = level.children[before];
     if (children.count >= 0) return children;
     const auto candidates = static_cast<int64_t>(level.scaled.size());
-    double logits[kRacers], keys[kRacers], chances[kRacers];
+    double logits[kRacers], keys[kRacers], probabilities[kRacers];
     int64_t places[kRacers];
     std::copy(level.scaled.begin(), level.scaled.end(), logits);
     if (rank_ > 0) {
@@ -223,30 +224,31 @@ class Tree {
       add_known(level.before[before], 1.0f, apart_.data());
       for (int64_t i = 0; i < rank_; ++i) apart_[i] -= level.mean[i];
       for (int64_t c = 0; c < candidates; ++c) {
-        logits[c] += static_cast<double>(dot(apart_.data(), level.named.data() + c * rank_, rank_)) / ask_.temperature;
+        const float term = dot(apart_.data(), level.named.data() + c * rank_, rank_);
+        logits[c] += static_cast<double>(term) / request_.temperature;
       }
     }
     const double top = *std::max_element(logits, logits + candidates);
     double mass = level.rest * std::exp(-top);
-    for (int64_t c = 0; c < candidates; ++c) mass += chances[c] = std::exp(logits[c] - top);
+    for (int64_t c = 0; c < candidates; ++c) mass += probabilities[c] = std::exp(logits[c] - top);
     for (int64_t c = 0; c < candidates; ++c) {
-      chances[c] /= mass;
-      keys[c] = (ask_.races != 0 ? level.noise[c] : 0.0) - logits[c];
+      probabilities[c] /= mass;
+      keys[c] = (request_.races != 0 ? level.noise[c] : 0.0) - logits[c];
       places[c] = c;
     }
     children.count = std::min(candidates, kWidth);
     std::sort(places, places + candidates,
               [&](int64_t a, int64_t b) { return std::tie(keys[a], a) < std::tie(keys[b], b); });
     std::copy(places, places + children.count, children.places);
-    std::sort(chances, chances + candidates, std::greater<double>());
-    std::copy(chances, chances + children.count, children.likelihoods);
-    children.evidence[0] = chances[0];
-    children.evidence[1] = candidates > 1 ? chances[1] : 0.0;
+    std::sort(probabilities, probabilities + candidates, std::greater<double>());
+    std::copy(probabilities, probabilities + children.count, children.likelihoods);
+    children.evidence[0] = probabilities[0];
+    children.evidence[1] = candidates > 1 ? probabilities[1] : 0.0;
     return children;
   }
 
   const Guesser& guesser_;
-  const TreeAsk& ask_;
+  const TreeRequest& request_;
   const int64_t size_, rank_;
   const T* const before_tokens_;
   int64_t& count_;
@@ -254,25 +256,25 @@ class Tree {
   double *const confidences_, *const evidence_;
   std::vector<Level> levels_;
   std::vector<float> mean_, apart_;
-  std::priority_queue<Waiting> waiting_;
-  bool wants_ = false;
+  std::priority_queue<QueuedPath> queue_;
+  bool needs_level_ = false;
   double above_ = 1.0;  // of the path that requires a level
   int64_t parent_ = 0, before_ = 0;
-  int64_t last_ = ask_.levels;  // number of levels
+  int64_t last_ = request_.levels;  // number of levels
 };
 
 template <typename T>
-void grow_all(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
+void grow_all(const Guesser& guesser, const LogitBlock& logits, const TreeRequest* requests, int64_t count,
               const GrownTrees& to) {
   std::vector<Tree<T>> trees;
   trees.reserve(count);
-  for (int64_t i = 0; i < count; ++i) trees.emplace_back(guesser, asks[i], logits.size, to, i);
+  for (int64_t i = 0; i < count; ++i) trees.emplace_back(guesser, requests[i], logits.size, to, i);
   const bool markov = guesser.markov.weight != nullptr;
   std::vector<Tree<T>*> growing;
   for (;;) {
     growing.clear();
     for (Tree<T>& tree : trees) {
-      if (tree.wants_level()) growing.push_back(&tree);
+      if (tree.needs_level()) growing.push_back(&tree);
     }
     if (growing.empty()) return;
     const Scratch::Mark mark;
@@ -299,18 +301,19 @@ void grow_all(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* a
 
 }  // namespace
 
-bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
+bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeRequest* requests, int64_t count,
                 const GrownTrees& to) {
   const bool markov = guesser.markov.weight != nullptr;
   for (int64_t i = 0; i < count; ++i) {
-    const TreeAsk& ask = asks[i];
-    if (ask.first < 0 || ask.levels < 1 || ask.first + ask.levels > logits.rows || ask.most > to.room) return false;
-    if (markov && (ask.anchor < 0 || ask.anchor >= guesser.tokens)) return false;
+    const TreeRequest& request = requests[i];
+    const bool outside = request.first < 0 || request.levels < 1 || request.first + request.levels > logits.rows;
+    if (outside || request.most > to.room) return false;
+    if (markov && (request.anchor < 0 || request.anchor >= guesser.tokens)) return false;
   }
   if (guesser.type == Type::kBFloat16) {
-    grow_all<BFloat16>(guesser, logits, asks, count, to);
+    grow_all<BFloat16>(guesser, logits, requests, count, to);
   } else {
-    grow_all<float>(guesser, logits, asks, count, to);
+    grow_all<float>(guesser, logits, requests, count, to);
   }
   return true;
 }

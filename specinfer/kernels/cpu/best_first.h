@@ -19,7 +19,7 @@ struct Guesser {
 };
 
 // One request's tree.
-struct TreeAsk {
+struct TreeRequest {
   int64_t first, levels;  // rows of the pass
   int64_t anchor;         // token of the root
   int64_t most;           // maximum nodes below the root
@@ -42,7 +42,7 @@ struct GrownTrees {
 };
 
 // Returns false and does nothing if a request has an invalid row or token, or exceeds the room.
-bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
+bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeRequest* requests, int64_t count,
                 const GrownTrees& to);
 
 }  // namespace specinfer

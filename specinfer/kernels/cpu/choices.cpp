@@ -35,15 +35,15 @@ int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
 template <typename T>
 class Filters {
  public:
-  Filters(const T* row, int64_t size, const Ask& ask) : row_(row), size_(size), ask_(ask) {}
+  Filters(const T* row, int64_t size, const RowSampling& sampling) : row_(row), size_(size), sampling_(sampling) {}
 
   int64_t choose() {
-    const bool few = 0 < ask_.top_k && ask_.top_k < size_;
-    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(4 * pool, size_)) {
+    const bool few = 0 < sampling_.top_k && sampling_.top_k < size_;
+    for (int64_t pool = few ? sampling_.top_k : std::min(kFirstPool, size_);; pool = std::min(4 * pool, size_)) {
       bool numbers = true;
       best_ = likeliest_of(row_, size_, pool, &numbers);
       if (!numbers || best_.empty() || best_[0].value == kInfinity) return kNone;
-      if (ask_.temperature > kHottest || size_ > kMostSummed) return kUndecided;
+      if (sampling_.temperature > kHottest || size_ > kMostSummed) return kUndecided;
       const bool all = few || pool == size_ || static_cast<int64_t>(best_.size()) < pool;
       weigh();
       const int64_t kept = cut(few, all);
@@ -56,7 +56,7 @@ class Filters {
   static constexpr int64_t kUnsure = -1, kMore = -2;
 
   double weight(float logit) const {
-    return std::exp((static_cast<double>(logit) - static_cast<double>(best_[0].value)) / ask_.temperature);
+    return std::exp((static_cast<double>(logit) - static_cast<double>(best_[0].value)) / sampling_.temperature);
   }
 
   void weigh() {
@@ -69,12 +69,12 @@ class Filters {
   // The number of ids kept; kUnsure, or kMore if it depends on ids that were not read.
   int64_t cut(bool few, bool all) {
     auto kept = static_cast<int64_t>(best_.size());
-    if (ask_.top_p < 1) {
-      kept = few ? prefix(ask_.top_p * sums_.back(), kFar) : prefix(ask_.top_p * rough_mass(), kFarFromMass);
-      if (!few && (kept == kUnsure || (kept == kMore && all))) kept = prefix(ask_.top_p * exact_mass(), kFar);
+    if (sampling_.top_p < 1) {
+      kept = few ? prefix(sampling_.top_p * sums_.back(), kFar) : prefix(sampling_.top_p * rough_mass(), kFarFromMass);
+      if (!few && (kept == kUnsure || (kept == kMore && all))) kept = prefix(sampling_.top_p * exact_mass(), kFar);
       if (kept < 0) return kept;
     }
-    return ask_.min_p > 0 ? likely(kept, all || ask_.top_p < 1) : kept;
+    return sampling_.min_p > 0 ? likely(kept, all || sampling_.top_p < 1) : kept;
   }
 
   // The shortest prefix whose sum reaches `wanted`, within a relative error of `far`.
@@ -87,17 +87,17 @@ class Filters {
 
   // Those of the first `kept` with at least min_p times the largest probability; `all`: no other id may have it.
   int64_t likely(int64_t kept, bool all) const {
-    if (ask_.min_p < kSmallest) return kUnsure;
+    if (sampling_.min_p < kSmallest) return kUnsure;
     for (int64_t i = 0; i < kept; ++i) {
       if (best_[i].value == best_[0].value) continue;  // their weights are exactly 1
-      if (weights_[i] < ask_.min_p * (1 - kFar)) return i;
-      if (weights_[i] <= ask_.min_p * (1 + kFar)) return kUnsure;
+      if (weights_[i] < sampling_.min_p * (1 - kFar)) return i;
+      if (weights_[i] <= sampling_.min_p * (1 + kFar)) return kUnsure;
     }
     return all ? kept : kMore;
   }
 
   double rough_mass() {
-    if (rough_mass_ < 0) rough_mass_ = mass_of(row_, size_, best_[0].value, ask_.temperature);
+    if (rough_mass_ < 0) rough_mass_ = mass_of(row_, size_, best_[0].value, sampling_.temperature);
     return rough_mass_;
   }
 
@@ -117,34 +117,34 @@ class Filters {
       logits[i] = best_[i].value;
       ids[i] = best_[i].id;
     }
-    const auto noise = Noise::at(ask_.seed, ask_.position);
-    return winner(race(logits.data(), kept, ids.data(), 0, ask_.temperature, noise), ids.data());
+    const auto noise = Noise::at(sampling_.seed, sampling_.position);
+    return winner(race(logits.data(), kept, ids.data(), 0, sampling_.temperature, noise), ids.data());
   }
 
   const T* const row_;
   const int64_t size_;
-  const Ask& ask_;
+  const RowSampling& sampling_;
   std::vector<Candidate> best_;         // likeliest first
   std::vector<double> weights_, sums_;  // of the best; cumulative sums
   double rough_mass_ = -1, exact_mass_ = -1;
 };
 
 template <typename T>
-int64_t choose(const T* row, int64_t size, const Ask& ask) {
-  const bool greedy = ask.temperature < kGreedyBelow;
-  const bool filtered = (0 < ask.top_k && ask.top_k < size) || ask.top_p < 1 || ask.min_p > 0;
-  if (!greedy && filtered) return Filters<T>(row, size, ask).choose();
+int64_t choose(const T* row, int64_t size, const RowSampling& sampling) {
+  const bool greedy = sampling.temperature < kGreedyBelow;
+  const bool filtered = (0 < sampling.top_k && sampling.top_k < size) || sampling.top_p < 1 || sampling.min_p > 0;
+  if (!greedy && filtered) return Filters<T>(row, size, sampling).choose();
   const Candidate top = highest(row, size);
   if (greedy || top.id < 0) return top.id;
-  if (ask.temperature > kHottest) return kUndecided;
-  const auto noise = Noise::at(ask.seed, ask.position);
-  return winner(race(row, size, nullptr, top.id, ask.temperature, noise), nullptr);
+  if (sampling.temperature > kHottest) return kUndecided;
+  const auto noise = Noise::at(sampling.seed, sampling.position);
+  return winner(race(row, size, nullptr, top.id, sampling.temperature, noise), nullptr);
 }
 
-int64_t begin_of(const Changes& changes, int64_t n) { return n == 0 ? 0 : changes.ends[n - 1]; }
+int64_t begin_of(const LogitChanges& changes, int64_t n) { return n == 0 ? 0 : changes.ends[n - 1]; }
 
 // True if `count` rows of `size` logits have the logits to change.
-bool there(const Changes& changes, int64_t count, int64_t size) {
+bool there(const LogitChanges& changes, int64_t count, int64_t size) {
   for (int64_t n = 0; n < count; ++n) {
     if (begin_of(changes, n) > changes.ends[n]) return false;
   }
@@ -161,7 +161,7 @@ float changed(float logit, const Terms& terms) {
 
 // The n-th row with its changes: a thread-local copy, valid until the next call.
 template <typename T>
-const float* changed_row(const T* row, int64_t size, const Changes& changes, int64_t n) {
+const float* changed_row(const T* row, int64_t size, const LogitChanges& changes, int64_t n) {
   thread_local std::vector<float> copy;
   if (static_cast<int64_t>(copy.size()) < size) copy.resize(size);
   int64_t i = 0;
@@ -176,14 +176,14 @@ const float* changed_row(const T* row, int64_t size, const Changes& changes, int
 
 }  // namespace
 
-int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, const Changes& changes,
-                int64_t* ids) {
+int64_t choices(const LogitBlock& block, const ChosenRows& rows, const RowSampling* sampling,
+                const LogitChanges& changes, int64_t* ids) {
   const bool any = changes.ends != nullptr;
   if (any && !there(changes, rows.count, block.size)) return -1;
   const bool done = for_rows(block, rows, [&](const auto* row, int64_t n) {
     const bool as_it_lies = !any || begin_of(changes, n) == changes.ends[n];
-    ids[n] = as_it_lies ? choose(row, block.size, asks[n])
-                        : choose(changed_row(row, block.size, changes, n), block.size, asks[n]);
+    ids[n] = as_it_lies ? choose(row, block.size, sampling[n])
+                        : choose(changed_row(row, block.size, changes, n), block.size, sampling[n]);
   });
   return done ? std::count(ids, ids + rows.count, kUndecided) : -1;
 }

@@ -181,11 +181,11 @@ int32_t specinfer_likeliest(int32_t type, const void* logits, int64_t block_rows
 }
 
 int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, int64_t size, int64_t stride,
-                          const int64_t* rows, int64_t count, const Ask* asks, const int64_t* changed,
+                          const int64_t* rows, int64_t count, const RowSampling* sampling, const int64_t* changed,
                           const Terms* terms, const int64_t* ends, int64_t* ids) {
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
-  return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
+  return choices(block, {rows, count}, sampling, {changed, terms, ends}, ids);
 }
 
 int32_t specinfer_step_blocks(const BlockHead* head, const BlockStep* step, const Caches* caches, void* last,
@@ -195,15 +195,15 @@ int32_t specinfer_step_blocks(const BlockHead* head, const BlockStep* step, cons
 }
 
 int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,
-                             const TreeAsk* asks, int64_t count, const GrownTrees* to) {
+                             const TreeRequest* requests, int64_t count, const GrownTrees* to) {
   const Claim claim;
   const LogitBlock block{logits, rows, size, size, static_cast<Type>(type)};
-  return grow_trees(*guesser, block, asks, count, *to) ? 1 : 0;
+  return grow_trees(*guesser, block, requests, count, *to) ? 1 : 0;
 }
 
 // An index of texts, see text_index.h; null if no length is valid.
-void* specinfer_index_new(const int64_t* lengths, int64_t count, int64_t longest_stretch, const uint64_t* secret) {
-  return TextIndex::make(lengths, count, longest_stretch, secret);
+void* specinfer_index_new(const int64_t* lengths, int64_t count, int64_t longest_segment, const uint64_t* secret) {
+  return TextIndex::make(lengths, count, longest_segment, secret);
 }
 
 void specinfer_index_free(void* index) { delete static_cast<TextIndex*>(index); }
@@ -256,9 +256,9 @@ int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t s
   return count;
 }
 
-int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
-                               int64_t num_tokens, const LookedUp* to) {
-  return lookup_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
+int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupRequest* requests, int64_t count,
+                               const int32_t* tokens, int64_t num_tokens, const LookedUp* to) {
+  return lookup_trees(*rules, requests, count, tokens, num_tokens, *to) ? 1 : 0;
 }
 
 // A rank's end of the shared memory, see exchange.h.

@@ -91,14 +91,14 @@ std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail,
   return found;
 }
 
-void add_votes(const LookupRules& rules, const LookupAsk& ask, const TextIndex& index,
+void add_votes(const LookupRules& rules, const LookupRequest& request, const TextIndex& index,
                const std::vector<int32_t>& tail, std::vector<Vote>* votes) {
   for (const auto& [place, matched] : occurrences(index, tail.data(), tail.size(), kVoters)) {
     const double deep = rules.depth_factor * static_cast<double>(matched);
     const int64_t wanted =
-        deep >= 1 ? (deep < static_cast<double>(ask.depth) ? static_cast<int64_t>(deep) : ask.depth) : 1;
+        deep >= 1 ? (deep < static_cast<double>(request.depth) ? static_cast<int64_t>(deep) : request.depth) : 1;
     const int64_t held = index.following(place, wanted);
-    votes->push_back({index.at(place), held, &index == ask.own ? wanted : held, matched, matched * matched});
+    votes->push_back({index.at(place), held, &index == request.own ? wanted : held, matched, matched * matched});
   }
 }
 
@@ -145,41 +145,41 @@ void grow(const LookupRules& rules, const std::vector<Vote>& votes, Branches* tr
   }
 }
 
-void add_nodes(const LookupRules& rules, const LookupAsk& ask, Branches* tree) {
-  const TextIndex& own = *ask.own;
+void add_nodes(const LookupRules& rules, const LookupRequest& request, Branches* tree) {
+  const TextIndex& own = *request.own;
   const int64_t known = std::min(rules.longest, own.end() - own.text_start());
   const std::vector<int32_t> tail(own.at(own.end() - known), own.at(own.end()));
   std::vector<Vote> votes;
   votes.reserve(2 * kVoters);
-  add_votes(rules, ask, own, tail, &votes);
-  if (ask.kept != nullptr) add_votes(rules, ask, *ask.kept, tail, &votes);
+  add_votes(rules, request, own, tail, &votes);
+  if (request.kept != nullptr) add_votes(rules, request, *request.kept, tail, &votes);
   grow(rules, votes, tree);
 }
 
-bool sound(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens, int64_t num_tokens,
-           const LookedUp& to) {
+bool sound(const LookupRules& rules, const LookupRequest* requests, int64_t count, const int32_t* tokens,
+           int64_t num_tokens, const LookedUp& to) {
   if (rules.longest < 1 || rules.longest > kLongest || rules.surest < 0 || rules.surest > kSurest) return false;
   if (to.room < 0 || std::any_of(tokens, tokens + num_tokens, [](int32_t token) { return token < 0; })) return false;
   for (int64_t i = 0; i < count; ++i) {
-    const LookupAsk& ask = asks[i];
-    if (ask.own == nullptr || ask.read < 0 || ask.read > num_tokens) return false;
-    num_tokens -= ask.read;
+    const LookupRequest& request = requests[i];
+    if (request.own == nullptr || request.read < 0 || request.read > num_tokens) return false;
+    num_tokens -= request.read;
   }
   return num_tokens == 0;
 }
 
 }  // namespace
 
-bool lookup_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+bool lookup_trees(const LookupRules& rules, const LookupRequest* requests, int64_t count, const int32_t* tokens,
                   int64_t num_tokens, const LookedUp& to) {
-  if (!sound(rules, asks, count, tokens, num_tokens, to)) return false;
+  if (!sound(rules, requests, count, tokens, num_tokens, to)) return false;
   int64_t first = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const LookupAsk& ask = asks[i];
-    if (!ask.own->extend(tokens, ask.read)) return false;
-    tokens += ask.read;
-    Branches tree(rules, to, first, std::max<int64_t>(ask.nodes, 1) - 1);
-    if (ask.depth > 0 && !tree.full()) add_nodes(rules, ask, &tree);
+    const LookupRequest& request = requests[i];
+    if (!request.own->extend(tokens, request.read)) return false;
+    tokens += request.read;
+    Branches tree(rules, to, first, std::max<int64_t>(request.nodes, 1) - 1);
+    if (request.depth > 0 && !tree.full()) add_nodes(rules, request, &tree);
     to.counts[i] = static_cast<int32_t>(tree.count());
     first += tree.count();
   }

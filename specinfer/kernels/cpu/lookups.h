@@ -15,7 +15,7 @@ struct LookupRules {
 };
 
 // One request.
-struct LookupAsk {
+struct LookupRequest {
   TextIndex* own;         // index of its text
   const TextIndex* kept;  // index of earlier answers; null: none
   int64_t read;           // new tokens of its text, which are read first
@@ -36,7 +36,7 @@ struct LookedUp {
 // `tokens` are the new tokens of all requests, in order. Trees that do not fit are cut. Returns false and reads
 // nothing if a request exceeds the tokens; returns false also if memory is exhausted, after the texts of earlier
 // requests were read.
-bool lookup_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+bool lookup_trees(const LookupRules& rules, const LookupRequest* requests, int64_t count, const int32_t* tokens,
                   int64_t num_tokens, const LookedUp& to);
 
 }  // namespace specinfer

@@ -43,7 +43,7 @@ bool likeliest(const LogitBlock& block, const ChosenRows& rows, int64_t n, const
                float* values, int64_t* found, double* masses);
 
 // The sampling parameters of a row, as in verify/scan.py.
-struct Ask {
+struct RowSampling {
   double temperature;
   int64_t top_k;
   double top_p, min_p;
@@ -58,7 +58,7 @@ struct Terms {
 
 // Changes of single logits of chosen rows: those of the n-th row end at ends[n], where those of the next one start.
 // Without `ends` there are none.
-struct Changes {
+struct LogitChanges {
   const int64_t* ids;
   const Terms* terms;
   const int64_t* ends;
@@ -69,7 +69,8 @@ struct Changes {
 // Returns the number of undecided rows, or -1 without doing anything if a row or a logit to change is outside the
 // block.
 constexpr int64_t kNone = -1, kUndecided = -2;
-int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, const Changes& changes, int64_t* ids);
+int64_t choices(const LogitBlock& block, const ChosenRows& rows, const RowSampling* sampling,
+                const LogitChanges& changes, int64_t* ids);
 
 // ---- for implementations ----
 

@@ -9,7 +9,7 @@ namespace {
 
 // Memory is counted by upper bounds.
 constexpr int64_t kShortest = 32;
-constexpr int64_t kIndexBytes = 640, kStretchBytes = 320, kArrayBytes = 96;
+constexpr int64_t kIndexBytes = 640, kSegmentBytes = 320, kArrayBytes = 96;
 constexpr int64_t kMost = int64_t{1} << 40;  // maximum number of tokens
 
 int64_t grown(int64_t item, int64_t size) { return kArrayBytes + item * (size + size / 16 + 8); }
@@ -56,14 +56,14 @@ struct Sip {
 
 }  // namespace
 
-TextIndex* TextIndex::make(const int64_t* lengths, int64_t count, int64_t longest_stretch, const uint64_t secret[2]) {
+TextIndex* TextIndex::make(const int64_t* lengths, int64_t count, int64_t longest_segment, const uint64_t secret[2]) {
   if (count < 1 || lengths[0] < 1) return nullptr;
   for (int64_t i = 1; i < count; ++i) {
     if (lengths[i] < lengths[i - 1]) return nullptr;
   }
   auto* const index = new TextIndex();
   index->lengths_.assign(lengths, lengths + count);
-  index->longest_ = longest_stretch;
+  index->longest_ = longest_segment;
   index->secret_[0] = secret[0];
   index->secret_[1] = secret[1];
   return index;
@@ -76,19 +76,19 @@ bool TextIndex::extend(const int32_t* tokens, int64_t count) {
     if (count > 0) fill(tokens, count);
     return true;
   }
-  Stretch next = stretch_behind(fitting, left + 1);  // reserves room for a separator
-  if (!next.there()) return false;
+  Segment next = segment_after(fitting, left + 1);  // reserves room for a separator
+  if (!next.allocated()) return false;
   if (fitting > 0) fill(tokens, fitting);
-  stretches_.push_back(std::move(next));
+  segments_.push_back(std::move(next));
   fill(tokens + fitting, left);
   return true;
 }
 
 bool TextIndex::close_text() {
   if (room() == 0) {
-    Stretch next = stretch_behind(0, 1);
-    if (!next.there()) return false;
-    stretches_.push_back(std::move(next));
+    Segment next = segment_after(0, 1);
+    if (!next.allocated()) return false;
+    segments_.push_back(std::move(next));
   }
   append(&tokens_, &kSeparator, 1);
   text_start_ = end();
@@ -104,8 +104,8 @@ int64_t TextIndex::drop_oldest_text() {
     forget(&text_ends_, gone_);
     gone_ = 0;
   }
-  const auto live = [this](const Stretch& stretch) { return stretch.stop() > base_; };
-  stretches_.erase(stretches_.begin(), std::find_if(stretches_.begin(), stretches_.end(), live));
+  const auto live = [this](const Segment& segment) { return segment.stop() > base_; };
+  segments_.erase(segments_.begin(), std::find_if(segments_.begin(), segments_.end(), live));
   const int64_t dead = base_ - origin_;
   if (2 * dead > static_cast<int64_t>(tokens_.size())) {  // moves as many tokens as were dropped since the last time
     forget(&tokens_, dead);
@@ -118,7 +118,7 @@ int64_t TextIndex::num_bytes() const { return bytes_of(tokens_.size(), text_ends
 
 int64_t TextIndex::bytes_with(int64_t count) const {
   const int64_t size = std::clamp<int64_t>(count, 0, kMost) + 1, missing = size - room();
-  const int64_t more = missing > 0 ? stretch_bytes(next_size(missing, num_tokens() + room())) : 0;
+  const int64_t more = missing > 0 ? segment_bytes(next_size(missing, num_tokens() + room())) : 0;
   return bytes_of(tokens_.size() + size, text_ends_.size() + 1) + more;
 }
 
@@ -142,45 +142,45 @@ bool TextIndex::sound() const {
   }
   if (!std::equal(ends.begin(), ends.end(), text_ends_.begin() + gone_, text_ends_.end())) return false;
   if (text_start_ != (ends.empty() ? base_ : ends.back())) return false;
-  for (size_t i = 1; i < stretches_.size(); ++i) {
-    if (stretches_[i - 1].stop() != stretches_[i].start) return false;
+  for (size_t i = 1; i < segments_.size(); ++i) {
+    if (segments_[i - 1].stop() != segments_[i].start) return false;
   }
   if (base_ == end()) return true;
-  if (stretches_.empty() || stretches_.front().start > base_ || base_ >= stretches_.front().stop()) return false;
-  return stretches_.back().start < end() && end() <= stretches_.back().stop();
+  if (segments_.empty() || segments_.front().start > base_ || base_ >= segments_.front().stop()) return false;
+  return segments_.back().start < end() && end() <= segments_.back().stop();
 }
 
 int64_t TextIndex::next_size(int64_t needed, int64_t held) const {
   return std::max({kShortest, needed, longest_ < 0 ? held : std::min(held, longest_)});
 }
 
-int64_t TextIndex::stretch_bytes(int64_t size) const {
+int64_t TextIndex::segment_bytes(int64_t size) const {
   const auto lengths = static_cast<int64_t>(lengths_.size());
-  return kStretchBytes + lengths * (2 * kArrayBytes + 3 * static_cast<int64_t>(sizeof(int32_t)) * size);
+  return kSegmentBytes + lengths * (2 * kArrayBytes + 3 * static_cast<int64_t>(sizeof(int32_t)) * size);
 }
 
 int64_t TextIndex::bytes_of(int64_t tokens, int64_t texts) const {
   int64_t bytes = kIndexBytes + grown(sizeof(int32_t), tokens) + grown(sizeof(int64_t), texts);
-  for (const Stretch& stretch : stretches_) bytes += stretch_bytes(stretch.size);
+  for (const Segment& segment : segments_) bytes += segment_bytes(segment.size);
   return bytes;
 }
 
-Stretch TextIndex::stretch_behind(int64_t more, int64_t needed) const {
+Segment TextIndex::segment_after(int64_t more, int64_t needed) const {
   return {end() + more, next_size(needed, num_tokens() + more), static_cast<int64_t>(lengths_.size())};
 }
 
 void TextIndex::fill(const int32_t* part, int64_t count) {
-  const Stretch& stretch = stretches_.back();
+  const Segment& segment = segments_.back();
   const int64_t start = end();
   append(&tokens_, part, count);
   for (size_t which = 0; which < lengths_.size(); ++which) {
     const int64_t length = lengths_[which];
-    int32_t *const heads = stretch.heads(which), *const older = stretch.older(which);
+    int32_t *const heads = segment.heads(which), *const older = segment.older(which);
     for (int64_t stop = std::max(start + 1, text_start_ + length); stop <= end(); ++stop) {
       const int32_t* const gram = at(stop) - length;
-      int32_t& head = heads[place_of(stretch, which, gram, hash(gram, length))];
-      older[stop - stretch.start - 1] = head;
-      head = static_cast<int32_t>(stop - stretch.start);
+      int32_t& head = heads[place_of(segment, which, gram, hash(gram, length))];
+      older[stop - segment.start - 1] = head;
+      head = static_cast<int32_t>(stop - segment.start);
     }
   }
 }
@@ -201,12 +201,12 @@ uint64_t TextIndex::hash(const int32_t* gram, int64_t length) const {
   return sip.a ^ sip.b ^ sip.c ^ sip.d;
 }
 
-int64_t TextIndex::place_of(const Stretch& stretch, int64_t which, const int32_t* gram, uint64_t hash) const {
-  const int64_t length = lengths_[which], size = 2 * stretch.size;
-  const int32_t* const heads = stretch.heads(which);
+int64_t TextIndex::place_of(const Segment& segment, int64_t which, const int32_t* gram, uint64_t hash) const {
+  const int64_t length = lengths_[which], size = 2 * segment.size;
+  const int32_t* const heads = segment.heads(which);
   auto at = static_cast<int64_t>(hash % static_cast<uint64_t>(size));
   while (heads[at] != 0) {
-    const int64_t begin = stretch.start + heads[at] - length - origin_;  // below 0: in a text that was dropped
+    const int64_t begin = segment.start + heads[at] - length - origin_;  // below 0: in a text that was dropped
     if (begin >= 0 && std::equal(gram, gram + length, tokens_.data() + begin)) break;
     at = at + 1 < size ? at + 1 : 0;
   }
@@ -218,21 +218,21 @@ Places::Places(const TextIndex& index, int64_t which, const int32_t* gram)
       which_(which),
       gram_(gram),
       hash_(index.hash(gram, index.lengths_[which])),
-      stretch_(static_cast<int64_t>(index.stretches_.size())) {}
+      segment_(static_cast<int64_t>(index.segments_.size())) {}
 
 int64_t Places::next() {
   while (stop_ == 0) {
-    if (stretch_ == 0) return -1;
-    const Stretch& stretch = index_.stretches_[--stretch_];
-    stop_ = stretch.heads(which_)[index_.place_of(stretch, which_, gram_, hash_)];
+    if (segment_ == 0) return -1;
+    const Segment& segment = index_.segments_[--segment_];
+    stop_ = segment.heads(which_)[index_.place_of(segment, which_, gram_, hash_)];
   }
-  const Stretch& stretch = index_.stretches_[stretch_];
-  const int64_t place = stretch.start + stop_;
+  const Segment& segment = index_.segments_[segment_];
+  const int64_t place = segment.start + stop_;
   if (place <= index_.base_) {  // dropped, as are all older ones
-    stretch_ = stop_ = 0;
+    segment_ = stop_ = 0;
     return -1;
   }
-  stop_ = stretch.older(which_)[stop_ - 1];
+  stop_ = segment.older(which_)[stop_ - 1];
   return place;
 }
 

@@ -13,9 +13,9 @@ constexpr int32_t kSeparator = -1;  // ends a closed text; tokens are >= 0
 
 // The n-grams that end at the `size` positions after `start`. Ends are counted from `start`, so they begin at 1, and
 // 0 means none. Its memory is zero at first, and pages are allocated when they are written.
-class Stretch {
+class Segment {
  public:
-  Stretch(int64_t start, int64_t size, int64_t lengths)
+  Segment(int64_t start, int64_t size, int64_t lengths)
       : start(start), size(size), ends_(static_cast<int32_t*>(calloc(3 * size * lengths, sizeof(int32_t)))) {}
 
   // For the n-gram length with that index: an open hash table of the newest ends, 2 * size places.
@@ -24,7 +24,7 @@ class Stretch {
   int32_t* older(int64_t which) const { return heads(which) + 2 * size; }
   int64_t stop() const { return start + size; }
   // True if its memory was allocated, and ends fit their type.
-  bool there() const { return ends_ != nullptr && size <= INT32_MAX; }
+  bool allocated() const { return ends_ != nullptr && size <= INT32_MAX; }
 
   int64_t start, size;
 
@@ -38,10 +38,10 @@ class Stretch {
 // Some texts, oldest first; the newest one is still growing. Positions count all tokens ever added, with separators.
 class TextIndex {
  public:
-  // lengths: of the indexed n-grams, ascending, 1 or more. A stretch has at most `longest_stretch` positions unless
+  // lengths: of the indexed n-grams, ascending, 1 or more. A segment has at most `longest_segment` positions unless
   // more are added at once; below 0: unlimited. `secret` prevents texts whose n-grams collide on purpose. Null if
   // there is no valid length.
-  static TextIndex* make(const int64_t* lengths, int64_t count, int64_t longest_stretch, const uint64_t secret[2]);
+  static TextIndex* make(const int64_t* lengths, int64_t count, int64_t longest_segment, const uint64_t secret[2]);
 
   // Adds tokens to the newest text. Returns false and does nothing if one is below 0 or memory is exhausted.
   bool extend(const int32_t* tokens, int64_t count);
@@ -65,22 +65,22 @@ class TextIndex {
   int64_t following(int64_t position, int64_t most) const;
   // The number of tokens before a position that equal the last of `tail`, which ends at `stop`.
   int64_t matched(int64_t position, const int32_t* tail, const int32_t* stop) const;
-  // True if texts, separators and stretches are consistent.
+  // True if texts, separators and segments are consistent.
   bool sound() const;
 
  private:
   friend class Places;
 
-  int64_t room() const { return stretches_.empty() ? 0 : stretches_.back().stop() - end(); }
+  int64_t room() const { return segments_.empty() ? 0 : segments_.back().stop() - end(); }
   int64_t next_size(int64_t needed, int64_t held) const;
-  int64_t stretch_bytes(int64_t size) const;
+  int64_t segment_bytes(int64_t size) const;
   int64_t bytes_of(int64_t tokens, int64_t texts) const;
-  // A stretch for `needed` tokens, after `more` tokens to come in the newest one.
-  Stretch stretch_behind(int64_t more, int64_t needed) const;
+  // A segment for `needed` tokens, after `more` tokens to come in the newest one.
+  Segment segment_after(int64_t more, int64_t needed) const;
   void fill(const int32_t* part, int64_t count);
   uint64_t hash(const int32_t* gram, int64_t length) const;
-  // The place of an n-gram's newest end in a stretch's table, existing or not.
-  int64_t place_of(const Stretch& stretch, int64_t which, const int32_t* gram, uint64_t hash) const;
+  // The place of an n-gram's newest end in a segment's table, existing or not.
+  int64_t place_of(const Segment& segment, int64_t which, const int32_t* gram, uint64_t hash) const;
 
   std::vector<int64_t> lengths_;
   int64_t longest_ = -1;
@@ -91,7 +91,7 @@ class TextIndex {
   int64_t text_start_ = 0;          // of the newest text
   std::vector<int64_t> text_ends_;  // positions after the separators of closed texts
   int64_t gone_ = 0;                // number of them that belong to dropped texts
-  std::vector<Stretch> stretches_;  // oldest first; together they cover base to end
+  std::vector<Segment> segments_;  // oldest first; together they cover base to end
 };
 
 // Iterates over the places where an n-gram of the length with that index ends, newest first. A place is the position
@@ -107,7 +107,7 @@ class Places {
   int64_t which_;
   const int32_t* gram_;
   uint64_t hash_;
-  int64_t stretch_;  // the stretch whose chain is followed
+  int64_t segment_;  // the segment whose chain is followed
   int32_t stop_ = 0;
 };
 

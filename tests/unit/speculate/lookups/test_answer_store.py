@@ -51,7 +51,7 @@ def test_the_oldest_text_of_any_key_leaves_whole(library: Library) -> None:
     store = AnswerStore(room_for(library, "mine", "yours"), library)
     store.add("mine", letters("ab1"))
     store.add("yours", letters("ab2"))
-    store.add("mine", letters("ab3"))  # costs next to nothing while a stretch has room
+    store.add("mine", letters("ab3"))  # costs next to nothing while a segment has room
     assert after(store, "mine", "ab") == ["3", "1"]
     store.add("other", letters("ab4"))
     assert after(store, "mine", "ab") == ["3"]

@@ -132,7 +132,7 @@ def test_a_long_text_takes_as_much_whatever_it_says(library: Library, alphabet: 
     index = TextIndex(library)
     index.extend([luck.randrange(alphabet) for _ in range(30_000)])  # a prompt
     assert 52 * 30_000 < index.num_bytes <= 53 * 30_000
-    for number in range(200):  # and an answer, for which a stretch as long as the prompt begins
+    for number in range(200):  # and an answer, for which a segment as long as the prompt begins
         index.extend([number])
         assert index.num_bytes <= 101 * 30_000
 
