@@ -88,15 +88,15 @@ def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
         f"# Models larger than memory: {settings['model']}, dithered",
         "",
         "*Dithered*: the 4-bit file's weights moved by chance within half a step of their grid, in "
-        "bfloat16, so that a twin in 4 bits is not the model itself. *Inflated*: that model with layers "
+        "bfloat16, so that its 4-bit draft (`self`) differs from it. *Inflated*: that model with layers "
         "between its own that add nothing, so that its text is known. A limit is that share of the weights' "
         "bytes, above what Python takes by itself; everybody runs in a memory cgroup of that size, pages of "
         "files included"
         + (f", and reads at most {rate} MB/s." if rate else ", and reads as fast as the disk does."),
         "",
         f"{settings['max_tokens']} tokens for each of {settings['prompts']} prompts a workload, end of text "
-        f"ignored, {settings['threads']} threads; drafts are {', '.join(settings['draft'])} and the model's "
-        "own twin in int4. Rows of a question run in turns, every second round in reverse. Speed is of what "
+        f"ignored, {settings['threads']} threads; drafts are {', '.join(settings['draft'])} and `self`, "
+        "the model in int4. Rows of a question run in turns, every second round in reverse. Speed is of what "
         "comes after the first token; the disk's rate is that of one reader of 4 MiB past the page cache, "
         f"just before. Others answer {settings['peer_prompts']} prompts of each round with "
         f"{settings['peer_tokens']} tokens, and may have rounded otherwise than the resident run. Pages of "

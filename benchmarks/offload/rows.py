@@ -32,7 +32,7 @@ class Row:
 OURS: Final = (
     Row(name=PLAIN, options={"lookup": False, "max_nodes": 1}),
     Row(
-        name="twin",
+        name="self",
         options={"drafts": ["self"], "draft_quantization": "int4", "lookup": False},
         kinds=("none", "int8"),
     ),

@@ -195,15 +195,17 @@ def foreign_tokens_of(
     vocabulary has the target's size. Raises ConfigError as `foreign_tokens` does, and if draft_tokens is set
     although no draft needs it.
     """
-    ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
+    target_vocabulary, found = Vocabulary(target.files), dict[str, ForeignTokens]()
     for name, draft in models_among(drafts).items():
         sizes = target.config.vocab_size, draft.config.vocab_size
         # A smaller draft may lack tokens that were added only to the target.
-        whole = sizes[0] <= sizes[1] or ours.last_token < sizes[1]
-        if whole and ours.same_ids(Vocabulary(draft.files)):
+        whole = sizes[0] <= sizes[1] or target_vocabulary.last_token < sizes[1]
+        if whole and target_vocabulary.same_ids(Vocabulary(draft.files)):
             continue
-        theirs = Tokenizer.load(draft.files)
-        found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
+        draft_tokenizer = Tokenizer.load(draft.files)
+        found[name] = foreign_tokens(
+            tokenizer, draft_tokenizer, sizes, speculation, kept, name=draft.files.name
+        )
         _LOG.info(
             "draft %s has another vocabulary than %s: %d of its %d tokens are shared; it guesses by '%s'",
             *(draft.files.name, target.files.name, found[name].shared, sizes[1], found[name].way),

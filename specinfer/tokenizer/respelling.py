@@ -117,19 +117,19 @@ def complete(text: bytes) -> tuple[str, bytes]:
 class SharedTokens:
     """Pairs of ids for the same token: entry i of both arrays; no id occurs twice."""
 
-    ours: NDArray[np.int64]  # [shared], ascending
-    theirs: NDArray[np.int64]  # [shared]
+    target: NDArray[np.int64]  # [shared], ascending
+    draft: NDArray[np.int64]  # [shared]
 
     def __len__(self) -> int:
-        return len(self.ours)
+        return len(self.target)
 
 
-def shared_tokens(ours: Tokenizer, theirs: Tokenizer, our_size: int, their_size: int) -> SharedTokens:
-    """The tokens common to the first `our_size` ids of one tokenizer and the first `their_size` of another.
+def shared_tokens(target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> SharedTokens:
+    """The tokens common to the first `target_size` ids of `target` and the first `draft_size` of `draft`.
 
     The first of several ids for the same bytes counts; plain tokens precede byte-fallback tokens.
     """
-    one, other = _meanings(ours, our_size), _meanings(theirs, their_size)
+    one, other = _meanings(target, target_size), _meanings(draft, draft_size)
     pairs = sorted((one[meaning], other[meaning]) for meaning in one.keys() & other.keys())
     both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return SharedTokens(both[:, 0].copy(), both[:, 1].copy())

@@ -24,8 +24,8 @@ from .oracles import processed_law
 
 EXACT = 1e-9
 VOCAB = 4
-OURS = Tokenizer(byte_level(b"ABCD", []), eos_token_ids=[])
-THEIRS = Tokenizer(byte_level(b"ECBA", ["ABC"]), eos_token_ids=[])
+TARGET_TOKENIZER = Tokenizer(byte_level(b"ABCD", []), eos_token_ids=[])
+DRAFT_TOKENIZER = Tokenizer(byte_level(b"ECBA", ["ABC"]), eos_token_ids=[])
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 PARAMS = {
     "temperature": SamplingParams(temperature=0.7),
@@ -39,9 +39,11 @@ class ForeignGuesser:
     def __init__(self, name, rule, widths, how, monkeypatch, declared=lambda tree, law: tree):
         self.name, self.widths, self.monkeypatch, self.declared = name, widths, monkeypatch, declared
         config = SpeculationConfig(draft_tokens=how)
-        self.tokens = foreign_tokens(OURS, THEIRS, (VOCAB, THEIRS.vocab_size), config, draft=name)
+        self.tokens = foreign_tokens(
+            TARGET_TOKENIZER, DRAFT_TOKENIZER, (VOCAB, DRAFT_TOKENIZER.vocab_size), config, name=name
+        )
         self.rule = self.tokens.rule(rule)
-        self.own = World(vocab=THEIRS.vocab_size, seed=3)
+        self.own = World(vocab=DRAFT_TOKENIZER.vocab_size, seed=3)
 
     def grow(self, world, text, chance):
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))

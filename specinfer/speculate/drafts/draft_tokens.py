@@ -109,20 +109,20 @@ class ForeignTokens:
     vocabulary plus the draft's id. Draws use names, so that shared tokens share the target's noise.
     """
 
-    ours: Tokenizer
-    theirs: Tokenizer
+    target: Tokenizer
+    draft: Tokenizer
     by_text: bool  # True if guesses are retokenized; else every name is a token of the target
     vocabulary: DraftVocabulary  # the names of the draft's logits, ascending
     logit_ids: NDArray[np.int64]  # [named] the draft's ids, in that order
     shared: int  # number of shared tokens that the draft may guess
-    our_size: int  # the first name of a token that the target lacks
+    target_size: int  # the first name of a token that the target lacks
     _specials: dict[int, int]  # the target's special tokens that the draft has -> the draft's id
     _by_name: dict[int, int]  # name -> the draft's id
     _names: dict[int, int]  # the draft's id -> name
 
     def respelling(self) -> Respelling:
         """Return an empty text that converts the target's tokens to the draft's."""
-        return Respelling(self.ours, self.theirs, self._specials)
+        return Respelling(self.target, self.draft, self._specials)
 
     def spelled(self, names: Sequence[int]) -> list[int]:
         """Return the draft's ids of named tokens."""
@@ -144,54 +144,54 @@ class ForeignTokens:
 
 
 def foreign_tokens(
-    ours: Tokenizer,
-    theirs: Tokenizer,
+    target: Tokenizer,
+    draft: Tokenizer,
     sizes: tuple[int, int],
     speculation: SpeculationConfig,
     kept: DraftVocabulary | None = None,
     *,
-    draft: str,
+    name: str,
 ) -> ForeignTokens:
-    """Return the token names for a target and the draft named `draft`, which have logits for `sizes` ids.
+    """Return the token names for a target and the draft called `name`, which have logits for `sizes` ids.
 
     `kept` are the only tokens of the target that the draft may propose. Raises ConfigError for a draft that
     shares no token with its target, and for options that contradict retokenized guesses.
     """
-    shared = shared_tokens(ours, theirs, *sizes)
+    shared = shared_tokens(target, draft, *sizes)
     by_text = speculation.draft_tokens == "text"
     if speculation.draft_tokens == "auto":
         by_text = speculation.verifier == "coupled" and kept is None
     specials = {
         one: other
-        for one, other in zip(shared.ours.tolist(), shared.theirs.tolist(), strict=True)
-        if ours.is_special(one)
+        for one, other in zip(shared.target.tolist(), shared.draft.tolist(), strict=True)
+        if target.is_special(one)
     }
     if by_text and kept is not None:
         raise ConfigError(
-            f"draft_vocabulary counts tokens of the target, and draft {draft} writes text in its own "
+            f"draft_vocabulary counts tokens of the target, and draft {name} writes text in its own "
             "(draft_tokens is 'text'): leave one of the two out"
         )
     if by_text and speculation.draw in ("iid", "without_replacement"):
         raise ConfigError(
-            f"draw is {speculation.draw!r}, and what draft {draft} writes is spelled again in the target's "
+            f"draw is {speculation.draw!r}, and what draft {name} writes is spelled again in the target's "
             "tokens, which leaves no law to sample from: draw top_k, or set draft_tokens to 'shared'"
         )
     if kept is not None:
-        both = np.isin(shared.ours, kept.ids)
-        shared = replace(shared, ours=shared.ours[both], theirs=shared.theirs[both])
+        both = np.isin(shared.target, kept.ids)
+        shared = replace(shared, target=shared.target[both], draft=shared.draft[both])
     if len(shared) == 0 and not by_text:
         raise ConfigError(
-            f"draft {draft} and the target have no token in common; set draft_tokens to 'text', "
+            f"draft {name} and the target have no token in common; set draft_tokens to 'text', "
             "or use a draft of another family"
         )
-    names, ids = shared.ours, shared.theirs
+    names, ids = shared.target, shared.draft
     if by_text:
-        others = _others(theirs, sizes[1], shared)
+        others = _others(draft, sizes[1], shared)
         names, ids = np.concatenate([names, others + sizes[0]]), np.concatenate([ids, others])
     by_name = dict(zip(names.tolist(), ids.tolist(), strict=True))
     return ForeignTokens(
-        ours,
-        theirs,
+        target,
+        draft,
         by_text,
         DraftVocabulary(names, sum(sizes) if by_text else sizes[0]),
         ids,
@@ -203,7 +203,7 @@ def foreign_tokens(
     )
 
 
-def _others(theirs: Tokenizer, size: int, shared: SharedTokens) -> NDArray[np.int64]:
+def _others(draft: Tokenizer, size: int, shared: SharedTokens) -> NDArray[np.int64]:
     """Return the draft's ids that are not shared and have bytes, ascending."""
-    table, known = theirs.token_bytes, set(shared.theirs.tolist())
+    table, known = draft.token_bytes, set(shared.draft.tolist())
     return np.array([i for i in range(size) if i not in known and table[i]], dtype=np.int64)

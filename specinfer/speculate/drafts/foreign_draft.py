@@ -285,10 +285,10 @@ class RetokenizedTree:
             self._lengths.append(self._lengths[parent])
             self._at.append(self._at[parent])
             return
-        special = name < tokens.our_size and tokens.ours.is_special(name)
+        special = name < tokens.target_size and tokens.target.is_special(name)
         [token_id] = tokens.spelled([name])
-        spelled = before if special else before + tokens.theirs.token_bytes[token_id]
-        path = tokens.ours.encode_behind(complete(spelled)[0])
+        spelled = before if special else before + tokens.draft.token_bytes[token_id]
+        path = tokens.target.encode_behind(complete(spelled)[0])
         if special:
             path.append(name)
         self._bytes.append(None if special else spelled)
@@ -300,7 +300,7 @@ class RetokenizedTree:
 
         Returns the node in which the path ends, within the budget.
         """
-        table = self._tokens.ours.token_bytes
+        table = self._tokens.target.token_bytes
         at, begin = 0, 0
         for depth, token in enumerate(path, start=1):
             if depth > self._max_depth:

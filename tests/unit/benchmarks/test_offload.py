@@ -57,33 +57,33 @@ def plan(bench: ModuleType, rows: str, **options: Any) -> list[str]:
 
 
 def test_rows_of_a_question_run_in_turns_every_second_round_in_reverse(bench: ModuleType) -> None:
-    assert plan(bench, "plain,twin,prediction", rounds=2, only="") == [
+    assert plan(bench, "plain,self,prediction", rounds=2, only="") == [
         "dithered none 100%|chat T=0 batch 1|resident|0",
         "dithered none 50%|chat T=0 batch 1|plain|0",
-        "dithered none 50%|chat T=0 batch 1|twin|0",
-        "dithered none 50%|chat T=0 batch 1|twin|1",
+        "dithered none 50%|chat T=0 batch 1|self|0",
+        "dithered none 50%|chat T=0 batch 1|self|1",
         "dithered none 50%|chat T=0 batch 1|plain|1",
         "dithered none 100%|chat T=0 batch 1|resident|1",
         "dithered none 100%|edits T=0 batch 1|resident|0",
         "dithered none 50%|edits T=0 batch 1|plain|0",
-        "dithered none 50%|edits T=0 batch 1|twin|0",
+        "dithered none 50%|edits T=0 batch 1|self|0",
         "dithered none 50%|edits T=0 batch 1|prediction|0",
         "dithered none 50%|edits T=0 batch 1|prediction|1",
-        "dithered none 50%|edits T=0 batch 1|twin|1",
+        "dithered none 50%|edits T=0 batch 1|self|1",
         "dithered none 50%|edits T=0 batch 1|plain|1",
         "dithered none 100%|edits T=0 batch 1|resident|1",
     ]
 
 
-def test_peers_are_asked_greedily_one_prompt_at_a_time_and_int4_has_no_twin(bench: ModuleType) -> None:
+def test_peers_are_asked_greedily_one_prompt_at_a_time_and_int4_has_no_self_draft(bench: ModuleType) -> None:
     names = plan(bench, "*", kinds=["none", "int4"], temperatures=[0.0, 0.8], batches=[1, 4], inflate=9)
     peers = [name for name in names if "llama.cpp" in name or "accelerate" in name or "airllm" in name]
     assert {name.rpartition("|")[0].rpartition("|")[0] for name in peers} == {
         "dithered none 50%|chat T=0 batch 1"
     }
     assert len(peers) == 7
-    assert not [name for name in names if " int4 " in name and "|twin|" in name]
-    assert any(name.startswith("inflated none 50%|chat T=0.8 batch 4|twin|") for name in names)
+    assert not [name for name in names if " int4 " in name and "|self|" in name]
+    assert any(name.startswith("inflated none 50%|chat T=0.8 batch 4|self|") for name in names)
     resident = [name for name in names if "|resident|" in name]
     assert all(name.startswith("dithered") for name in resident), "whose text an inflated model's is"
 
@@ -103,8 +103,8 @@ def test_what_failed_does_not_run_in_later_rounds(bench: ModuleType) -> None:
 
 
 def test_an_unknown_row_is_refused(bench: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"no row is called 'twins'; allowed, .*: plain, twin, small"):
-        bench.select("plain, twins")
+    with pytest.raises(ValueError, match=r"no row is called 'selves'; allowed, .*: plain, self, small"):
+        bench.select("plain, selves")
 
 
 def test_every_peer_has_a_script(bench: ModuleType, cells: ModuleType) -> None:
@@ -232,8 +232,8 @@ def measured() -> dict[str, Any]:
         f"{known}|resident|0": cell(10, 1),
         f"{start}|plain|0": cell(10, 10, streamed=11e9),
         f"{start}|plain|1": cell(10, 20),
-        f"{start}|twin|0": cell(50, 10),
-        f"{start}|twin|1": cell(50, 10, texts="ax"),
+        f"{start}|self|0": cell(50, 10),
+        f"{start}|self|1": cell(50, 10, texts="ax"),
         f"{start}|small|0": {"error": "ended | badly"},
         f"{start}|auto|0": cell(45, 10),
         f"{start}|llama.cpp bf16|0": cell(1, 10),
@@ -250,10 +250,10 @@ def test_the_page_holds_rows_of_one_round_against_each_other(
     )
     asked = "chat T=0 batch 1"
     assert f"| {asked} | plain | 0.75 |  | 1.00 | 1.50 | 1000 | 2000 | 0.50 | 9% | 0.90 | 4/4 |" in lines
-    assert f"| {asked} | twin | 5.00 | 7.50 | 5.00 | 1.00 |  | 2000 |  |  | 0.90 | 3/4 |" in lines
+    assert f"| {asked} | self | 5.00 | 7.50 | 5.00 | 1.00 |  | 2000 |  |  | 0.90 | 3/4 |" in lines
     assert f"| {asked} | small | ended / badly |{'  |' * 9}" in lines
     assert f"| {asked} | llama.cpp bf16 | 0.10 | 0.10 | 0.10 | 1.00 |  | 2000 |  |  | 0.90 | 2/2 |" in lines
-    best = "0.90 (twin) | llama.cpp bf16 10.0 | 12.5 (twin, llama.cpp bf16 + small)"
+    best = "0.90 (self) | llama.cpp bf16 10.0 | 12.5 (self, llama.cpp bf16 + small)"
     assert f"| dithered none 50% | {asked} | {best} |" in lines
     assert "- processes that the kernel ended for want of memory: 0" in lines
     assert any(line.startswith("| SubSpec") for line in lines)
@@ -283,7 +283,7 @@ def test_the_page_says_what_was_not_run(pages: ModuleType) -> None:
 def test_a_picture_has_a_bar_for_each_way_to_guess(
     pages: ModuleType, measured: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert pages._bars(measured) == [("dithered none 50%\nchat", {"twin": 7.5, "auto": 4.5})]
+    assert pages._bars(measured) == [("dithered none 50%\nchat", {"self": 7.5, "auto": 4.5})]
     pytest.importorskip("matplotlib")
     assert pages.draw(measured, tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 1000

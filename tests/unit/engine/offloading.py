@@ -29,11 +29,11 @@ DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
 
 @dataclass(frozen=True)
 class Planned:
-    """Stands for `plan_memory`: these layers are streamed, with the named drafts or a twin."""
+    """Stands for `plan_memory`: these layers are streamed, with the named drafts or a self_draft."""
 
     layers: tuple[int, ...] | None = None  # None: all
     buffers: int = 2
-    twin: bool = False
+    self_draft: bool = False
     slots: int = 0  # for experts of a mixture, all of whose layers stay
 
     def __call__(self, needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
@@ -43,7 +43,7 @@ class Planned:
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
         if (experts := needs.sizes(prepared).experts) is not None:
             placement = Placement(1 << 40, {}, sizes, 0, (), ExpertMemory(experts, self.slots))
-        drafts = needs.draft_sets[-1 if self.twin else 0]
+        drafts = needs.draft_sets[-1 if self.self_draft else 0]
         return MemoryPlan(placement, drafts, STREAM_LIMITS[-1], 1 << 22, DISK, 1e10, prepared)
 
 

@@ -63,7 +63,7 @@ def test_a_draft_with_its_adapter_is_the_merged_model(
     assert counts[1] == most
 
 
-def test_a_twin_guesses_for_requests_with_an_adapter(folder: Path) -> None:
+def test_a_self_draft_guesses_for_requests_with_an_adapter(folder: Path) -> None:
     asked = LoRARequest("one", 1, folder / "one")
     counts = []
     for lora in ((), folder / "one"):

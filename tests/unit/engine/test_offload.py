@@ -71,7 +71,7 @@ def texts(llm: LLM, params: list[SamplingParams] | None = None) -> list[tuple[in
         return [output.token_ids for output in answers(llm, params)]
 
 
-@pytest.mark.parametrize("plan", [Planned(), Planned((1,), 3), Planned(twin=True)], ids=str)
+@pytest.mark.parametrize("plan", [Planned(), Planned((1,), 3), Planned(self_draft=True)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_texts_of_every_kind(
@@ -80,7 +80,7 @@ def test_texts_of_every_kind(
     options = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
     want = texts(resident(folder / "target", **options))
     llm = streamed(folder / "target", monkeypatch, plan, **options, lookup=True)
-    assert llm.config.speculation.drafts == (("self",) if plan.twin and kind != "int4" else ())
+    assert llm.config.speculation.drafts == (("self",) if plan.self_draft and kind != "int4" else ())
     assert texts(llm) == want
 
 
@@ -141,7 +141,7 @@ def test_answers_with_everything_a_request_may_ask_for(
         assert (ours.logprobs, ours.prompt_logprobs) == (theirs.logprobs, theirs.prompt_logprobs)
 
 
-def test_a_twin_of_a_resident_model(folder: Path) -> None:
+def test_a_self_draft_of_a_resident_model(folder: Path) -> None:
     want = texts(resident(folder / "target", dtype="bfloat16"))
     llm = resident(folder / "target", dtype="bfloat16", drafts=("self",))
     with llm:
@@ -150,7 +150,7 @@ def test_a_twin_of_a_resident_model(folder: Path) -> None:
         assert llm.models.drafts["draft"] is not llm.models.target
 
 
-def test_a_twin_in_memory_leaves_a_whole_prepared_file(
+def test_a_self_draft_in_memory_leaves_a_whole_prepared_file(
     folder: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with resident(folder / "target", dtype="bfloat16", drafts=("self",)):
@@ -162,14 +162,14 @@ def test_a_twin_in_memory_leaves_a_whole_prepared_file(
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
-def test_a_twin_no_smaller_than_its_target_is_refused_with_what_would_work(
+def test_a_self_draft_no_smaller_than_its_target_is_refused_with_what_would_work(
     folder: Path, options: dict[str, str]
 ) -> None:
     with pytest.raises(ConfigError, match="name a smaller model or a head, or leave it out"):
         resident(folder / "target", **{"quantization": "int8", **options}, drafts=("self",), offload="auto")
 
 
-def test_a_twin_refuses_options_it_does_not_heed(folder: Path) -> None:
+def test_a_self_draft_refuses_options_it_does_not_heed(folder: Path) -> None:
     with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
         resident(folder / "target", drafts=("self",), draft_tokens="text")
 
@@ -262,7 +262,7 @@ def test_an_llm_that_is_closed_waits_for_no_collector(
 
 
 def test_an_llm_that_is_let_go_reads_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = streamed(folder / "target", monkeypatch, Planned(twin=True))
+    llm = streamed(folder / "target", monkeypatch, Planned(self_draft=True))
     answers(llm)
     del llm
     gc.collect()
@@ -270,7 +270,7 @@ def test_an_llm_that_is_let_go_reads_no_more(folder: Path, monkeypatch: pytest.M
 
 
 def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed(folder / "target", monkeypatch, Planned(twin=True)) as llm:
+    with streamed(folder / "target", monkeypatch, Planned(self_draft=True)) as llm:
         before = llm.statistics()
         answers(llm)
         after: Statistics = pickle.loads(pickle.dumps(llm.statistics()))
@@ -327,11 +327,11 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
         assert f"{plan.placement} {plan.drafts.names} {plan.limits}" != plans[0]
 
 
-def test_the_file_of_a_twin_serves_others_too(
+def test_the_file_of_a_self_draft_serves_others_too(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has the embeddings that the twin reads from its target's file."""
-    streamed(folder / "target", monkeypatch, Planned(twin=True), dtype="float32").close()
+    """It has the embeddings that the self draft reads from its target's file."""
+    streamed(folder / "target", monkeypatch, Planned(self_draft=True), dtype="float32").close()
     [made] = own_cache.rglob("*int4*.safetensors")
     state = made.stat().st_mtime_ns
     llm = streamed(folder / "target", monkeypatch, Planned(), dtype="float32", quantization="int4")

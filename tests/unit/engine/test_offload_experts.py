@@ -62,10 +62,10 @@ def test_texts_of_every_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, dtyp
             assert texts(llm) == want
 
 
-def test_the_twin_guesses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_draft_guesses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with resident(folder / "target") as llm:
         want = texts(llm)
-    with streamed(folder / "target", monkeypatch, Planned(slots=2 * COUNT, twin=True)) as llm:
+    with streamed(folder / "target", monkeypatch, Planned(slots=2 * COUNT, self_draft=True)) as llm:
         assert llm.config.speculation.drafts == ("self",)
         assert texts(llm) == want
 

@@ -160,7 +160,7 @@ def test_two_engines_prepare_one_file_and_stream_from_it(
 def test_an_llm_and_its_variant_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = wanted(model)
     with (
-        streamed(model, monkeypatch, Planned(twin=True)) as llm,
+        streamed(model, monkeypatch, Planned(self_draft=True)) as llm,
         llm.variant(drafts=()) as other,
         ThreadPoolExecutor(2) as pool,
     ):
@@ -195,11 +195,11 @@ from tests.engines import assert_idle
 from tests.unit.engine.offloading import PARAMS, PROMPTS, Planned, streamed, texts
 from tests.unit.engine.test_offload_faults import Reads
 
-def longest(twin):
+def longest(self_draft):
     patch = pytest.MonkeyPatch()
     reads = Reads(patch)
-    options = {"tree_size": "cost", "clock": "curve"} if twin else {}
-    llm = streamed(Path(sys.argv[1]), patch, Planned(twin=twin), **options)
+    options = {"tree_size": "cost", "clock": "curve"} if self_draft else {}
+    llm = streamed(Path(sys.argv[1]), patch, Planned(self_draft=self_draft), **options)
     want = texts(llm)
     longest = 0.0
     for number in range(3):

@@ -131,7 +131,7 @@ def test_a_flipped_byte_of_a_drafts_embeddings(
 
 
 @pytest.mark.parametrize(("kind", "record"), [("int4", "model.layers.2"), ("floats", "model.layers.1")])
-def test_a_flipped_byte_of_a_twin_or_of_its_target(
+def test_a_flipped_byte_of_a_self_draft_or_of_its_target(
     kind: str,
     record: str,
     model: Path,
@@ -141,10 +141,10 @@ def test_a_flipped_byte_of_a_twin_or_of_its_target(
 ) -> None:
     """Layers in the shared memory come from the new file."""
     want, options = wanted(model), {"offload_folder": str(tmp_path / "disk")}
-    with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
+    with streamed(model, monkeypatch, Planned(self_draft=True), **options) as llm:
         assert texts(llm) == want
     flip(next((tmp_path / "disk").glob(f"*-{kind}-*.safetensors")), record)
-    with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
+    with streamed(model, monkeypatch, Planned(self_draft=True), **options) as llm:
         assert texts(llm) == want
         assert llm.models.draft_memory is not None
         llm.models.draft_memory.give_to_layers()

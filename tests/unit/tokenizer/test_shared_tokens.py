@@ -10,11 +10,11 @@ from .made_up import sentencepiece_header
 from .test_gguf_vocabulary import load
 
 
-def spelled(one: Tokenizer, other: Tokenizer, ours: int = 999, theirs: int = 999) -> list[tuple[str, str]]:
-    shared = shared_tokens(one, other, ours, theirs)
-    assert list(shared.ours) == sorted(set(shared.ours.tolist()))
-    assert len(set(shared.theirs.tolist())) == len(shared)
-    pairs = zip(shared.ours.tolist(), shared.theirs.tolist(), strict=True)
+def spelled(one: Tokenizer, other: Tokenizer, target: int = 999, draft: int = 999) -> list[tuple[str, str]]:
+    shared = shared_tokens(one, other, target, draft)
+    assert list(shared.target) == sorted(set(shared.target.tolist()))
+    assert len(set(shared.draft.tolist())) == len(shared)
+    pairs = zip(shared.target.tolist(), shared.draft.tolist(), strict=True)
     return [(str(one.id_to_token(i)), str(other.id_to_token(j))) for i, j in pairs]
 
 
@@ -31,8 +31,8 @@ def test_tokens_are_shared_by_their_bytes_and_special_ones_by_their_names() -> N
 
 def test_only_ids_that_have_logits_count() -> None:
     one, other = of("abcd", ["ab"], []), of("dcba", ["ab"], [])
-    assert spelled(one, other, ours=3) == [("a", "a"), ("b", "b"), ("c", "c")]
-    assert spelled(one, other, theirs=2) == [("c", "c"), ("d", "d")]
+    assert spelled(one, other, target=3) == [("a", "a"), ("b", "b"), ("c", "c")]
+    assert spelled(one, other, draft=2) == [("c", "c"), ("d", "d")]
     assert spelled(one, of("xyz", [], [])) == []
 
 

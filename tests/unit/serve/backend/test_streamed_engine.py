@@ -35,7 +35,7 @@ def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
             super().read_into(view, offset)
 
     monkeypatch.setattr(streaming, "StreamSource", Source)
-    with streamed(folder, monkeypatch, Planned(twin=True)) as llm:
+    with streamed(folder, monkeypatch, Planned(self_draft=True)) as llm:
         with serving(llm) as server:
             assert server.recv()[0] == "ready"
             server.send(("add", [Work("a", (65, 66), LONG)]))

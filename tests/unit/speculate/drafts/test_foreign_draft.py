@@ -47,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exchange(folder: Path, how: str = "shared", kept: DraftVocabulary | None = None) -> ForeignTokens:
-    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
     config = SpeculationConfig(draft_tokens=how)  # type: ignore[arg-type]
-    return foreign_tokens(ours, theirs, (64, theirs.vocab_size), config, kept, draft="d")
+    return foreign_tokens(target, draft, (64, draft.vocab_size), config, kept, name="d")
 
 
 def draft(
@@ -84,7 +84,7 @@ def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
 def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEntry) -> list[list[int]]:
     """Return the rows of a step's first pass, as bytes."""
     passes: list[list[Rows]] = []
-    launch, table = model._runner.launch, model._tokens.theirs.token_bytes
+    launch, table = model._runner.launch, model._tokens.draft.token_bytes
 
     def counted(rows: list[Rows]) -> Flight:
         passes.append(list(rows))
@@ -161,11 +161,11 @@ def test_an_end_that_is_spelled_otherwise_is_read_again(
 def test_what_the_draft_has_no_token_for_is_never_guessed(folder: Path) -> None:
     shared = exchange(folder)
     assert set(range(64)) - set(shared.vocabulary.ids.tolist()) == set(LACKS)
-    [word] = shared.theirs.encode("12")
+    [word] = shared.draft.encode("12")
     assert shared.name(word) == -1
     kept = exchange(folder, kept=DraftVocabulary(np.array([3, 9, 30]), 64))
     assert kept.vocabulary.ids.tolist() == [3, 9]
-    assert kept.spelled([3, 9]) == [kept.theirs.encode("\x03")[0], kept.theirs.encode("\t")[0]]
+    assert kept.spelled([3, 9]) == [kept.draft.encode("\x03")[0], kept.draft.encode("\t")[0]]
 
 
 @pytest.mark.parametrize(("max_rows", "passes"), [(1, 10), (4, 3), (9, 2), (10, 1)])
@@ -250,10 +250,10 @@ def test_a_text_that_fills_the_drafts_context_is_not_guessed_for(folder: Path) -
 
 def test_text_may_use_what_the_target_spells_otherwise(folder: Path) -> None:
     tokens = exchange(folder, "text")
-    two = tokens.name(tokens.theirs.encode("12")[0])
+    two = tokens.name(tokens.draft.encode("12")[0])
     assert two >= 64
-    assert tokens.spelled([two]) == tokens.theirs.encode("12")
-    assert len(tokens.vocabulary.ids) == tokens.theirs.vocab_size
+    assert tokens.spelled([two]) == tokens.draft.encode("12")
+    assert len(tokens.vocabulary.ids) == tokens.draft.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -270,17 +270,17 @@ def test_text_may_use_what_the_target_spells_otherwise(folder: Path) -> None:
 def test_options_that_make_no_sense_are_refused(
     folder: Path, options: dict[str, Any], kept: bool, line: str
 ) -> None:
-    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
     some = exchange(folder).vocabulary if kept else None
     with pytest.raises(ConfigError, match=f"^{line}"):
-        foreign_tokens(ours, theirs, (64, 65), SpeculationConfig(**options), some, draft="d")
+        foreign_tokens(target, draft, (64, 65), SpeculationConfig(**options), some, name="d")
 
 
 def test_a_draft_that_shares_no_token_is_refused() -> None:
     one, other = (Tokenizer(byte_level(singles, []), eos_token_ids=[]) for singles in ([65], [66]))
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
-        foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), draft="d")
-    assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), draft="d").by_text
+        foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), name="d")
+    assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), name="d").by_text
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_draft_that_shares_no_token_is_refused() -> None:
 def test_where_nobody_says_it_is_text_unless_something_needs_a_law(
     folder: Path, options: dict[str, Any], cut: bool, by_text: bool
 ) -> None:
-    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
     kept = DraftVocabulary(np.array([3, 9, 30]), 64) if cut else None
-    made = foreign_tokens(ours, theirs, (64, 65), SpeculationConfig(**options), kept, draft="d")
+    made = foreign_tokens(target, draft, (64, 65), SpeculationConfig(**options), kept, name="d")
     assert made.by_text is by_text

@@ -34,7 +34,7 @@ from tests.unit.speculate.policy.priced import Reckless, entry
 TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
 DRAFT = CostCurve((1, 64), (0.25, 1.0))
 STREAMED = CostCurve((1, 240, 480), (1.2, 1.2, 2.4))  # passes that wait for their weights
-TWIN = CostCurve((1, 64), (0.25, 0.5))
+SELF_DRAFT = CostCurve((1, 64), (0.25, 0.5))
 FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
 STEPS: Final = 800
 BOUND: Final = 1 + LOSS + TRIALS + (DEFAULT_TOLERANCE.credit + DEFAULT_TOLERANCE.max_step) / STEPS
@@ -83,9 +83,9 @@ def simulation(
 ) -> Simulation:
     """An engine whose passes take the seconds of TARGET and DRAFT, but which has other curves.
 
-    With `known` they are those of STREAMED and TWIN, and the time of plain steps is known.
+    With `known` they are those of STREAMED and SELF_DRAFT, and the time of plain steps is known.
     """
-    true = (STREAMED, TWIN) if known else (TARGET, DRAFT)
+    true = (STREAMED, SELF_DRAFT) if known else (TARGET, DRAFT)
     machine = Machine(takes(true[0]), takes(true[1]), slowness)
     guesser = Guesser(machine, hits if callable(hits) else lambda step: hits, gone_at=gone_at)
     target, draft = CostModel("target", curve, group=1 if known else 5), CostModel("draft", draft_curve)
@@ -177,7 +177,7 @@ LIES: dict[str, dict[str, Any]] = {
     "none": {},
     "half": {"curve": scaled(STREAMED, 0.5)},
     "double": {"curve": scaled(STREAMED, 2.0)},
-    "double, and the draft half": {"curve": scaled(STREAMED, 2.0), "draft_curve": scaled(TWIN, 0.5)},
+    "double, and the draft half": {"curve": scaled(STREAMED, 2.0), "draft_curve": scaled(SELF_DRAFT, 0.5)},
     "rows are dear": {"curve": STEEP},
     "a disk that stalls": {"slowness": lambda now: 20.0 if int(now) % 300 < 2 else 1.0},
     "a disk that is slow by the minute": {"slowness": lambda now: NEIGHBOUR[int(now / 60) % 1000]},
@@ -188,7 +188,7 @@ LIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("lie", LIES)
 def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
-    told = {"curve": STREAMED, "draft_curve": TWIN} | LIES[lie]
+    told = {"curve": STREAMED, "draft_curve": SELF_DRAFT} | LIES[lie]
     engine = simulation(hits, known=True, careful=careful, **told)
     plain = 1 + KNOWN_COST_TOLERANCE.first + KNOWN_COST_TOLERANCE.max_step
     for _ in range(40):  # ten steps each, so that the bound is checked often
@@ -233,9 +233,9 @@ PINNED = scaled(STREAMED, 0.7)  # passes while layers have the draft's memory
 def draft_memory(hits: float | Callable[[int], float], *, fails: bool = False, **options: Any) -> Simulation:
     """An engine whose draft has memory that layers of the target could have."""
     fast, slow = takes(PINNED), takes(STREAMED)
-    machine = Machine(lambda rows: (fast if memory.holder == "layers" else slow)(rows), takes(TWIN))
+    machine = Machine(lambda rows: (fast if memory.holder == "layers" else slow)(rows), takes(SELF_DRAFT))
     memory = SimulatedMemory(machine, fails=fails)
-    costs = CostModel("target", STREAMED, group=1), CostModel("draft", TWIN)
+    costs = CostModel("target", STREAMED, group=1), CostModel("draft", SELF_DRAFT)
     guard = Guard(
         costs[0], {"draft": costs[1]}, known=True, draft_memory=DraftMemoryCurves(memory, STREAMED, PINNED)
     )
@@ -323,7 +323,7 @@ def test_a_draft_that_cannot_be_brought_back_is_not_asked() -> None:
 
 
 def test_no_step_is_plain_to_be_timed() -> None:
-    engine = simulation(1.0, known=True, curve=STREAMED, draft_curve=TWIN, careful=True)
+    engine = simulation(1.0, known=True, curve=STREAMED, draft_curve=SELF_DRAFT, careful=True)
     engine.run(300)
     assert isinstance(engine.policy, CostPolicy)
     assert engine.policy.guard is not None

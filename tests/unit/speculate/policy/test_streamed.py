@@ -11,16 +11,16 @@ from tests.simulated_engine import OVERHEAD, Guesser, Machine, Simulation
 
 STREAMED = CostCurve((1, 2), (0.005, 0.010)).at_least(1.2)
 LEVEL = 0.05  # seconds of one of the draft's
-TWIN = CostCurve((1, 16, 64), (LEVEL, LEVEL, 2 * LEVEL))
+SELF_DRAFT = CostCurve((1, 16, 64), (LEVEL, LEVEL, 2 * LEVEL))
 ANSWERS = 20
 
 
 def engine(hits: float, sure: float, seed: int) -> Simulation:
     """An engine that knows nothing yet, with a draft that is so often right at every level, and so sure."""
-    machine = Machine(STREAMED.expected, TWIN.expected)
-    config = SpeculationConfig(drafts=("twin",), max_nodes=360)
+    machine = Machine(STREAMED.expected, SELF_DRAFT.expected)
+    config = SpeculationConfig(drafts=("self",), max_nodes=360)
     policy = CostPolicy.by_curves(
-        STREAMED, {"draft": TWIN}, config, measured=True, known=True, deepest=MAX_DEPTH_STREAMED
+        STREAMED, {"draft": SELF_DRAFT}, config, measured=True, known=True, deepest=MAX_DEPTH_STREAMED
     )
     draft = Guesser(machine, lambda _: hits, depth=MAX_DEPTH_STREAMED, confidence=sure, chance=seed)
     return Simulation(machine, policy, [draft], nodes=config.node_limit)

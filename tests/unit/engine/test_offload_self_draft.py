@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of twelve layers."""
     kernels("native")
-    folder = tmp_path_factory.mktemp("twin") / "deep"
+    folder = tmp_path_factory.mktemp("self_draft") / "deep"
     return write_tiny_llama(folder, num_layers=12, tokenizer=True, eos_token_id=63)
 
 
@@ -39,7 +39,7 @@ def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callabl
 
 @pytest.mark.parametrize("kind", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_while_layers_have_the_memory_of_the_twin(
+def test_texts_while_layers_have_the_memory_of_the_self_draft(
     deep: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
 ) -> None:
     """Speculation is off in one of three steps."""
@@ -47,7 +47,7 @@ def test_texts_while_layers_have_the_memory_of_the_twin(
     want = texts(resident(deep, **options))
     steps = count()
     monkeypatch.setattr(Allowance, "allows", lambda *asked, **more: next(steps) % 3 > 0)
-    llm = streamed(deep, monkeypatch, Planned(twin=True), **options, tree_size="cost")
+    llm = streamed(deep, monkeypatch, Planned(self_draft=True), **options, tree_size="cost")
     draft_memory = llm.models.draft_memory
     assert draft_memory is not None
     assert draft_memory.layers
@@ -59,18 +59,18 @@ def test_texts_while_layers_have_the_memory_of_the_twin(
     assert next(steps) > 30
 
 
-def test_a_twin_that_is_named_leaves_embeddings_on_the_disk(
+def test_a_self_draft_that_is_named_leaves_embeddings_on_the_disk(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streamed(deep, monkeypatch, drafts=("self",)) as llm:
-        twin = llm.models.drafts["draft"]
-        assert isinstance(twin, LanguageModel)
-        assert twin.table is llm.models.target.table
-        assert twin.table.whole is None
+        self_draft = llm.models.drafts["draft"]
+        assert isinstance(self_draft, LanguageModel)
+        assert self_draft.table is llm.models.target.table
+        assert self_draft.table.whole is None
 
 
 @pytest.mark.parametrize("name", ["self", "deep"])
-def test_the_twin_that_a_variant_asks_keeps_its_memory(
+def test_the_self_draft_that_a_variant_asks_keeps_its_memory(
     deep: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     draft = name if name == "self" else str(deep)
@@ -82,7 +82,7 @@ def test_the_twin_that_a_variant_asks_keeps_its_memory(
         assert draft_memory.holder == "layers"
         without = llm.variant(drafts=())
         assert [output.token_ids for output in answers(without)] == want
-        assert draft_memory.holder == "layers", "nobody else asks the twin"
+        assert draft_memory.holder == "layers", "nobody else asks the self draft"
         other = llm.variant()
         assert (draft_memory.holder, draft_memory.layers_may_use) == ("draft", False)
         draft_memory.give_to_layers()
