@@ -54,11 +54,17 @@ def followers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if follows(one)]
 
 
-def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
+def soon(holds: Callable[[], object], seconds: float = 30.0) -> bool:
     until = time.monotonic() + seconds
     while not holds() and time.monotonic() < until:
         time.sleep(0.01)
     return bool(holds())
+
+
+def await_no_followers() -> None:
+    """Wait for the ends of this process's ranks; a failure shows those that are left."""
+    soon(lambda: not followers())
+    assert [one.as_dict(["pid", "status", "cmdline", "create_time"]) for one in followers()] == []
 
 
 def hurry(llm: LLM) -> None:

@@ -27,7 +27,7 @@ from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
-from tests.ranks import GREEDY, INT8, PROMPTS, followers, hurry, soon, told
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, hurry, soon, told
 from tests.unit.parallel.hosts import Hosts
 
 
@@ -51,7 +51,7 @@ def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
         with pytest.raises(PeerLostError, match=r"rank 2 \(on 127\.0\.0\.1\) has closed its link"):
             told(llm)
     assert hosts.says().count("follows the engine at 127.0.0.1") == 5
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -250,7 +250,7 @@ def test_what_was_begun_ends_where_the_settings_cannot_be_told(
     monkeypatch.setattr(launch.Followers, "send_settings", fail)
     with pytest.raises(OSError, match="it was reset"):
         LLM(folder / "target", tensor_parallel=2, **INT8)
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 def test_a_key_that_is_gone_when_the_engine_comes_is_a_line(folder: Path, hosts: Hosts) -> None:

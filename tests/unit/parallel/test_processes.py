@@ -32,7 +32,7 @@ from specinfer.serve.backend.engine_process import fingerprint
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
 from tests.engines import ENGINE
-from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, hurry, soon, told
+from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, await_no_followers, followers, hurry, soon, told
 from tests.tiny_models import write_tiny_llama
 
 
@@ -55,7 +55,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: 
         verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
     assert verdict.passed
     llm.close()
-    assert soon(lambda: not followers())
+    await_no_followers()
     with pytest.raises(ClosedError):
         llm.generate(PROMPTS, GREEDY)
 
@@ -79,7 +79,7 @@ def test_stages_say_what_one_process_says(
         assert len(followers()) == processes - 1
         assert told(llm) == want
     assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: l
     assert caught.value.rank == 2
     with pytest.raises(ClosedError):
         llm.generate(PROMPTS, GREEDY)
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list[list[int]]) -> None:
@@ -169,7 +169,7 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list
     with pytest.raises(PeerLostError, match=rf"rank 1 \(process {follower.pid}\) does not answer"):
         list(stream)
     assert time.monotonic() - began < 8.0
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}"):
         list(stream)
     assert time.monotonic() - began < 8.0  # and not 10 s, as a rank may have at the start
-    assert soon(lambda: not followers(), 30.0)
+    await_no_followers()
 
 
 @pytest.mark.parametrize(("kind", "size"), [("none", 2), ("int4", 3)])
@@ -207,7 +207,7 @@ def test_floats_add_up_in_parts_to_the_texts_of_one_process(
         with LLM(folder / "target", tensor_parallel=size, **options) as several:
             assert told(several) == want
             assert fingerprint(several) == own
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 def test_a_rank_with_other_parts_of_sums_is_refused(
@@ -222,7 +222,7 @@ def test_a_rank_with_other_parts_of_sums_is_refused(
     monkeypatch.setattr(Ranks, "start", other)
     with pytest.raises(ModelError, match=r"^rank 1 differs from rank 0 in sum_parts; all ranks must run"):
         LLM(folder / "target", tensor_parallel=2, **ENGINE)
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 def test_ranks_that_run_something_else_are_refused(
@@ -235,7 +235,7 @@ def test_ranks_that_run_something_else_are_refused(
         "rank 1 differs from rank 0 in code and kernels; all ranks must run the same: start them from one "
         "installation and one model"
     )
-    assert soon(lambda: not followers())
+    await_no_followers()
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
