@@ -11,6 +11,7 @@ random: the worst case for a cache. Its prepared file is written to --folder and
     by chance   what the cost curve expects: experts touched by chance, times the share that is not in memory
     whole       what streaming by whole layers reads in a pass, with as much memory
     gain        output tokens/s of an engine with prompt lookup over those without speculation, in turns
+    control     the same of a second engine without speculation: the noise of the measurement
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from specinfer.tokenizer import Tokenizer
 SHARES = (0.25, 0.5, 0.75)
 NODES = (1, 4)
 PASSES = 12  # that count, behind as many that fill the memory
-TEXT = 32  # tokens of an answer
-ROUNDS = 3
+TEXT = 64  # tokens of an answer
+ROUNDS = 9
 PLAIN: dict[str, Any] = {"lookup": False, "drafts": (), "max_nodes": 1}
 TEMPERATURES = (0.0, 1.5)  # texts that repeat themselves, and texts that nothing can guess
 MADE_FROM = {"made_by": "benchmarks/offload/streamed_experts.py"}
@@ -173,30 +174,37 @@ def streamed(
 
 
 def gains_of(model: Decoder, tokenizer: Tokenizer, random: torch.Generator) -> dict[str, Any]:
-    """Speeds with and without speculation by temperature, medians of rounds in turns."""
+    """Speeds with and without speculation by temperature: medians of rounds, each with its own prompt."""
     options = {"lookup": True, "max_batch_size": 1, "max_context": 512, "kv_cache_memory": 1 << 26}
     config = EngineConfig.from_options("mixture", {"device": "cpu", "dtype": "bfloat16", **options})
-    prompt = torch.randint(0, model.config.vocab_size, (16,), generator=random).tolist()
     found = dict[str, Any]()
-    with LLM.from_models(config, Models(model, tokenizer, {})) as llm, llm.variant(**PLAIN) as plain:
+    with (
+        LLM.from_models(config, Models(model, tokenizer, {})) as llm,
+        llm.variant(**PLAIN) as plain,
+        llm.variant(**PLAIN) as control,
+    ):
+        engines = [("plain", plain), ("lookup", llm), ("control", control)]
         for temperature in TEMPERATURES:
-            speeds = dict[str, list[float]](plain=[], lookup=[])
+            speeds = dict[str, list[float]](plain=[], lookup=[], control=[])
             for number in range(ROUNDS + 1):
+                prompt = torch.randint(0, model.config.vocab_size, (16,), generator=random).tolist()
                 params = SamplingParams(
                     temperature=temperature, max_tokens=TEXT, seed=number, ignore_eos=True
                 )
                 texts = []
-                for name, engine in (("plain", plain), ("lookup", llm)):
+                for name, engine in engines:
                     began = time.perf_counter()
                     [output] = engine.generate([prompt], params)
                     speeds[name].append(len(output.token_ids) / (time.perf_counter() - began))
                     texts.append(output.token_ids)
-                assert texts[0] == texts[1], "speculation changes no text"
-            pairs = zip(speeds["lookup"][1:], speeds["plain"][1:], strict=True)  # the first one warms up
-            found[f"{temperature:g}"] = {
-                "plain": statistics.median(speeds["plain"][1:]),
-                "gain": statistics.median(fast / slow for fast, slow in pairs),
-            }
+                assert texts[0] == texts[1] == texts[2], "speculation changes no text"
+                engines = engines[1:] + engines[:1]  # the first answer of a round reads more experts
+            found[f"{temperature:g}"] = {"plain": statistics.median(speeds["plain"][1:])} | {
+                key: statistics.median(
+                    fast / slow for fast, slow in zip(speeds[name][1:], speeds["plain"][1:], strict=True)
+                )
+                for key, name in (("gain", "lookup"), ("control", "control"))
+            }  # the first round warms up
     return found
 
 
@@ -230,16 +238,16 @@ def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:
             )
     lines += [
         "",
-        f"Answers of {TEXT} tokens, one at a time, in turns with and without lookup: medians of {ROUNDS}.",
+        f"Answers of {TEXT} tokens, one at a time, with lookup, without speculation, and without it again as "
+        f"a control: medians of {ROUNDS} prompts, which begin with each of the three in turn.",
         "",
-        "| in memory | temperature | tokens/s without speculation | gain |",
-        "|---:|---:|---:|---:|",
+        "| in memory | temperature | tokens/s without speculation | gain | control |",
+        "|---:|---:|---:|---:|---:|",
     ]
     for share, cell in cells.items():
         for temperature, speeds in cell["gains"].items():
-            lines.append(
-                row(f"{float(share):.0%}", temperature, f"{speeds['plain']:.2f}", f"{speeds['gain']:.2f}")
-            )
+            ratios = [f"{speeds[name]:.3f}" for name in ("gain", "control")]
+            lines.append(row(f"{float(share):.0%}", temperature, f"{speeds['plain']:.2f}", *ratios))
     return lines
 
 
