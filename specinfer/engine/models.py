@@ -50,6 +50,7 @@ from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
 from specinfer.models.weight_sizes import layer_bytes, weight_bytes
+from specinfer.parallel.processes import FollowerProcesses
 from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host
@@ -93,8 +94,12 @@ class Models:
         return replace(config.streamed, speculation=replace(config.streamed.speculation, drafts=drafts))
 
 
-def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
+def load_models(
+    config: EngineConfig, progress: Progress | None = None, processes: FollowerProcesses | None = None
+) -> Models:
     """Find, check and load every model of a config; a pool counts as its drafts.
+
+    `processes` are followers of this host that have been started for this config.
 
     Raises ModelError and its subclasses for files that cannot be used, ConfigError for a draft that shares no
     token with the target, CapacityError if the weights do not fit into memory.
@@ -115,7 +120,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     dtype = pick_dtype(config.dtype, device, kernels)
     # PyTorch's threads load models.
     with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):
-        return _load_models(config, device, dtype, kernels, lacking, show)
+        return _load_models(config, device, dtype, kernels, lacking, show, processes)
 
 
 def _load_models(
@@ -125,6 +130,7 @@ def _load_models(
     kernels: Kernels,
     lacking: str | None,
     show: Progress,
+    processes: FollowerProcesses | None,
 ) -> Models:
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
@@ -215,7 +221,7 @@ def _load_models(
             for name, draft in models_among(drafts).items()
             if ids[name] is None and name not in foreign and name not in adapted
         }
-        ranks = Ranks(target, config, layout, can, whole_table=reads_table)
+        ranks = Ranks(target, config, layout, can, whole_table=reads_table, processes=processes)
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
         line = f"{_name(target)}: {ranks}"

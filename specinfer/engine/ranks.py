@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import FoundModel
 from specinfer.errors import ConfigError
-from specinfer.kernels.exchange import SharedExchange, shared_file
+from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.library import Library
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
@@ -23,6 +22,7 @@ from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import read_key
 from specinfer.parallel.listener import RankListener
+from specinfer.parallel.processes import FollowerProcesses
 from specinfer.parallel.shard import Layout
 from specinfer.runtime.executor import Host
 from specinfer.runtime.sharded import identity_of
@@ -43,11 +43,13 @@ class Ranks:
         drafts: Mapping[str, tuple[FoundModel, Quantization]],
         *,
         whole_table: bool,
+        processes: FollowerProcesses | None,
     ) -> None:
         """Divide the target, and the `drafts` that allow it, among ranks; drafts use the first stage's.
 
-        With `whole_table` each rank of the first stage has all embeddings, which a head reads. Raises
-        ConfigError if the model cannot be divided among `layout.size` ranks, or the key is invalid.
+        With `whole_table` each rank of the first stage has all embeddings, which a head reads. `processes`
+        are this host's followers if they have been started. Raises ConfigError if the model cannot be divided
+        among `layout.size` ranks, or the key is invalid.
         """
         self.found = found
         self.layout = layout
@@ -64,6 +66,7 @@ class Ranks:
         self._config = config
         self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
+        self._processes = processes
         self._summary = ""
 
     def start(self, library: Library | None, drafts: Sequence[SharedDraft], **settings: Any) -> None:
@@ -80,24 +83,21 @@ class Ranks:
             ConfigError: ranks of other hosts cannot connect to this one.
             PeerLostError: a rank does not connect.
         """
-        width, here = self.layout.width, self._config.ranks_here
-        memory: dict[int, int] = {}  # shared memory of this host's stages, by first rank
+        width = self.layout.width
+        listener = self._listener()
+        processes = self._processes or FollowerProcesses(self._config.ranks_here, width)
         try:
-            if library is not None and width > 1:
-                memory |= {rank: shared_file() for rank in range(0, here - width + 1, width)}
-            path = self.found.model.path.resolve()
-            self._followers = Followers(self.size - 1, path, memory, self._listener())
+            self._followers = Followers(processes, listener)
             try:
                 exchange = None
-                if library is not None and 0 in memory:
-                    exchange = SharedExchange(library, memory[0], width, 0, limit=LIMIT)
+                if library is not None and 0 in processes.memory:
+                    exchange = SharedExchange(library, processes.memory[0], width, 0, limit=LIMIT)
                 self._send_settings(exchange, library is not None, drafts, settings)
             except BaseException:
                 self._followers.close()
                 raise
         finally:
-            for file in memory.values():
-                os.close(file)
+            processes.close_files()
 
     def _send_settings(
         self,
@@ -115,6 +115,7 @@ class Ranks:
                 asdict(
                     Settings(
                         rank=rank,
+                        model=str(self.found.model.path.resolve()),
                         size=self.size,
                         bounds=layout.bounds,
                         quantization=self.quantization,

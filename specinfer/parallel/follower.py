@@ -1,4 +1,4 @@
-"""The follower process of rank 1, 2, ...: `python -m specinfer.parallel.follower JSON` (parallel/launch.py).
+"""The process of rank 1, 2, ...: `python -m specinfer.parallel.follower JSON` (parallel/processes.py).
 
 It loads its part of the model and runs rank 0's commands until rank 0 closes the link or exits. An
 unrecoverable error ends the process; rank 0 detects that and restarts all ranks.
@@ -86,6 +86,7 @@ class Settings:
     """Rank 0's choices for a follower: the model, and how to compute."""
 
     rank: int
+    model: str  # path, for a process that was started without one
     size: int
     bounds: Sequence[int]  # first layers of the stages, as in Layout
     quantization: Quantization
@@ -222,7 +223,7 @@ def main() -> None:
     """Entry point: the inherited file descriptors are the link to rank 0 and shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = json.loads(sys.argv[1])
-    path, failed = Path(options["model"]), threading.Event()
+    failed = threading.Event()
     try:
         link = Link.of(options["link"])
         hosts = link.hosts
@@ -233,6 +234,7 @@ def main() -> None:
         try:
             key = None if options["key_file"] is None else read_key(options["key_file"])
             settings = Settings.decode(message)
+            path = Path(options["model"] or settings.model)
             kernels = settings.kernels()
             group = settings.group(link, kernels, options["memory"])
             model = settings.load(path, kernels, group)

@@ -1,26 +1,21 @@
-"""Followers: starts the processes of ranks 1, 2, ..., and sees them end.
+"""Followers: the other ranks from rank 0's view.
 
-    rank 0                                       a follower (parallel/follower.py)
-    starts it with a socket for its link,        ends when the link or its parent does
-    or accepts it from another host         <--  (parallel/listener.py)
-    settings: the kind, kernels             -->
-                                            <--  the loaded model and its kernels, or an error
-    connect the ranks (parallel/rendezvous.py) -->
-    messages of runtime/sharded.py          -->
-
-On one host no name or port is fixed: the socket is inherited.
+rank 0                                       a follower (parallel/follower.py)
+starts it (parallel/processes.py)            ends when the link or its parent does
+or accepts it from another host         <--  (parallel/listener.py)
+settings: the kind, kernels             -->
+                                        <--  the loaded model and its kernels, or an error
+connect the ranks (parallel/rendezvous.py) -->
+messages of runtime/sharded.py          -->
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -28,12 +23,11 @@ import psutil
 from specinfer.errors import ModelError, PeerLostError
 from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
-from specinfer.parallel.listener import PEER_LOST, RankListener, spawn
+from specinfer.parallel.listener import PEER_LOST, RankListener
+from specinfer.parallel.processes import FollowerProcesses
 from specinfer.parallel.rendezvous import HERE
 from specinfer.version import VERSION
 
-_GRACE: Final = 1.0  # seconds for followers to end by themselves
-_CHECK_INTERVAL: Final = 0.5  # seconds between checks that all of them live
 _SETTLE: Final = 0.5  # seconds for ranks that noticed a loss to end
 _LOADING: Final = 600.0  # seconds that a follower may load longer than this rank
 _JOINING: Final = 600.0  # seconds to wait for followers on other hosts
@@ -79,46 +73,27 @@ class _Follower:
             return False
         return bool(found == psutil.STATUS_STOPPED)
 
-    def end(self, until: float) -> None:
-        """Wait for a process on this host until the given time, then kill it."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
 
 class Followers:
     """Ranks 1 .. size - 1."""
 
-    def __init__(
-        self, count: int, model: Path, memory: Mapping[int, int], listener: RankListener | None = None
-    ) -> None:
-        """Wait for the ranks of `listener`, start the others of `count` here, and have them load `model`.
+    def __init__(self, processes: FollowerProcesses, listener: RankListener | None = None) -> None:
+        """Wait until the followers of this host have been started, and those of `listener` have connected.
 
-        Started processes inherit the shared-memory files in `memory`, keyed by the first rank of a stage.
         Raises OSError if one cannot be started, PeerLostError if one does not connect.
         """
-        self._model, self._memory, self._listener = model, memory, listener
+        self._processes, self._listener = processes, listener
         self._all: list[_Follower] = []
-        self._started, self._closing = threading.Event(), threading.Event()
-        self._failure: OSError | None = None
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
-        here = count if listener is None else count - len(listener.ranks)
-        # Linux treats the end of the thread that started a process as the end of its parent.
-        self._process_thread = threading.Thread(target=self._run_processes, args=(here,), daemon=True)
-        self._process_thread.start()
-        self._started.wait()
         try:
-            if self._failure is not None:
-                raise self._failure
+            here = enumerate(processes.started(), start=1)
+            self._all += [_Follower(rank, link, "", process) for rank, (link, process) in here]
             remote = {} if listener is None else listener.wait(_JOINING)
             self._all += [_Follower(rank, one.link, one.host, None) for rank, one in sorted(remote.items())]
         except BaseException:
             self.close()
             raise
+        processes.check = self._check
 
     @property
     def hosts(self) -> list[str]:
@@ -197,31 +172,18 @@ class Followers:
 
     def close(self) -> None:
         """Close the links, which ends the followers; one that does not end is killed. Never waits."""
-        self._closing.set()  # first, so that no end from now on counts as a loss
+        self._processes.close()  # first, so that no end from now on counts as a loss
         if self._listener is not None:
             self._listener.close()
-        for link in self.links:
+        for link in self.links:  # those of other hosts, too
             link.close()
 
     def wait(self) -> None:
         """Wait until all followers on this host have ended, after `close`."""
-        self._process_thread.join()
+        self._processes.wait()
 
-    def _run_processes(self, count: int) -> None:
-        """The thread that starts the followers on this host and waits for their ends."""
-        try:
-            for rank in range(1, count + 1):
-                parent, child = socket.socketpair()
-                with child:
-                    process = spawn(child.fileno(), self._model, self._memory)
-                self._all.append(_Follower(rank, Link(parent), "", process))
-        except OSError as error:
-            self._failure = error
-        self._started.set()
-        while not self._closing.wait(_CHECK_INTERVAL):
-            if any(one.ended() for one in self._all) and self.on_end and not self._closing.is_set():
-                self.on_end()
-                self._closing.wait()
-        until = time.monotonic() + _GRACE
-        for one in self._all:
-            one.end(until)
+    def _check(self) -> None:
+        """Call `on_end` once if a follower has ended."""
+        if self.on_end and any(one.ended() for one in self._all) and not self._processes.closing:
+            on_end, self.on_end = self.on_end, None
+            on_end()

@@ -14,16 +14,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from specinfer.errors import ConfigError, PeerLostError
@@ -181,26 +176,3 @@ def join_group(address: tuple[str, int], key: bytes, rank: int, host: str) -> Li
             raise (ConfigError if message["ends"] else ConnectionRefusedError)(message["refused"])
     link.within(None)
     return link
-
-
-def spawn(
-    link: int, model: Path, memory: Mapping[int, int], key_file: str | None = None
-) -> subprocess.Popen[bytes]:
-    """Start the process of a follower on this host, with inherited files; raises OSError.
-
-    It inherits the socket `link`, which leads to rank 0, and the shared-memory file of each stage in
-    `memory`, keyed by the first rank of the stage.
-    """
-    arguments = {
-        "link": link,
-        "model": str(model),
-        "memory": memory,
-        "key_file": key_file,
-        "parent": os.getpid(),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "specinfer.parallel.follower", json.dumps(arguments)],
-        pass_fds=[link, *memory.values()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is handled by the parent
-    )

@@ -52,6 +52,7 @@ from specinfer.version import VERSION
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
+    from specinfer.parallel.processes import FollowerProcesses
 
 _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile; other works must not wait for it
@@ -301,22 +302,33 @@ def end_with(server: int) -> None:
 def load_code() -> None:
     """Import the engine's code, without garbage collection meanwhile or later scans of these objects."""
     gc.disable()
-    import specinfer.llm  # noqa: F401 - `run` imports from it
+    import specinfer.llm  # noqa: F401 - `run` imports it
 
     gc.freeze()
     gc.enable()
 
 
-def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) -> int:
+def run(
+    connection: Connection,
+    config: EngineConfig,
+    processes: FollowerProcesses | None = None,
+    *,
+    linger: float = 0.0,
+) -> int:
     """Load an engine with this config, report it ready, and serve until the other side closes the socket.
 
-    Returns the exit status: 0, or 2 after a "failed" message. If a rank is lost, the process exits `linger`
-    seconds after its last log line.
+    `processes` are its followers if they have been started. Returns the exit status: 0, or 2 after a "failed"
+    message. If a rank is lost, the process exits `linger` seconds after its last log line.
     """
+    from specinfer.engine.drafts import with_pool_members
+    from specinfer.engine.models import load_models
     from specinfer.llm import LLM
 
+    show = default_progress(shows_lines=False)  # the log shows the progress
     try:
-        llm = LLM(config, progress=default_progress(shows_lines=False))  # the log shows the progress
+        config = with_pool_members(config, show)
+        models = load_models(config, show, processes)
+        llm = LLM.from_models(models.settled(config), models, progress=show)
     except SpecInferError as error:
         connection.send(("failed", str(error)))
         return 2
@@ -325,18 +337,29 @@ def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) ->
     return 0
 
 
+def _receive_config(connection: Connection) -> tuple[EngineConfig, FollowerProcesses | None]:
+    """Wait for the config, and start its followers, which import PyTorch while this process does."""
+    config: EngineConfig = connection.recv()
+    if config.ranks_here == 1:
+        return config, None
+    from specinfer.parallel.processes import FollowerProcesses
+
+    return config, FollowerProcesses(config.ranks_here, config.tensor_parallel)
+
+
 def main() -> None:
     """Load the engine of the config that comes first, and serve until the server closes the socket."""
     threading.Thread(target=end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
+    first = ThreadPoolExecutor(1, thread_name_prefix="config").submit(_receive_config, connection)
     load_code()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which drains and closes
     configure(sys.argv[3], sys.argv[2], sys.argv[4])
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     try:
-        config: EngineConfig = connection.recv()
+        config, processes = first.result()
     except (EOFError, OSError):  # the server ended before it had a config
         sys.exit(0)
-    if status := run(connection, config):
+    if status := run(connection, config, processes):
         sys.exit(status)
     os._exit(0)  # intake threads may still compile a grammar; do not wait for them
 

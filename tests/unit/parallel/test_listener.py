@@ -5,21 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError, PeerLostError
-from specinfer.parallel import launch, listener
+from specinfer.parallel import listener, processes
+from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.listener import RankListener, join_group
+from specinfer.parallel.processes import FollowerProcesses
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life, and looks at followers, five times as often."""
     monkeypatch.setattr(listener, "_HEARTBEAT", 0.1)
-    monkeypatch.setattr(launch, "_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr(processes, "_CHECK_INTERVAL", 0.1)
 
 
 def test_a_rank_may_join_again_after_its_link_ended() -> None:
@@ -76,11 +77,11 @@ def test_refused_connections_do_not_block_the_listener() -> None:
         one.close()
 
 
-def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
     address = gate._listening.getsockname()
     links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
-    begun, heard = launch.Followers(2, tmp_path, {}, gate), list[object]()
+    begun, heard = Followers(FollowerProcesses(1, 1), gate), list[object]()
     assert begun.addresses == ["", "", ""], "they are of this host"
     begun.on_end = lambda: heard.append("a loss")
     close = Link.close
@@ -98,11 +99,11 @@ def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.Monkey
         link.close()
 
 
-def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost() -> None:
     gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
     address = gate._listening.getsockname()
     links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
-    begun = launch.Followers(2, tmp_path, {}, gate)
+    begun = Followers(FollowerProcesses(1, 1), gate)
     links[0].send(LOST)
     assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")
     links[1].close()

@@ -27,6 +27,7 @@ from specinfer.engine.ranks import Ranks
 from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
 from specinfer.models.language_model import LanguageModel
 from specinfer.parallel.launch import Followers
+from specinfer.parallel.processes import FollowerProcesses
 from specinfer.progress import NoProgress
 from specinfer.serve.backend.engine_process import fingerprint
 from specinfer.serve.backend.replica_backend import ReplicaBackend
@@ -240,12 +241,12 @@ def test_ranks_that_run_something_else_are_refused(
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     settings = {
-        **{"rank": 1, "size": 2, "quantization": "int8", "dtype": "float32"},
+        **{"rank": 1, "model": str(tmp_path / "none"), "size": 2, "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
         **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
         **{"sum_parts": 1, "drafts": [], "max_context": None},
     }
-    begun, ended = Followers(1, tmp_path / "none", {}), threading.Event()
+    begun, ended = Followers(FollowerProcesses(2, 1)), threading.Event()
     begun.on_end = ended.set
     begun.send_settings([settings])
     with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
@@ -256,6 +257,18 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     begun.close()
     begun.wait()
     assert not followers()
+
+
+def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("specinfer.parallel.processes.spawn", spawn)
+    begun = FollowerProcesses(2, 2)
+    with pytest.raises(BlockingIOError):
+        Followers(begun)
+    begun.wait()
+    begun.close_files()
 
 
 @pytest.mark.parametrize(
