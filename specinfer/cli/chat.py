@@ -112,7 +112,7 @@ class ChatSession:
                     sys.stdout.flush()
         except KeyboardInterrupt:
             click.echo(" [stopped]", nl=False)
-            if not text:  # nothing was said, so nothing is remembered
+            if not text:  # an empty answer is not part of the conversation
                 del self._messages[-1]
                 click.echo()
                 return

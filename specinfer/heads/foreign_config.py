@@ -103,7 +103,7 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
     biased = f"{attention}q_proj.bias" in shapes
     layers = len({found[1] for found in map(_LAYER.match, shapes) if found})
     kinds = c.get("layer_types")
-    told: dict[str, object] = {
+    settings: dict[str, object] = {
         "num_hidden_layers": layers,
         "layer_types": kinds[:layers] if isinstance(kinds, list) else None,
         "model_type": "llama",
@@ -112,20 +112,20 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
         "tie_word_embeddings": False,
     }
     if f"{attention}q_norm.weight" in shapes:
-        told["model_type"] = "qwen3"
+        settings["model_type"] = "qwen3"
     elif biased and f"{attention}o_proj.bias" not in shapes:
-        told["model_type"] = "qwen2"
+        settings["model_type"] = "qwen2"
     if (keys := shapes.get(f"{attention}k_proj.weight")) and c.get("head_dim") is None:
-        told["head_dim"] = keys[0] // count(c, "num_key_value_heads", count(c, "num_attention_heads", 32))
+        settings["head_dim"] = keys[0] // count(c, "num_key_value_heads", count(c, "num_attention_heads", 32))
     if (named := shapes.get("d2t", shapes.get("lm_head.weight"))) and c.get("draft_vocab_size") is None:
-        told["draft_vocab_size"] = named[0]
+        settings["draft_vocab_size"] = named[0]
     if kind != EAGLE_3:
-        return {**c, **told, "architectures": [_EARLY], "fc_bias": "fc.bias" in shapes}
+        return {**c, **settings, "architectures": [_EARLY], "fc_bias": "fc.bias" in shapes}
     if architecture is None:
-        told["architectures"] = [_EAGLES[0]]
+        settings["architectures"] = [_EAGLES[0]]
         if "mask_hidden" in shapes:  # NVIDIA's P-EAGLE
-            told["ptd_token_id"] = _mask((c,), ("mask_token_id", *_VLLM_MASKS))
-    return {**c, **told}
+            settings["ptd_token_id"] = _mask((c,), ("mask_token_id", *_VLLM_MASKS))
+    return {**c, **settings}
 
 
 def unchanged_name(c: Mapping[str, object], name: str) -> str | None:

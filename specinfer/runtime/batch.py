@@ -172,8 +172,8 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
         num_blocks += len(part.block_table)
     count = len(tokens)
     every = len(wanted) == count
-    told = array("q", [*tokens, *positions, *(() if every else wanted)])
-    numbers = torch.frombuffer(told, dtype=torch.int64) if told else torch.empty(0, dtype=torch.int64)
+    values = array("q", [*tokens, *positions, *(() if every else wanted)])
+    numbers = torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
     if device.type != "cpu":
         numbers = numbers.to(device)
     return ModelBatch(
