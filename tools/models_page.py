@@ -90,8 +90,8 @@ def tried(kind: str) -> Tried:
             ours = load_hosted(folder, kernels("native"))
             differs = difference(theirs, ours)
         except ModelError as error:
-            reason = _line(error).removeprefix("it ").partition(": there is no family")[0]
-            return Tried(kind, False, "", reason)
+            cause = error.__cause__
+            return Tried(kind, False, "", _line(cause if isinstance(cause, UnhostedError) else error))
         if not differs < TOLERANCE:
             return Tried(kind, False, f"{differs:.0e}", "has other logits")
         if not same_with_a_tree(ours):
