@@ -68,11 +68,12 @@ def picture(steps: list[Step]) -> str:
     frames, text = [], ""
     passes, tokens = 0, 0
     for step in steps:
-        frames.append(_frame(step, text, f"pass {passes + 1}: {len(step.texts) - 1} guesses", verified=False))
+        guesses = _count(len(step.texts) - 1, "guess")
+        frames.append(_frame(step, text, f"pass {passes + 1}: {guesses}", verified=False))
         passes, tokens = passes + 1, tokens + len(step.made)
         text += "".join(step.made)
-        gain = f"pass {passes}: {len(step.path)} guesses accepted and one token of the model's own"
-        frames.append(_frame(step, text, f"{gain}; {tokens} tokens so far", verified=True))
+        gain = f"pass {passes}: {_count(len(step.path), 'guess')} accepted and one token of the model's own"
+        frames.append(_frame(step, text, f"{gain}; {_count(tokens, 'token')} so far", verified=True))
     height = TOP + ROW * max(len(_rows(step)) and max(_rows(step)) + 1 for step in steps) + 20
     total = SECONDS_OF_A_FRAME * len(frames)
     share = 100 / len(frames)
@@ -97,6 +98,11 @@ def picture(steps: list[Step]) -> str:
     )
 
 
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def _frame(step: Step, text: str, caption: str, *, verified: bool) -> str:
     lines = text.split("\n")[-5:]
     drawn = [
@@ -106,7 +112,7 @@ def _frame(step: Step, text: str, caption: str, *, verified: bool) -> str:
     drawn.append(f'<text class="faint" x="{LEFT}" y="{TOP - 22}">{escape(caption)}</text>')
     rows, depths = _rows(step), _depths(step)
     places = [(LEFT + COLUMN * depth, TOP + ROW * row) for row, depth in zip(rows, depths, strict=True)]
-    good = {0, *step.path} if verified else {0}
+    good = step.path if verified else []  # not node 0, which is text already
     for node, parent in enumerate(step.parents):
         if parent >= 0:
             drawn.append(_line(places[parent], places[node]))
