@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "tree_picture.py"))
 SVG = "{http://www.w3.org/2000/svg}"
+GUESSES = ("mid code", "mid code goodtext")  # classes of the nodes of concept pictures
 
 
 def test_a_step_has_two_frames_and_its_tokens() -> None:
@@ -51,3 +52,13 @@ def test_every_picture_of_the_pages_is_xml_with_a_title_and_colours_for_dark_pag
             text = path.read_text(encoding="utf-8")
             assert ElementTree.fromstring(text).find(f"{SVG}title") is not None
             assert "prefers-color-scheme: dark" in text
+
+
+def test_the_pictures_of_the_concepts_show_one_tree() -> None:
+    trees = []
+    for name in ("tree", "verification"):
+        drawn = ElementTree.fromstring((ROOT / "docs" / "images" / f"concept-{name}.svg").read_text("utf-8"))
+        nodes = [text for text in drawn.iter(f"{SVG}text") if text.get("class") in GUESSES]
+        by_column = sorted(nodes, key=lambda node: (float(node.get("x", 0)), float(node.get("y", 0))))
+        trees.append([node.text for node in by_column])
+    assert trees[0] == trees[1] == ["woke", "up", "from", ",", "and", "it"]
