@@ -25,6 +25,8 @@ class Echo(Speculator):
         return trees
 
 
-llm = LLM("smollm2-135m", speculators=[Echo(period=6)], max_nodes=8)
-[output] = llm.generate("red green blue, red green blue, red", SamplingParams(temperature=0, max_tokens=48))
+# Without lookups, which would propose the same tokens. "red green blue, " has four.
+llm = LLM("smollm2-135m", speculators=[Echo(period=4)], lookup=False, max_nodes=8)
+prompt = "red green blue, red green blue, red green blue, red green blue, red"
+[output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=48))
 print(output.text, output.figures.accepted_by, f"{output.figures.tokens_per_step:.2f} tokens per step")

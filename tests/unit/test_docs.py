@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,14 +76,6 @@ def test_the_readmes_program_prints_what_it_says(capsys: pytest.CaptureFixture[s
     shown = [re.fullmatch(r"(\d+\.\d) tokens per step", line) for line in (steps, said.splitlines()[1])]
     assert all(shown)
     assert [float(found[1]) > 3 for found in shown if found] == [True, True]
-
-
-@pytest.mark.slow
-def test_the_example_of_a_model_that_does_not_fit_runs() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "offload.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert re.search(r"^smollm2-135m: \d+ of 30 layers streamed, .*tokens/s", done.stderr, re.M)
-    assert re.search(r"^[1-9]\d* MB streamed, \d+\.\d s waited for them$", done.stdout, re.M)
 
 
 def test_the_glossary_is_short_and_sorted() -> None:
