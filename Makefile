@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# A shared environment keeps the system's packages that are in range; otherwise versions are exact.
+# A shared environment keeps system packages within the allowed ranges; other environments have exact versions.
 SHARED := $(findstring --system-site-packages,$(VENV_FLAGS))
 CONSTRAIN := $(if $(SHARED),,--constraint constraints.txt)
 
@@ -36,13 +36,13 @@ help: ## this list
 demo: $(RUN) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
 
-serve: $(RUN) ## serve that model to OpenAI clients, on http://127.0.0.1:8000
+serve: $(RUN) ## serve that model to OpenAI clients at http://127.0.0.1:8000
 	@$(BIN)/specinfer serve $(ARGS)
 
-test: lint ## lint, types and the whole test suite: what CI runs
+test: lint ## lint, types and the whole test suite, as in CI
 	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
 
-test-fast: $(DEV) ## the quick tests without real models, a process per core
+test-fast: $(DEV) ## quick tests without real models, a process per core
 	$(BIN)/python -m pytest -m "not slow and not thorough" $(SHARED_OUT) $(ARGS)
 
 test-aarch64: $(DEV) ## kernels for aarch64; on other machines with g++-aarch64-linux-gnu and qemu-user
@@ -62,11 +62,11 @@ format: $(DEV) ## let ruff format and sort
 	$(BIN)/python -m ruff format .
 
 wheel: export SPECINFER_WHEEL_LEVELS ?= all
-wheel: $(MADE) ## a wheel in dist/ with kernels for every kind of CPU of this architecture: minutes
+wheel: $(MADE) ## build a wheel in dist/ with kernels for every kind of CPU of this architecture: minutes
 	$(PIP) wheel --verbose --no-deps --wheel-dir dist --config-settings=--global-option=--quiet .
 	@ls -lh dist/specinfer-*.whl
 
-docs: $(DEV) ## the site, in build/site; a warning fails
+docs: $(DEV) ## build the site in build/site; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 release: ## build, check and try sdist and wheel in dist/, and write the release notes: minutes
@@ -75,17 +75,17 @@ release: ## build, check and try sdist and wheel in dist/, and write the release
 bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python -m $(subst /,.,$(basename $(wildcard benchmarks/*/$*.py))) $(ARGS)
 
-peers-env: ## the engines that bench-peers compares with, in ~/.cache/specinfer-peers (minutes, gigabytes)
+peers-env: ## install the engines of bench-peers in ~/.cache/specinfer-peers (minutes, gigabytes)
 	PYTHON="$(PYTHON)" sh benchmarks/peers/install.sh $(ARGS)
 
-pin: $(DEV) ## write constraints.txt from what is installed
+pin: $(DEV) ## write the installed versions to constraints.txt
 	$(BIN)/python tools/pin_constraints.py
 
 clean: ## remove caches and build results
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## ... and the environment
+distclean: clean ## remove caches, build results and the environment
 	rm -rf $(VENV)
 
 $(MADE):
@@ -96,7 +96,7 @@ $(MADE):
 
 $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py
 	@$(BIN)/python tools/install_torch.py
-	@echo "installing specinfer and what it needs"
+	@echo "installing specinfer and its dependencies"
 	@$(PIP) install --quiet $(CONSTRAIN) --editable '.[serve]'
 	@touch $@
 

@@ -1,8 +1,8 @@
 #!/bin/sh
-# A head for Qwen2.5-Coder-1.5B-Instruct: qwen_coder.sh MODEL.gguf ALPACA_TRAIN.jsonl WORK MINUTES [INIT]
-# Rows of the file are {"prompt": ...}; prompts.py puts functions of ours among them and leaves long ones out.
-# Stanford Alpaca, which gave the prompts of ours, is CC BY-NC 4.0: for more than non-commercial use give other rows.
-# INIT is a head to go on from. What was stopped is gone on with: run it again. WORK/head is the head.
+# Train a head for Qwen2.5-Coder-1.5B-Instruct: qwen_coder.sh MODEL.gguf ALPACA_TRAIN.jsonl WORK MINUTES [INIT]
+# Rows of the file are {"prompt": ...}; prompts.py adds prompts of this repository and drops long ones.
+# The measured head used Stanford Alpaca, which is CC BY-NC 4.0: use other rows for commercial purposes.
+# Training starts from the head INIT, if given, and writes WORK/head. A second run resumes an interrupted one.
 set -eu
 here=$(dirname "$0")
 mkdir -p "$3"

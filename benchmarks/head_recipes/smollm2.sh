@@ -1,11 +1,12 @@
 #!/bin/sh
-# The head that comes with the package: smollm2.sh MODEL.gguf DOLLY_TRAIN.jsonl GSM8K_TRAIN.jsonl WORK MINUTES [INIT [SEED]]
-# Rows of both files are {"prompt": ...}; prompts.py adds ours and leaves long ones out. INIT is a head to go on
-# from, as smollm2-135m-head; another SEED asks prompts in another order. What was stopped is gone on with: run it again.
+# Train the head of the package: smollm2.sh MODEL.gguf DOLLY_TRAIN.jsonl GSM8K_TRAIN.jsonl WORK MINUTES [INIT [SEED]]
+# Rows of both files are {"prompt": ...}; prompts.py adds prompts of this repository and drops long ones.
+# Training starts from the head INIT, if given, for example smollm2-135m-head; SEED sets the order of the prompts.
+# A second run resumes an interrupted one.
 set -eu
 here=$(dirname "$0")
 mkdir -p "$4"
-# GSM8K's answers are the easiest to guess: a few of them are enough.
+# 2,000 prompts of GSM8K are enough, since its answers are the easiest to guess.
 head -n 2000 "$3" > "$4/gsm8k.jsonl"
 python "$here/prompts.py" chat "$2" "$4/gsm8k.jsonl" > "$4/prompts.jsonl"
 resume=$(test -e "$4/head" && echo --resume || true)
