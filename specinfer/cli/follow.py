@@ -40,7 +40,11 @@ _ENDS: Final = {
 @click.option("--master", metavar="HOST:PORT", help="Address of rank 0, as its own --master.")
 @click.option("--key-file", required=True, metavar="FILE", help="File with the shared key.")
 @click.option(
-    "--local-ranks", type=click.IntRange(1), default=1, help="Ranks of this host, from --rank on.  [1]"
+    "--local-ranks",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks of this host, from --rank on.",
 )
 def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks: int) -> None:
     """Compute a part of MODEL for an engine on another host.

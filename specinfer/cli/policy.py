@@ -122,7 +122,8 @@ def _depth(levels: object) -> int:
     "names",
     multiple=True,
     type=click.Choice(_NAMES),
-    help="Policy to replay; repeatable. Default: off, fixed and cost.",
+    show_default="off, fixed and cost",
+    help="Policy to replay; repeatable.",
 )
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="Largest tree of one request, in nodes.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Texts in a batch.")

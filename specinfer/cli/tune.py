@@ -60,7 +60,8 @@ _SHORT: Final = (
     "--collect-minutes",
     type=float,
     metavar="M",
-    help="Time for collecting answers; default: a third.",
+    show_default="a third",
+    help="Time for collecting answers.",
 )
 @click.option(
     "--replace",
@@ -80,6 +81,7 @@ _SHORT: Final = (
 @click.option(
     "--init",
     metavar="target|random|DRAFT",
+    show_default="target; eagle and dspark: random",
     help="Initial weights: layers of the target, random numbers, or a trained draft.",
 )
 @click.option(
@@ -122,7 +124,12 @@ _SHORT: Final = (
     show_default="warm",
     help="Initial weights of later members: the member before, or --init.",
 )
-@click.option("--chat/--raw", default=None, help="Use the chat template, or the bare prompt.")
+@click.option(
+    "--chat/--raw",
+    default=None,
+    show_default="--chat, if there is a template",
+    help="Use the chat template, or the bare prompt.",
+)
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Longest answer.")
 @click.option(
     "--seed",

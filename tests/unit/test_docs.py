@@ -45,10 +45,11 @@ def test_the_readme_has_at_most_600_words() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 600
 
 
-def test_the_tables_of_options_are_made_of_the_options() -> None:
+@pytest.mark.parametrize("name", ["options.md", "commands.md"])
+def test_the_tables_of_options_and_flags_are_made_of_the_code(name: str) -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "options_page.py"))
-    page = tool["PAGE"].read_text(encoding="utf-8")
-    assert tool["written"](page) == page, "run python tools/options_page.py"
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert tool["written"](name) == page, "run python tools/options_page.py"
 
 
 def test_the_computed_table_of_offloading_is_the_plans() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -101,3 +102,28 @@ def test_it_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", ["", *COMMANDS])
+def test_every_flag_is_on_a_page(path: str) -> None:
+    pages = Path(__file__).parents[3] / "docs"
+    start, *found = re.split(r"^###? (.+)$", (pages / "commands.md").read_text(encoding="utf-8"), flags=re.M)
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    text = start + sections.get(path, "")
+    text += "".join(
+        sections[name] for name in ("Flags of a request", "Flags of a load") if name.lower() in text
+    )
+    options = (pages / "options.md").read_text(encoding="utf-8")
+    purposes = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", options, re.M))
+    command = COMMANDS.get(path, cli.cli)
+    missing = []
+    for param in command.get_params(click.Context(command)):
+        if not isinstance(param, click.Option):
+            continue
+        purpose = (param.help or "").partition("  [")[0]  # behind it is the default
+        if purpose and purposes.get(param.name or "", "").startswith(purpose):
+            continue  # an option of the engine or the server, with a row on their page
+        missing += [
+            name for name in (*param.opts, *param.secondary_opts) if not re.search(rf"[`>]{name}\b", text)
+        ]
+    assert missing == [], "run python tools/options_page.py"
