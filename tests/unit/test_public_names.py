@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import specinfer
+import specinfer.speculators
 
 
 def test_the_public_names_are_these() -> None:
@@ -23,6 +27,14 @@ def test_the_public_names_are_these() -> None:
 @pytest.mark.parametrize("name", specinfer.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(specinfer, name) is not None
+
+
+def test_every_public_name_is_on_the_page_of_the_python_api() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    documented = [pkgutil.resolve_name(name) for name in re.findall(r"^::: (\S+)$", page, re.M)]
+    for module in (specinfer, specinfer.speculators):
+        public = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
+        assert {name for name, value in public.items() if value not in documented} == set(), module.__name__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
