@@ -119,8 +119,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
     logprobs_mode: LogprobsMode = "raw"  # raw: model's distribution; processed: after all parameters
 
-    # None of these changes the distribution of the text. `speculation` may also be a bool or a mapping.
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    # None of these changes the distribution of the text.
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)  # or a bool, or a mapping
     prediction: str | tuple[int, ...] | None = None  # the expected output: text or token ids
     cache_salt: str | None = None  # only requests with equal salts share KV blocks and earlier outputs
 

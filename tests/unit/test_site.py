@@ -33,6 +33,17 @@ def test_every_page_is_built(site: Path) -> None:
         assert built.is_file(), built
 
 
+def test_the_python_page_describes_fields(site: Path) -> None:
+    page = (site / "python" / "index.html").read_text(encoding="utf-8")
+    for field, comment in (
+        ("error", "message, if finish_reason"),
+        ("expansion", "widths &lt;k1,k2,...&gt; of"),
+    ):
+        assert f"<li><code>{field}</code>: {comment}" in page
+    above = "[prompt tokens], the first is None; None unless requested."  # a comment above its field
+    assert f"<li><code>prompt_logprobs</code>: {above}" in page
+
+
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loading = [page for page in site.rglob("*.html") if ASSET.search(page.read_text(encoding="utf-8"))]
     assert loading == []
