@@ -70,7 +70,13 @@ _SHORT: Final = (
     help="Head or pool to replace if the new one is significantly better.",
 )
 @click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
-@click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True, help="Loss.")
+@click.option(
+    "--loss",
+    type=click.Choice(_LOSSES),
+    default="hybrid",
+    show_default=True,
+    help="kl: the KL divergence; hybrid: the KL divergence, later the total variation.",
+)
 @click.option(
     "--kind",
     type=click.Choice(("block", "eagle", "ssm")),
