@@ -38,7 +38,7 @@ SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
 INT8 = {**ENGINE, "quantization": "int8"}
 
 
-def told(llm: LLM) -> list[list[int]]:
+def token_ids_of(llm: LLM) -> list[list[int]]:
     return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
 
 

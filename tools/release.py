@@ -110,11 +110,13 @@ def try_packages(sdist: Path, wheel: Path, version: str) -> None:
             "CXX": NO_COMPILER,
             "SPECINFER_CACHE": f"{WORK}/cache",
         }
-        told = output(bare / "specinfer", "--version", **variables)
-        if version not in told or "prebuilt" not in told:
-            raise SystemExit(f"{package.name} says {told!r}; expected version {version} and prebuilt kernels")
+        printed = output(bare / "specinfer", "--version", **variables)
+        if version not in printed or "prebuilt" not in printed:
+            raise SystemExit(
+                f"{package.name} says {printed!r}; expected version {version} and prebuilt kernels"
+            )
         texts.append(output(bare / "specinfer", *PROMPT, **variables))
-        print(f"{package.name}: {told}\n  {texts[-1]}", flush=True)
+        print(f"{package.name}: {printed}\n  {texts[-1]}", flush=True)
     if len(set(texts)) != 1:
         raise SystemExit(f"wheel and sdist answer differently: {texts}")
 

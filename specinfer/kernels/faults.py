@@ -63,13 +63,13 @@ def faults(library: Library) -> Iterator[str]:
     chance = torch.Generator().manual_seed(0)
     for channels, inner in _SHAPES:
         for kind in KINDS:
-            trial = _Trial(library, kind, channels, inner, chance)
+            check = _ProductCheck(library, kind, channels, inner, chance)
             x = 3 * torch.randn(max(_ROWS), inner, generator=chance)
             x = x.bfloat16() if kind == "bfloat16" else x
-            yield from (f"{kind} {channels} x {inner}: {fault}" for fault in trial.faults(x))
+            yield from (f"{kind} {channels} x {inner}: {fault}" for fault in check.faults(x))
 
 
-class _Trial:
+class _ProductCheck:
     """A random matrix of one kind, multiplied by the library and by PyTorch."""
 
     def __init__(

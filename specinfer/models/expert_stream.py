@@ -30,7 +30,7 @@ _Made = TypeVar("_Made")
 _MIN_PIECE: Final = 64 * PAGE  # bytes: smaller ones cost more calls than they save
 
 
-class _Piece(NamedTuple):
+class _SlotPiece(NamedTuple):
     slot: int
     memory: memoryview
     offset: int
@@ -44,7 +44,7 @@ class ExpertReaders:
         self.read_bytes = 0
         self._source = source
         self._piece, self._readers = piece, readers
-        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._pieces: SimpleQueue[_SlotPiece | None] = SimpleQueue()
         self._lock = threading.RLock()  # reentrant: a thread that holds it may collect the stream as garbage
         self._left: dict[int, int] = {}  # bytes on their way, by slot
         self._errors: dict[int, BaseException] = {}
@@ -67,7 +67,7 @@ class ExpertReaders:
             self._left[slot] = length
             self._errors.pop(slot, None)
         for begin in range(0, length, piece):
-            self._pieces.put(_Piece(slot, memory[begin : begin + piece], offset + begin))
+            self._pieces.put(_SlotPiece(slot, memory[begin : begin + piece], offset + begin))
 
     def there(self, slot: int) -> bool:
         """Return True if a slot was read; raises a reader's error after all its reads have ended."""
@@ -110,7 +110,7 @@ class ExpertReaders:
             self._arrived(piece, error)
             del piece, error  # so that this thread does not keep the memory alive
 
-    def _arrived(self, piece: _Piece, error: BaseException | None) -> None:
+    def _arrived(self, piece: _SlotPiece, error: BaseException | None) -> None:
         with self._lock:
             self._left[piece.slot] -= len(piece.memory)
             if error is None:

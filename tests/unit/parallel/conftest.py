@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specinfer import LLM
-from tests.ranks import INT8, told
+from tests.ranks import INT8, token_ids_of
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.parallel.hosts import Hosts
 
@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain(folder: Path, cache: None) -> list[list[int]]:
     with LLM(folder / "target", **INT8) as llm:
-        return told(llm)
+        return token_ids_of(llm)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
-from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, hurry, soon, told
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, hurry, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 
 
@@ -37,19 +37,19 @@ def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
     first, second, three = hosts.follow(), hosts.follow(2), {**hosts.options, "tensor_parallel": 3}
     for _ in range(2):  # the same followers, the same layout
         with LLM(folder / "target", **three) as llm:
-            assert told(llm) == plain
+            assert token_ids_of(llm) == plain
             assert len(hosts.workers()) == 2
         assert soon(lambda: not hosts.workers())
     assert first.poll() is None
     first.terminate()
     assert first.wait(5) == 128 + signal.SIGTERM
     with LLM(folder / "target", **three, local_ranks=2) as llm:
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         assert len(hosts.workers()) == 1
         second.send_signal(signal.SIGINT)
         assert second.wait(5) == 130
         with pytest.raises(PeerLostError, match=r"rank 2 \(on 127\.0\.0\.1\) has closed its link"):
-            told(llm)
+            token_ids_of(llm)
     assert hosts.says().count("follows the engine at 127.0.0.1") == 5
     await_no_followers()
 
@@ -62,7 +62,7 @@ def test_a_stage_on_another_host_shares_memory_if_all_of_it_is_there(
     if not together:
         hosts.follow(3)
     with LLM(folder / "target", **hosts.options, pipeline_parallel=2) as llm:
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         group = llm.models.target.group
         assert group is not None
         assert group.transport == "shared memory"
@@ -94,7 +94,7 @@ def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waite
 
     def run() -> None:
         with LLM(folder / "target", **hosts.options) as llm:
-            found.extend(told(llm))
+            found.extend(token_ids_of(llm))
 
     engine = threading.Thread(target=run)
     engine.start()
@@ -144,13 +144,13 @@ def test_of_two_followers_of_one_rank_the_second_waits(
     with LLM(folder / "target", **hosts.options) as llm:
         second = hosts.follow()
         assert soon(lambda: "rank 1 is connected already from 127.0.0.1" in hosts.says())
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         assert second.poll() is None
         [worker] = hosts.workers()
         assert worker.ppid() == first.pid
     first.terminate()
     with LLM(folder / "target", **hosts.options) as llm:
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
 
 
 def test_a_follower_with_another_model_or_version_is_refused(
@@ -183,7 +183,7 @@ def test_a_host_has_memory_for_its_own_ranks_alone(
     with pytest.raises(CapacityError, match="the weights need"):
         LLM(folder / "target", **INT8)
     with LLM(folder / "target", **hosts.options) as llm:
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         here, there = llm.models.hosts
         assert (here.parts, there.address, len(there.parts)) == ([], "127.0.0.1", 1)
         assert there.free > 1 << 20
@@ -203,7 +203,7 @@ def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
             llm.generate(PROMPTS, GREEDY)
         assert time.monotonic() - began < 8.0  # and not 10 s
     with LLM(folder / "target", **options) as llm:  # it is there again
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         group, heard = llm.models.target.group, list[PeerLostError]()
         assert group is not None
         group.watch(heard.append)

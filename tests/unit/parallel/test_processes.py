@@ -33,7 +33,17 @@ from specinfer.serve.backend.engine_process import fingerprint
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
 from tests.engines import ENGINE
-from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, await_no_followers, followers, hurry, soon, told
+from tests.ranks import (
+    GREEDY,
+    INT8,
+    PROMPTS,
+    SAMPLED,
+    await_no_followers,
+    followers,
+    hurry,
+    soon,
+    token_ids_of,
+)
 from tests.tiny_models import write_tiny_llama
 
 
@@ -42,7 +52,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: 
     llm = LLM(folder / "target", tensor_parallel=2, **options)
     [follower], [here] = followers(), llm.models.hosts
     assert len(here.parts) == 2  # parts of rank 1: one of the target, one of its draft
-    assert told(llm) == plain
+    assert token_ids_of(llm) == plain
     assert follower.is_running()
     draft = llm.models.drafts["draft"]
     assert isinstance(draft, LanguageModel)
@@ -74,11 +84,11 @@ def test_stages_say_what_one_process_says(
 ) -> None:
     common = {**ENGINE, "quantization": options["quantization"]}
     with LLM(folder / "target", **common) as one:
-        want = told(one)
+        want = token_ids_of(one)
     guessing = {"drafts": (str(folder / "draft"),), "lookup": True, "tree_size": "cost"}
     with caplog.at_level("INFO"), LLM(folder / "target", **{**common, **options, **guessing}) as llm:
         assert len(followers()) == processes - 1
-        assert told(llm) == want
+        assert token_ids_of(llm) == want
     assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
     await_no_followers()
 
@@ -106,11 +116,11 @@ def test_ranks_share_drafts(
         assert isinstance(shared, LanguageModel)
         assert shared.number == 1
         assert shared.config.num_heads < 6
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
         figures = llm.statistics()
         assert figures.guessed_tokens["draft"] > 50
         without = llm.variant(drafts=())
-        assert told(without) == plain
+        assert token_ids_of(without) == plain
         assert figures.steps < 0.8 * without.statistics().steps, "they are the guesses of the whole draft"
 
 
@@ -123,7 +133,7 @@ def test_a_draft_that_ranks_cannot_share_is_whole_and_a_target_may_be_its_own(
         draft = llm.models.drafts["draft1"]
         assert isinstance(draft, LanguageModel)
         assert draft.group is None
-        assert told(llm) == plain
+        assert token_ids_of(llm) == plain
 
 
 def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
@@ -144,7 +154,7 @@ def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cach
 
 def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: list[list[int]]) -> None:
     llm = LLM(folder / "target", tensor_parallel=3, **INT8)
-    assert told(llm) == plain
+    assert token_ids_of(llm) == plain
     second = max(followers(), key=lambda one: (one.create_time(), one.pid))
     llm.on_step = lambda _: os.kill(second.pid, signal.SIGKILL)
     began = time.monotonic()
@@ -203,10 +213,10 @@ def test_floats_add_up_in_parts_to_the_texts_of_one_process(
     with LLM(folder / "target", **options) as plain:
         found = {fingerprint(plain)}
     with LLM(folder / "target", sum_parts=8, **options) as one:
-        want, own = told(one), fingerprint(one)
+        want, own = token_ids_of(one), fingerprint(one)
         assert own not in found
         with LLM(folder / "target", tensor_parallel=size, **options) as several:
-            assert told(several) == want
+            assert token_ids_of(several) == want
             assert fingerprint(several) == own
     await_no_followers()
 

@@ -181,8 +181,8 @@ def test_what_follows_all_samples_below_its_node_may_go(
 )
 def test_the_likeliest_nodes_are_a_tree(most: int, left: set[tuple[int, ...]]) -> None:
     whole = tree()
-    hopes = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
-    assert paths(likeliest(whole, [hopes[whole.path_tokens(n)] for n in range(7)], most)) == left
+    probabilities = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
+    assert paths(likeliest(whole, [probabilities[whole.path_tokens(n)] for n in range(7)], most)) == left
 
 
 def test_samples_are_among_the_likeliest_however_unlikely() -> None:
