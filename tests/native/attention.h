@@ -1,4 +1,4 @@
-// Attention along paths, and what is done to heads before it.
+// Attention along paths, and the preparation of heads.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace proof {
 
-// The paths of some requests, as their rows name them, whose last positions are those of their rows.
+// The paths of the rows of some requests; the rows are at the last positions of their request.
 struct Requests {
   int32_t block_size = 1;
   std::vector<int32_t> tables, shared, tail_ends{0}, tails;
@@ -45,7 +45,7 @@ struct Requests {
     return {tails.begin() + tail_ends[row], tails.begin() + tail_ends[row + 1]};
   }
 
-  // Slots.
+  // The slots on the path of a row.
   std::vector<int32_t> path(int64_t row) const {
     std::vector<int32_t> path;
     for (int32_t i = 0; i < shared[row]; ++i) path.push_back(slot(of(row), i));
@@ -62,7 +62,7 @@ struct Requests {
 
 constexpr int64_t kSlots = 512;
 
-// A prompt's last rows, a tree of nine nodes behind 130 positions, one of three behind 61, and a row alone.
+// The last rows of a prompt, a tree of nine nodes after 130 positions, one of three after 61, and a single row.
 inline Requests some_requests(int32_t block_size, Chance& chance) {
   std::vector<int32_t> blocks(kSlots / block_size);
   std::iota(blocks.begin(), blocks.end(), 0);
@@ -155,7 +155,7 @@ void prove_attention(const Library& library, int64_t head, int64_t window, int32
       }
       want.insert(want.end(), sums.begin(), sums.end());
     }
-    // Alone, as a node of a tree, and as text in blocks of 1.
+    // The row by itself: as a node of a tree, and as text in blocks of one position.
     Requests node, text;
     node.block_size = block_size;
     const Request& request = all.of(r);

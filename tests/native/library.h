@@ -1,4 +1,4 @@
-// A library of native kernels, as kernels/cpu/library.cpp offers it.
+// The functions of a library of native kernels, as kernels/cpu/library.cpp exports them.
 
 #pragma once
 

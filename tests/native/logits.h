@@ -1,4 +1,4 @@
-// Reads of a whole row of logits.
+// Scans of rows of logits.
 
 #pragma once
 
@@ -69,7 +69,7 @@ inline void prove_reads(const Library& library, Chance& chance) {
   }
 }
 
-// The winner of the race among the ids that the filters leave, in plain loops.
+// The winner of the race among the ids that pass the filters, in plain loops.
 inline int64_t chosen(const std::vector<float>& logits, const std::vector<int64_t>& order, const Ask& ask) {
   const auto size = static_cast<int64_t>(logits.size());
   if (ask.temperature == 0) return order[0];
@@ -128,7 +128,7 @@ void prove_rows_of_logits(const Library& library, Chance& chance) {
     check(std::fabs(masses[at] / total - 1) < 1e-5, "the mass" + name + " is off");
   }
   const Ask kinds[] = {{0, 0, 1, 0}, {0.8, 0, 1, 0}, {1, 40, 1, 0}, {1, 0, 0.9, 0}, {1, 0, 1, 0.02}, {1.5, 300, 0.8, 0.01}};
-  // The likeliest of each chosen row but one is banned, and some penalised, the banned one among them.
+  // In each chosen row but one the likeliest id is banned, and some ids have penalties, the banned one too.
   std::vector<int64_t> changed_ids, ends;
   std::vector<Terms> terms;
   std::vector<std::vector<float>> changed;

@@ -1,4 +1,4 @@
-// Float types, numbers by chance, and how results are compared.
+// Float types, random numbers, and comparisons of results.
 
 #pragma once
 

@@ -17,11 +17,11 @@ const char* const kKinds[] = {"float32", "bfloat16", "int8", "int4"};
 
 inline float inverse_of_largest(float most) { return most < 1e-30f ? 0.0f : 127.0f / most; }
 
-// A random matrix, and rows T of numbers to be multiplied with it.
+// A random matrix, and rows of type T to multiply with it.
 template <typename T>
 struct Trial {
   Kind kind;
-  bool exact;                                       // whether results are known to the last bit
+  bool exact;                                       // true if results are known to the last bit
   int64_t channels, inner, padded, groups, blocks;  // padded to groups
   std::vector<float> weight;                        // [channels, padded] of float32, bfloat16 and int8
   std::vector<uint8_t> levels;                      // [channels, padded] of int4
@@ -121,7 +121,7 @@ struct Trial {
     return widen_half(halves[at]) * (levels[channel * padded + i] - zeros[at] / 16.0);
   }
 
-  // Where its scale and its zero are.
+  // Index of the scale and the zero of a group.
   int64_t group_of(int64_t channel, int64_t group) const {
     return (channel / kBlock * groups + group) * kBlock + channel % kBlock;
   }
@@ -204,7 +204,7 @@ void prove_product(const Library& library, Kind kind, int64_t channels, int64_t 
     }
     check(differing == 0, name + std::to_string(differing) + " results differ");
   } else {
-    const double tolerance = kind == Kind::kInt4 ? kNear<BFloat16> : kNear<T>;  // its weights become bfloat16
+    const double tolerance = kind == Kind::kInt4 ? kNear<BFloat16> : kNear<T>;  // int4 weights become bfloat16
     check(near(whole, want, tolerance), name + "results are off");
   }
 }

@@ -1,8 +1,8 @@
-// What native kernels compute, held against plain loops: `proof LIBRARY` prints what is wrong, a line each.
+// Compares native kernels with plain loops: `proof LIBRARY` prints a line for each fault.
 //
-// kernels/faults.py holds them against PyTorch on the machine that is to use them. This is for where no Python
-// runs, as under an emulator, and looks at what lies between products as well. int8 products, int4 ones without a
-// matrix unit, sums and copies must be right to the last bit, others nearly; no row may depend on the rows beside it.
+// kernels/faults.py compares products with PyTorch on the machine that uses them. This program needs no Python, so it
+// runs under an emulator, and also tests the operations between products. int8 products, int4 ones without a matrix
+// unit, sums and copies must be equal to the last bit, and others within a tolerance. No row may depend on other rows.
 // tests/unit/kernels/test_native_proof.py compiles and runs it.
 
 #include "attention.h"

@@ -1,4 +1,4 @@
-// What lies between products: norms, activations and embeddings.
+// Norms, activations and embeddings.
 
 #pragma once
 

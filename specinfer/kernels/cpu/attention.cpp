@@ -29,8 +29,7 @@
 namespace specinfer {
 namespace {
 
-// multiplications per job: the minimum that is worth waking threads, which still spin after a product
-constexpr double kPieceWork = 1 << 15;
+constexpr double kPieceWork = 1 << 15;  // minimum multiplications of a job
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kInPlaceRows = 6;
 
@@ -80,7 +79,7 @@ struct Task {
 template <typename T, bool Plain>
 class Worker {
  public:
-  // `parted` is the maximum number of keys of a task after its parting.
+  // parted: maximum number of keys of a task from its parting on.
   Worker(const Shape& shape, const Way& way, const Heads& heads, const T* q, const T* k, const T* v, T* out,
          int64_t parted)
       : shape_(shape),

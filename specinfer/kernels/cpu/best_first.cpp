@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kCandidates = 16, kRacers = 32;  // per level: the likeliest, and the candidates of a race
 constexpr int64_t kWidth = 8;                      // maximum children of a node
 
-// A path in the queue: the parent of its last node.
+// A path in the queue, stored as the parent of its last node and the rank of that node.
 struct QueuedPath {
   double likelihood;
   int64_t order, parent, level, before, rank;

@@ -1,7 +1,7 @@
 // The target's own choice in many rows at once.
 //
-// verify/target_law.py and verify/coupled.py define a row's choice. This code makes it if it is certainly the same
-// one, and otherwise returns undecided, which is rare:
+// verify/target_law.py and verify/coupled.py, the twins, define a row's choice. This code returns that choice if
+// rounding cannot change it, and otherwise kUndecided, which is rare:
 //
 //   top_k       compares floats: exact
 //   weights     exp of the same float64 number: two machines' exp differ by a relative 1e-16
@@ -24,7 +24,7 @@ constexpr double kFar = 1e-9;             // relative difference that rounding c
 constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
 constexpr double kSmallest = 1e-290;      // min_p below it: the weights have few digits
 constexpr int64_t kMostSummed = 1 << 20;  // weights
-constexpr int64_t kFirstPool = 64;        // likely ids that are tried first; then four times as many, ...
+constexpr int64_t kFirstPool = 64;        // likely ids of the first try; each further try has four times as many
 
 int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
   if (racers.size() != 1) return kUndecided;

@@ -19,12 +19,12 @@ namespace specinfer {
 namespace {
 
 constexpr auto kNap = std::chrono::milliseconds(50);  // between checks that a process is alive
-// A file descriptor that was not opened yet, that cannot be opened, and that of a forgotten process.
+// Values for a file descriptor that was not opened yet, that cannot be opened, and that was closed.
 constexpr int kUnknown = -1, kNone = -2, kForgotten = -3;
 
 #if defined(__linux__)
 
-// Sleep while `number` equals `seen`, at most kNap. FUTEX_PRIVATE would not see other processes.
+// Sleep while `number` equals `seen`, at most kNap. FUTEX_PRIVATE works within one process only.
 void sleep_on(std::atomic<uint32_t>& number, uint32_t seen) {
   const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
   syscall(SYS_futex, &number, FUTEX_WAIT, seen, &nap, nullptr, 0);
@@ -92,16 +92,16 @@ Exchange::~Exchange() {
 }
 
 void Exchange::leave(int32_t rank) {
-  int32_t nobody = 0;
-  places_[rank].gone.compare_exchange_strong(nobody, rank + 1);
+  int32_t none = 0;
+  places_[rank].gone.compare_exchange_strong(none, rank + 1);
   wake(places_[rank].turn);
 }
 
 bool Exchange::lose(int32_t rank, Loss loss) {
   loss_ = loss;
   lost_ = rank;
-  int32_t nobody = 0;
-  places_[rank_].gone.compare_exchange_strong(nobody, rank + 1);
+  int32_t none = 0;
+  places_[rank_].gone.compare_exchange_strong(none, rank + 1);
   wake(places_[rank_].turn);
   return false;
 }
@@ -116,7 +116,7 @@ bool Exchange::ended(int32_t rank) {
   return has_ended(watched);
 }
 
-// The rank that others have lost, or this one if it left; -1: none.
+// The first rank that any rank has lost, or this one if it left; -1: none.
 int32_t Exchange::first_lost(int32_t rank) const {
   for (int32_t r = 0; r < ranks_; ++r) {
     const int32_t gone = places_[r].gone.load() - 1;

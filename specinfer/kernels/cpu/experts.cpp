@@ -74,7 +74,7 @@ struct Routes {
   }
 };
 
-// x as float32.
+// x converted to float32.
 const float* widened_rows(Type type, const void* x, int64_t rows, int64_t size) {
   if (type == Type::kFloat32) return static_cast<const float*>(x);
   auto* const to = Scratch::get().take<float>(rows * size);

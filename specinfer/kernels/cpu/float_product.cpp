@@ -1,7 +1,7 @@
 // Products with float32 and bfloat16 weights in vector registers.
 //
-// bfloat16 is multiplied by pairs in float32. A channel has two sums, of alternating steps, so that an operation need
-// not wait for the one before; the order is the same for every number of rows.
+// bfloat16 is multiplied by pairs in float32. A channel has two sums, of alternating steps, so that consecutive
+// operations are independent; the order is the same for every number of rows.
 
 #include "register_tiles.h"
 #include "scratch.h"

@@ -1,7 +1,7 @@
 // Scans of one row of logits, float32 or bfloat16 in place; the twins are in verify/target_law.py.
 //
 // Each result is exact (highest, likeliest_of), or accurate enough that the caller can decide in float64 (mass_of,
-// race). Choices are then the twins' to the last token, independent of the machine's exp and log.
+// race). So choices equal those of target_law.py and do not depend on the machine's exp and log.
 
 #pragma once
 
@@ -19,8 +19,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Error bound of the float32 screen; target_law.py has the proof.
 constexpr double kScreen = (1.0 + 1.0 / 1024) * 4294967296.0;
-// Scores whose relative difference is smaller are left to the caller: a thousand times the difference between two
-// machines' exp and log.
+// The caller decides between scores whose relative difference is smaller: a thousand times the difference between
+// two machines' exp and log.
 constexpr double kTie = 1e-11;
 
 struct Candidate {
@@ -157,7 +157,7 @@ std::vector<Candidate> likeliest_of(const T* row, int64_t size, int64_t n, bool*
   return best.sorted();
 }
 
-// As in target_law.py: hotter temperatures exceed float32.
+// As in target_law.py: higher temperatures exceed the range of float32.
 constexpr double kHottest = 1e29;
 
 // The sum of exp((logit - top) / temperature), within MASS_ERROR of target_law.py.

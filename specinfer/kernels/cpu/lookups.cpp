@@ -6,9 +6,9 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kVoters = 16;        // places of an index that vote; those of two indices fit the bits of a word
-constexpr int64_t kLongest = 1 << 20;  // of a match: all weights are integers that are exact in a double
-constexpr int64_t kSurest = 1000;      // of a match: a power of two within the range of a double
+constexpr int64_t kVoters = 16;        // maximum places of an index that vote: a bit each in a word, for two indices
+constexpr int64_t kLongest = 1 << 20;  // maximum length of a match: all weights are exact in a double
+constexpr int64_t kSurest = 1000;      // maximum of LookupRules::surest: 2^-1000 is a normal double
 
 // The nodes of one request.
 class Branches {
@@ -47,7 +47,7 @@ struct Vote {
   int32_t token(int64_t i) const { return text[i % period]; }
 };
 
-// A node that may be added, and its voters: bit i is vote i.
+// A candidate node; bit i of its voters is vote i.
 struct Waiting {
   int64_t weight, made, depth, matched;
   int32_t parent, token;
@@ -66,12 +66,12 @@ void each(uint64_t voters, Do what) {
   for (; voters != 0; voters &= voters - 1) what(__builtin_ctzll(voters));
 }
 
-// A place where the end of a tail occurs and is continued, and the number of matching tokens.
+// A place after which the text goes on, and the number of tokens before it that match the end of the tail.
 struct Occurrence {
   int64_t place, matched;
 };
 
-// At most `limit` of them: longer n-grams first, then newer places.
+// At most `limit` occurrences: longer n-grams first, then newer places.
 std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail, int64_t size, int64_t limit) {
   std::vector<Occurrence> found;
   const std::vector<int64_t>& lengths = index.lengths();
@@ -79,7 +79,7 @@ std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail,
   for (auto which = static_cast<int64_t>(lengths.size()) - 1; which >= 0; --which) {
     if (lengths[which] > size) continue;
     Places places(index, which, tail + size - lengths[which]);
-    for (int64_t seen = 0; seen < 2 * limit; ++seen) {  // places of longer n-grams occur again
+    for (int64_t seen = 0; seen < 2 * limit; ++seen) {  // shorter n-grams find the places of longer ones again
       const int64_t place = places.next();
       if (place < 0) break;
       if (index.following(place, 1) == 0) continue;
@@ -102,7 +102,7 @@ void add_votes(const LookupRules& rules, const LookupRequest& request, const Tex
   }
 }
 
-// Adds the nodes with the largest votes, best first; on a tie the earlier voter is better.
+// Adds the nodes with the largest votes, best first; ties go to the earlier voter.
 void grow(const LookupRules& rules, const std::vector<Vote>& votes, Branches* tree) {
   if (votes.empty()) return;
   const auto weigh = [&](uint64_t voters) {

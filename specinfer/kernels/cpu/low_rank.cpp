@@ -8,7 +8,7 @@ namespace specinfer {
 namespace {
 
 constexpr int kTileRows = kRegister == 64 ? 8 : 2;  // rows of one adapter that share loaded weights
-constexpr int kSums = 2;                            // per row of A: an operation need not wait for the one before
+constexpr int kSums = 2;                            // per row of A, so that consecutive operations are independent
 constexpr int64_t kUpBlocks = 32;                   // maximum blocks of B per job
 
 // Rows of one adapter.

@@ -30,7 +30,7 @@ inline GroupOf32 rotate(GroupOf32 x) {
   return x;
 }
 
-// The larger of two absolute values by their bits, under which a NaN is largest, so that it reaches scale and output.
+// The larger of two absolute values by their bits: a NaN is the largest, and so reaches the scale and the output.
 // Without the sign, the bits have the order of signed integers.
 inline Ints larger(Ints most, Floats x) {
   const Ints bits = bits_as<int32_t>(x) & 0x7fffffff;

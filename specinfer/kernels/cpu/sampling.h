@@ -65,7 +65,7 @@ struct LogitChanges {
 };
 
 // For each row, with its changes, the token that verify/coupled.py chooses from verify/target_law.py's distribution:
-// its id; kNone if the largest logit is not finite; kUndecided if rounding may decide, which is left to the twin.
+// its id; kNone if the largest logit is not finite; kUndecided if rounding may decide; then the caller uses coupled.py.
 // Returns the number of undecided rows, or -1 without doing anything if a row or a logit to change is outside the
 // block.
 constexpr int64_t kNone = -1, kUndecided = -2;

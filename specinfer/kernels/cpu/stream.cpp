@@ -10,8 +10,7 @@ namespace specinfer {
 namespace {
 
 constexpr int64_t kLine = 64;     // bytes
-// streams per thread, read concurrently: memory gives several more bandwidth than one
-constexpr int kStreams = 4;
+constexpr int kStreams = 4;       // per thread: several streams reach a higher bandwidth than one
 constexpr int64_t kAhead = 128;   // lines between the current and the prefetched address
 constexpr int64_t kLeast = 4096;  // minimum lines of a job
 

@@ -39,7 +39,7 @@ class Segment {
 class TextIndex {
  public:
   // lengths: of the indexed n-grams, ascending, 1 or more. A segment has at most `longest_segment` positions unless
-  // more are added at once; below 0: unlimited. `secret` prevents texts whose n-grams collide on purpose. Null if
+  // more are added at once; below 0: unlimited. `secret` prevents texts made to collide in the table. Null if
   // there is no valid length.
   static TextIndex* make(const int64_t* lengths, int64_t count, int64_t longest_segment, const uint64_t secret[2]);
 
@@ -88,9 +88,9 @@ class TextIndex {
   std::vector<int32_t> tokens_;  // position p is at p - origin_
   int64_t origin_ = 0;
   int64_t base_ = 0;                // the first live position
-  int64_t text_start_ = 0;          // of the newest text
+  int64_t text_start_ = 0;          // start of the newest text
   std::vector<int64_t> text_ends_;  // positions after the separators of closed texts
-  int64_t gone_ = 0;                // number of them that belong to dropped texts
+  int64_t gone_ = 0;                // number of text_ends_ that belong to dropped texts
   std::vector<Segment> segments_;  // oldest first; together they cover base to end
 };
 

@@ -102,7 +102,7 @@ struct TileSums {
 };
 
 // M tiles of rows by B blocks, for the steps from `begin` to `end` of the inner dimension; sums [M, B] tiles. Each
-// block is a separate stream, since memory gives several streams more bandwidth than one. With `First` the following
+// block is a separate stream, since several streams reach a higher bandwidth than one. With `First` the following
 // weights are prefetched.
 template <typename Of, int M, int B, bool First>
 void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64_t block_bytes, int64_t begin,
