@@ -184,7 +184,10 @@ class HostedModel(LanguageModel):
                 return weights.linear(self._skeleton.embedding_path, bias=bias, tied=self.table)
             return weights.linear(OUTPUT, bias=bias)
         name = self._skeleton.product_name(module, path)
-        if keeps_float32(self._model, path) and self.dtype is not torch.float32:
+        exact = module.weight.dtype is torch.float32 or keeps_float32(self._model, path)
+        if exact and self.dtype is not torch.float32:
+            without_memory = torch.zeros(()).expand(module.weight.shape)
+            module.weight = nn.Parameter(without_memory, requires_grad=False)  # its dtype is read
             b = weights.exact(f"{name}.bias") if bias else None
             return partial(_row_by_row, weight=weights.exact(f"{name}.weight"), bias=b)
         return weights.linear(name, bias=bias)

@@ -56,14 +56,18 @@ class ProductLinear(nn.Module):
             raise ValueError(f"a layer of {self.in_features} elements is given {x.shape[-1]}")
         if self.stack is not None:
             return self.stack.part(self, x)
-        return multiplied(self.product, x, self.out_features)
+        return multiplied(self.product, x, self.out_features, self.weight.dtype)
 
 
-def multiplied(product: Product | None, x: Tensor, channels: int) -> Tensor:
-    """x [..., inner] -> [..., channels of the product]; zeros without a product."""
+def multiplied(product: Product | None, x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    """x [..., inner] -> [..., channels of the product]; zeros without a product.
+
+    x is rounded to `dtype` first: code may compute in float32 within a model in bfloat16.
+    """
     if product is None:
         return x.new_zeros(*x.shape[:-1], channels)
-    return product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], channels)
+    x_TD = x.reshape(-1, x.shape[-1]).to(dtype)
+    return product(x_TD.contiguous()).view(*x.shape[:-1], channels)
 
 
 class Stack:
@@ -84,7 +88,7 @@ class Stack:
         """The output of one of these layers for x."""
         if self._given is not x:
             self._given = x
-            made = multiplied(self.product, x, sum(self._channels))
+            made = multiplied(self.product, x, sum(self._channels), layer.weight.dtype)
             self._parts = made.split_with_sizes(self._channels, -1)
         place = self._places[id(layer)]
         part = self._parts[place]

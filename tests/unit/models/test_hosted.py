@@ -81,6 +81,17 @@ def test_bfloat16_stays_near(both: tuple[nn.Module, Path]) -> None:
     assert same_with_a_tree(ours)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["apertus", "hunyuan_v1_moe"])  # an activation, and a router, in float32
+def test_code_may_compute_in_float32(kind: str, quantization: Quantization, tmp_path: Path) -> None:
+    save_tiny(kind, tmp_path / "model")
+    opened, run = open_model(tmp_path / "model", "transformers"), kernels("native")
+    ours = load_model(
+        opened, dtype=torch.bfloat16, device=CPU, kernels=run, quantization=quantization, cache=tmp_path
+    )
+    assert same_with_a_tree(ours)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_matrices_are_quantized_once_and_read_from_then_on(
