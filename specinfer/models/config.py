@@ -120,7 +120,8 @@ class Experts:
         _positive("the size of experts", self.size)
         if not 1 <= self.per_token <= self.count:
             raise ModelError(
-                f"a token uses {self.per_token} of {self.count} experts; allowed: 1 to {self.count}"
+                f"num_experts is {self.count} and num_experts_per_tok {self.per_token}; allowed: 1 expert or "
+                "more, and 1 to all of them for a token"
             )
 
     def active(self, rows: int) -> float:

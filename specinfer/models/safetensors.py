@@ -23,7 +23,8 @@ from specinfer.files import NewFile, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.models.config import ModelConfig
-from specinfer.models.families.registry import config_from_hf, hf_family
+from specinfer.models.families.config_keys import read_config
+from specinfer.models.families.registry import hf_family
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.integers import IntegerMatrix
@@ -97,7 +98,7 @@ class SafetensorsFolder:
         generation = path / "generation_config.json"
         described = read_json(path / "config.json")
         quantized = quantization_of(described)
-        config = config_from_hf(described, read_json(generation) if generation.is_file() else None)
+        config = read_config(described, read_json(generation) if generation.is_file() else None)
         family = hf_family(described)
         tensors: Mapping[str, StoredTensor]
         if quantized is None:

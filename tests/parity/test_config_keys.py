@@ -8,23 +8,11 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ModelError
+from specinfer.models.families.config_keys import HARMLESS
 from specinfer.models.families.registry import config_from_hf
 
 from .families import CASES, config_of
 
-# Keys whose values no logit depends on.
-HARMLESS = {
-    *("architectures", "dtype", "transformers_version", "model_type", "_name_or_path", "is_encoder_decoder"),
-    *("use_cache", "bos_token_id", "pad_token_id", "initializer_range", "init_device", "embedding_fraction"),
-    *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "emb_pdrop", "dropout", "layerdrop", "init_std"),
-    *("output_hidden_states", "output_attentions", "return_dict", "problem_type", "id2label", "label2id"),
-    *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
-    *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
-    *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # of training
-    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
-}
 # Those that are read where another key is not there.
 INSTEAD = {
     "sliding_window": {"layer_types"},

@@ -81,7 +81,7 @@ def test_experts_touched_by_chance() -> None:
 
 def test_a_token_cannot_have_more_experts_than_there_are(tmp_path: Path) -> None:
     folder = write_tiny_mixture(tmp_path, experts=4, per_token=5)
-    with pytest.raises(ModelError, match=r"^a token uses 5 of 4 experts; allowed: 1 to 4"):
+    with pytest.raises(ModelError, match=r"^num_experts is 4 and num_experts_per_tok 5; allowed: 1 expert"):
         open_model(folder)
 
 

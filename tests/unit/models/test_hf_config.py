@@ -8,6 +8,7 @@ import pytest
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, NormPlace, QkNorm
+from specinfer.models.families.config_keys import read_config
 from specinfer.models.families.registry import config_from_hf
 from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
 from specinfer.models.rope_config import rope_to_hf
@@ -343,3 +344,27 @@ def test_scalings_that_cannot_be_written():
     for rope in (Rope(1e4, rotated=8), Rope(1e4, divisors=(1.0,)), Rope(1e4, longrope=longrope)):
         with pytest.raises(ModelError, match="cannot be written"):
             rope_to_hf(rope)
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "unknown"),
+    [
+        (LLAMA, {}, ""),
+        (LLAMA, {"use_fancy_gate": True, "a_scale": 0.5}, "use_fancy_gate, a_scale"),
+        (LLAMA, {"use_fancy_gate": False, "a_scale": 1.0, "torch_dtype": "bfloat16"}, ""),
+        (GEMMA_4B, {"mm_tokens": 3}, ""),  # beside the text's config
+        (GEMMA_4B, {"text_config": {**GEMMA_4B["text_config"], "a_scale": 0.5}}, "a_scale"),
+    ],
+)
+def test_keys_that_nothing_reads_are_logged(
+    base: dict[str, object], more: dict[str, object], unknown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_config({**base, **more}) == config_from_hf(base)
+    line = f"config.json sets {unknown}, which specinfer does not know and ignores"
+    assert caplog.messages == ([line] if unknown else [])
+
+
+@pytest.mark.parametrize("key", ["residual_multiplier", "num_experts", "no_rope_layers", "scoring_func"])
+def test_a_switch_of_another_family_is_refused(key: str) -> None:
+    with pytest.raises(ModelError, match=f"^config.json sets {key} = 0.5, which specinfer does not compute"):
+        read_config({**LLAMA, key: 0.5})

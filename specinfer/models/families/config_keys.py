@@ -1,0 +1,94 @@
+"""Keys of config.json that nothing reads: reported, or refused if they change another family's logits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import ModelConfig
+from specinfer.models.families.registry import config_from_hf, hf_family
+from specinfer.models.fields import Fields, mapping
+
+_LOG = logging.getLogger(__name__)
+
+# Keys whose values no logit depends on.
+HARMLESS: Final = {
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "_name_or_path"),
+    *("use_cache", "bos_token_id", "pad_token_id", "sep_token_id", "initializer_range", "init_device"),
+    *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "emb_pdrop", "dropout", "layerdrop", "init_std"),
+    *("output_hidden_states", "output_attentions", "return_dict", "problem_type", "id2label", "label2id"),
+    *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
+    *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
+    *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "embedding_fraction"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # of training
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
+    *("is_encoder_decoder", "auto_map", "quantization_config", "tokenizer_class", "is_llama_config"),
+    *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "transformers.js_config"),
+}
+# Keys that a family reads, but not beside every value of other keys.
+SOMETIMES_READ: Final = {
+    *("sliding_window", "_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window"),
+    *("max_window_layers", "no_rope_layer_interval", "rope_theta", "rope_parameters", "rope_scaling"),
+    *("original_max_position_embeddings", "_remove_final_layer_norm", "num_key_value_heads", "num_kv_heads"),
+    *("multi_query", "intermediate_size", "learned_pos_emb", "layer_types", "head_dim"),
+}
+# Keys that change the logits of families that read them.
+SWITCHES: Final = {
+    *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("scoring_func", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace"),
+    *("no_rope_layers", "partial_rotary_factor", "use_qk_norm", "qk_layernorm", "clip_qkv", "alibi"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank", "kv_lora_rank"),
+    *("parallel_attn", "use_parallel_residual", "tie_codebook_embeddings", "use_attention_sinks"),
+}
+_NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 1, "", [], {})
+
+
+def read_config(config: Fields, generation_config: Fields | None = None) -> ModelConfig:
+    """The config of a folder, as `config_from_hf`, whose keys are all read, harmless or reported.
+
+    A key counts as read if another value gives another config or an error. Values of `_NEUTRAL` are not
+    reported. Unread keys are logged; a known switch among them raises ModelError.
+    """
+    made = config_from_hf(config, generation_config)
+    nested = config["model_type"] in hf_family(config).text_in
+    fields = mapping(config, "text_config") if nested else config
+
+    def is_unread(key: str) -> bool:
+        changed = {**fields, key: _other(fields[key])}
+        try:
+            other = {**config, "text_config": changed} if nested else changed
+            return config_from_hf(other, generation_config) == made
+        except ModelError:
+            return False
+
+    unread = [
+        key
+        for key, value in fields.items()
+        if key not in HARMLESS | SOMETIMES_READ
+        if value is True or value not in _NEUTRAL
+        if is_unread(key)
+    ]
+    for key in unread:
+        if key in SWITCHES:
+            raise ModelError(
+                f"config.json sets {key} = {fields[key]!r}, which specinfer does not compute for models of "
+                f"model_type {config['model_type']!r}"
+            )
+    if unread:
+        _LOG.warning("config.json sets %s, which specinfer does not know and ignores", ", ".join(unread))
+    return made
+
+
+def _other(value: object) -> object:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 3 * value + 1
+    if isinstance(value, float):
+        return value / 2 + 0.01
+    if isinstance(value, str):
+        return f"no {value}"
+    return 5
