@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import psutil
+
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
@@ -19,6 +21,7 @@ from specinfer.serve.backend.work import EngineInfo, ReplicaHealth, Work
 _LOG = logging.getLogger(__name__)
 _MAX_FAILED_STARTS: Final = 3  # in a row; after them no work waits for it
 _ANSWER_SECONDS: Final = 1.0  # in which a healthy engine replies with its statistics
+_STOPPED_SECONDS: Final = 10  # as the timeout of an exchange of ranks
 _QUESTIONS: Final = 10  # without a reply, in a row, after which an engine counts as hung
 
 
@@ -231,7 +234,22 @@ class Replica:
                 waiting.set_result(None)
 
     async def _watch(self, engine: EngineChild) -> None:
-        """Kill an engine that does not reply; `_died` then handles it like any crash.
+        """Kill an engine that hangs or stays stopped; `_died` then handles it like any crash."""
+        await asyncio.gather(self._watch_replies(engine), self._watch_state(engine))
+
+    async def _watch_state(self, engine: EngineChild) -> None:
+        """Kill an engine that a signal has stopped for 10 seconds, after which its other ranks end, too."""
+        stopped = 0
+        while engine is self._engine:
+            stopped = stopped + 1 if _is_stopped(engine.pid) else 0
+            if stopped > _STOPPED_SECONDS:
+                _LOG.error("%s has been stopped for %d seconds and is killed", self.name, _STOPPED_SECONDS)
+                engine.kill()
+                return
+            await asyncio.sleep(1.0)
+
+    async def _watch_replies(self, engine: EngineChild) -> None:
+        """Kill an engine that does not reply.
 
         An engine replies within one step, whatever a step takes. It gets 10 queries, each with a tenth of the
         timeout: if this process itself was suspended, only one of the queries fails.
@@ -247,3 +265,10 @@ class Replica:
                 engine.kill()
                 return
             await asyncio.sleep(self._timeout / _QUESTIONS)
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if a signal has stopped the process."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False

@@ -96,6 +96,22 @@ def test_an_engine_that_dies_when_it_is_ready_is_restarted(
     asyncio.run(run())
 
 
+def test_an_engine_that_stays_stopped_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_engines_that("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", tmp_path, monkeypatch)
+    monkeypatch.setattr(replica, "_STOPPED_SECONDS", 1)
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"), timeout=600)
+        await backend.start()
+        await until(lambda: restarts(backend) == 1)
+        await backend.close()
+
+    asyncio.run(run())
+    assert "the engine has been stopped for 1 seconds and is killed" in caplog.text
+
+
 def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
