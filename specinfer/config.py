@@ -21,7 +21,7 @@ Offload = Literal["never", "layers", "auto"]
 ModelImpl = Literal["auto", "native", "transformers"]
 
 MAX_PARTS: Final = 256  # parts of a sum
-_PARTS: Final = 8  # default parts of a sum that several processes share
+_PARTS: Final = 8  # default parts of a sum that up to as many processes share
 
 REMOVED_OPTIONS: Final = {  # removed options, and what replaces them
     "ngram_max": "longer matches are always tried first",
@@ -120,7 +120,7 @@ class EngineConfig:
         "Parts in which sums of float and int4 products are added.",
         more="Engines with the same number of parts write the same text, however many processes they have. "
         "tensor_parallel may not exceed it. Sums of int8 products are exact and do not depend on it.",
-        shown="1, with tensor_parallel 8",
+        shown="1, with tensor_parallel 8 or more",
         minimum=1,
     )
     lora: tuple[str, ...] = option(
@@ -280,7 +280,7 @@ class EngineConfig:
         """Number of parts of the target's float sums (kernels/parts.py); 1 for int8, whose sums are exact."""
         if self.quantization == "int8":
             return 1
-        return self.sum_parts or (1 if self.tensor_parallel == 1 else _PARTS)
+        return self.sum_parts or (1 if self.tensor_parallel == 1 else max(_PARTS, self.tensor_parallel))
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:

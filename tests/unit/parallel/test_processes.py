@@ -269,6 +269,16 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     assert not followers()
 
 
+def test_an_abandoned_stream_leaves_ranks_as_they_were(folder: Path, plain: list[list[int]]) -> None:
+    with LLM(folder / "target", tensor_parallel=2, **INT8) as llm:
+        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        next(stream)
+        stream.close()  # in the middle of the answer
+        assert token_ids_of(llm) == plain
+        assert llm.statistics().running == 0
+    await_no_followers()
+
+
 def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def spawn(*_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -298,6 +308,7 @@ def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.Monkey
         ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it limits a single process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 7}, "tensor_parallel is 7: with 6 heads in 3 groups"),
+        ({"tensor_parallel": 10, "quantization": "none"}, "tensor_parallel is 10: with 6 heads in 3 groups"),
         ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
         (
             {"tensor_parallel": 1, "pipeline_parallel": 2, "offload": "auto"},
