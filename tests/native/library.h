@@ -33,7 +33,7 @@ struct Library {
   int64_t (*racers)(const float*, int64_t, const int64_t*, int64_t, double, uint64_t, int64_t*);
   int32_t (*likeliest)(int32_t, const void*, int64_t, int64_t, int64_t, const int64_t*, int64_t, int64_t, const double*,
                        int64_t*, float*, int64_t*, double*);
-  int64_t (*choices)(int32_t, const void*, int64_t, int64_t, int64_t, const int64_t*, int64_t, const Ask*,
+  int64_t (*choices)(int32_t, const void*, int64_t, int64_t, int64_t, const int64_t*, int64_t, const RowSampling*,
                      const int64_t*, const Terms*, const int64_t*, int64_t*);
 
   explicit Library(const char* path) {

@@ -70,7 +70,7 @@ inline void prove_reads(const Library& library, Chance& chance) {
 }
 
 // The winner of the race among the ids that pass the filters, in plain loops.
-inline int64_t chosen(const std::vector<float>& logits, const std::vector<int64_t>& order, const Ask& ask) {
+inline int64_t chosen(const std::vector<float>& logits, const std::vector<int64_t>& order, const RowSampling& ask) {
   const auto size = static_cast<int64_t>(logits.size());
   if (ask.temperature == 0) return order[0];
   const auto weight = [&](int64_t id) { return std::exp((logits[id] - logits[order[0]]) / ask.temperature); };
@@ -127,7 +127,8 @@ void prove_rows_of_logits(const Library& library, Chance& chance) {
           "the most likely tokens" + name + " differ");
     check(std::fabs(masses[at] / total - 1) < 1e-5, "the mass" + name + " is off");
   }
-  const Ask kinds[] = {{0, 0, 1, 0}, {0.8, 0, 1, 0}, {1, 40, 1, 0}, {1, 0, 0.9, 0}, {1, 0, 1, 0.02}, {1.5, 300, 0.8, 0.01}};
+  const RowSampling kinds[] = {{0, 0, 1, 0},   {0.8, 0, 1, 0},  {1, 40, 1, 0},
+                               {1, 0, 0.9, 0}, {1, 0, 1, 0.02}, {1.5, 300, 0.8, 0.01}};
   // In each chosen row but one the likeliest id is banned, and some ids have penalties, the banned one too.
   std::vector<int64_t> changed_ids, ends;
   std::vector<Terms> terms;
@@ -155,8 +156,8 @@ void prove_rows_of_logits(const Library& library, Chance& chance) {
     std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return row[a] > row[b]; });
     changed.push_back(std::move(row));
   }
-  for (const Ask& kind : kinds) {
-    std::vector<Ask> asks(rows.size(), kind);
+  for (const RowSampling& kind : kinds) {
+    std::vector<RowSampling> asks(rows.size(), kind);
     for (uint64_t trial = 0; trial < 50; ++trial) {
       for (size_t at = 0; at < rows.size(); ++at) {
         asks[at].seed = trial * 0xD1342543DE82EF95ull;
