@@ -26,38 +26,49 @@ HARMLESS: Final = {
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
     *("is_encoder_decoder", "auto_map", "quantization_config", "tokenizer_class", "is_llama_config"),
     *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "transformers.js_config"),
+    *("_attn_implementation", "attn_implementation", "use_flash_attn", "cache_implementation", "prefix"),
+    *("init_config", "activation_dropout", "inference_runner", "pre_allocate_kv_cache", "pad_key_length"),
+    *("validate_runner_input", "max_sequence_length", "seq_length", "model_max_length", "tokenizer_name"),
+    *("learned_pos_emb", "use_embedding_sharing", "use_parallel_embedding"),
+    # Defaults of generation.
+    *("max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"),
+    *("repetition_penalty", "num_beams", "length_penalty", "typical_p", "no_repeat_ngram_size"),
 }
-# Keys that a family reads, but not beside every value of other keys.
+# Keys that a family reads, but not beside every value of other keys, and other names of keys beside them.
 SOMETIMES_READ: Final = {
+    *("rope_interleaved", "initial_context_length", "experts_per_token", "rope_pct", "norm_eps", "ff_factor"),
+    *("hidden_activation", "hidden_act", "activation_function", "layer_norm_epsilon", "norm_type"),
+    *("scale_attn_weights", "layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+    *("use_gated_activation", "use_parallel_block", "rotary_pct", "mlp_type"),
     *("sliding_window", "_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window"),
     *("max_window_layers", "no_rope_layer_interval", "rope_theta", "rope_parameters", "rope_scaling"),
     *("original_max_position_embeddings", "_remove_final_layer_norm", "num_key_value_heads", "num_kv_heads"),
-    *("multi_query", "intermediate_size", "learned_pos_emb", "layer_types", "head_dim"),
+    *("multi_query", "intermediate_size", "layer_types", "head_dim", "partial_rotary_factor"),
 }
 # Keys that change the logits of families that read them.
 SWITCHES: Final = {
-    *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-    *("scoring_func", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace"),
-    *("no_rope_layers", "partial_rotary_factor", "use_qk_norm", "qk_layernorm", "clip_qkv", "alibi"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank", "kv_lora_rank"),
-    *("parallel_attn", "use_parallel_residual", "tie_codebook_embeddings", "use_attention_sinks"),
+    *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling", "scale_emb"),
+    *("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group"),
+    *("scoring_func", "qk_layernorm", "clip_qkv", "alibi", "use_alibi", "q_lora_rank", "kv_lora_rank"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
 }
-_NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 1, "", [], {})
+# Likewise, but only in models without experts: a mixture may have both names of their number.
+EXPERTS: Final = {"num_experts", "num_local_experts", "num_experts_per_tok"}
+_NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 1, "", [], {}, "softmax")
 
 
 def read_config(config: Fields, generation_config: Fields | None = None) -> ModelConfig:
-    """The config of a folder, as `config_from_hf`, whose keys are all read, harmless or reported.
+    """The config of a folder, as `config_from_hf`; logs keys that it does not read.
 
-    A key counts as read if another value gives another config or an error. Values of `_NEUTRAL` are not
-    reported. Unread keys are logged; a known switch among them raises ModelError.
+    A known switch among them raises ModelError. A key counts as read if another value gives another config
+    or an error. Harmless keys, keys of `SOMETIMES_READ` and values of `_NEUTRAL` are not reported.
     """
     made = config_from_hf(config, generation_config)
     nested = config["model_type"] in hf_family(config).text_in
     fields = mapping(config, "text_config") if nested else config
 
     def is_unread(key: str) -> bool:
-        changed = {**fields, key: _other(fields[key])}
+        changed = {**fields, key: other_value(fields[key])}
         try:
             other = {**config, "text_config": changed} if nested else changed
             return config_from_hf(other, generation_config) == made
@@ -71,8 +82,9 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
         if value is True or value not in _NEUTRAL
         if is_unread(key)
     ]
+    switches = SWITCHES if made.experts is not None else SWITCHES | EXPERTS
     for key in unread:
-        if key in SWITCHES:
+        if key in switches:
             raise ModelError(
                 f"config.json sets {key} = {fields[key]!r}, which specinfer does not compute for models of "
                 f"model_type {config['model_type']!r}"
@@ -82,7 +94,8 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     return made
 
 
-def _other(value: object) -> object:
+def other_value(value: object) -> object:
+    """A value of the same type that differs."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

@@ -230,7 +230,8 @@ def _stack(model: nn.Module, calls_seen: Sequence[tuple[nn.Module, Tensor]], hea
     for module, given in calls_seen:
         assert isinstance(module, ProductLinear)
         key = (id(given), id(parents[id(module)]), module.transposed, module.bias is None)
-        alone = calls[id(module)] > 1 or module is head or id(module) in exact
+        in_float32 = module.weight.dtype is torch.float32 and head.weight.dtype is not torch.float32
+        alone = calls[id(module)] > 1 or module is head or id(module) in exact or in_float32
         if key == before and not alone:
             groups[-1].append(module)
         else:
