@@ -84,10 +84,9 @@ class Ranks:
             PeerLostError: a rank does not connect.
         """
         width = self.layout.width
-        listener = self._listener()
         processes = self._processes or FollowerProcesses(self._config.ranks_here, width)
         try:
-            self._followers = Followers(processes, listener)
+            self._followers = Followers(processes, self._listener())
             try:
                 exchange = None
                 if library is not None and 0 in processes.memory:
@@ -96,6 +95,9 @@ class Ranks:
             except BaseException:
                 self._followers.close()
                 raise
+        except BaseException:
+            processes.close()
+            raise
         finally:
             processes.close_files()
 

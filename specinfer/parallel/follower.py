@@ -222,6 +222,7 @@ def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> N
 def main() -> None:
     """Entry point: the inherited file descriptors are the link to rank 0 and shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")  # rank 0 logs the warnings of all
     options = json.loads(sys.argv[1])
     failed = threading.Event()
     try:

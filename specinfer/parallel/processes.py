@@ -34,18 +34,17 @@ class FollowerProcesses:
 
         `width` is the number of ranks of a stage; each stage of this host shares a memory file.
         """
-        firsts = range(0, ranks - width + 1, width) if width > 1 else ()
-        self.memory = {rank: shared_file() for rank in firsts}  # by first rank of a stage
+        self.memory: dict[int, int] = {}  # files by the first rank of a stage, after `started`
         self.check: Callable[[], object] | None = None  # called twice a second until `close`
         self._all: list[tuple[Link, subprocess.Popen[bytes]]] = []
-        self._failure: OSError | None = None
+        self._failure: BaseException | None = None
         self._started, self._closing = threading.Event(), threading.Event()
         # Linux treats the end of the thread that started a process as the end of its parent.
-        self._thread = threading.Thread(target=self._run, args=(ranks - 1,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(ranks, width), daemon=True)
         self._thread.start()
 
     def started(self) -> list[tuple[Link, subprocess.Popen[bytes]]]:
-        """Wait until all have been started; raises OSError if one could not be."""
+        """Wait until all have been started; raises the error, an OSError as a rule, if one could not be."""
         self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -71,21 +70,24 @@ class FollowerProcesses:
         """Wait until all have ended, after `close`."""
         self._thread.join()
 
-    def _run(self, count: int) -> None:
+    def _run(self, ranks: int, width: int) -> None:
         try:
-            for _ in range(count):
+            for first in range(0, ranks - width + 1, width) if width > 1 else ():
+                self.memory[first] = shared_file()
+            for _ in range(1, ranks):
                 parent, child = socket.socketpair()
                 with child:
                     process = spawn(child.fileno(), None, self.memory)
                 self._all.append((Link(parent), process))
-        except OSError as error:
+        except BaseException as error:  # `started` raises it in the thread that waits
             self._failure = error
         self._started.set()
         while not self._closing.wait(_CHECK_INTERVAL):
             if self.check is not None:
                 self.check()
         until = time.monotonic() + _GRACE
-        for _, process in self._all:
+        for link, process in self._all:
+            link.close()  # one that was started after `close`
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
             process.kill()

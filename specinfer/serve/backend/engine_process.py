@@ -331,6 +331,9 @@ def run(
         llm = LLM.from_models(models.settled(config), models, progress=show)
     except SpecInferError as error:
         connection.send(("failed", str(error)))
+        if processes is not None:
+            processes.close()
+            processes.wait()
         return 2
     with llm:
         EngineProcess(llm, connection, linger=linger).serve()

@@ -30,8 +30,9 @@ class Replica:
 
     It calls `on_deltas` with the engine's deltas, `on_lost` when the engine died, and `on_change` when an
     engine takes work or failed to start. `on_lost` gets the works that the engine was busy with, or None if
-    it had not reported any. An engine without a reply for `timeout` seconds is killed; 0 disables this. The
-    first engine uses the process `child` if given. Engines run on `cluster` if given, else on this host.
+    it had not reported any. An engine without a reply for `timeout` seconds, or that a signal has stopped for
+    10 seconds, is killed; 0 disables both. The first engine uses the process `child` if given. Engines run on
+    `cluster` if given, else on this host.
     """
 
     def __init__(
