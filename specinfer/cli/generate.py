@@ -19,6 +19,7 @@ from specinfer.cli.options import (
     sampling_options,
     sampling_params,
     speculation_options,
+    template_option,
 )
 from specinfer.errors import RequestError
 
@@ -33,13 +34,7 @@ _SHORT: Final = (
 @click.option(
     "--file", "-f", "file", type=FILE, metavar="FILE", help="Read the prompt from a file; -: stdin."
 )
-@click.option(
-    "--chat/--raw",
-    "templated",
-    default=None,
-    show_default="--chat, if there is a template",
-    help="Use the chat template, or the bare prompt.",
-)
+@template_option
 @click.option("--system", help="System message; needs a chat template.")
 @click.option("--show-trees", is_flag=True, help="Draw the token tree of each step.")
 @click.option("--trace", type=FILE, metavar="FILE", help="Write each step's tree to a file, as a JSON line.")

@@ -100,7 +100,7 @@ _PLAIN = (
 )
 
 
-class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
+class _NumberOr(click.ParamType[Any]):
     """An integer, or one of a few words."""
 
     name = "INTEGER"
@@ -114,6 +114,15 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic from clic
             return value if value in self._words else int(value)
         except ValueError:
             self.fail(f"{value!r} is not a valid integer, nor {' or '.join(self._words)}.", param, ctx)
+
+
+template_option: Final = click.option(
+    "--chat/--raw",
+    "templated",
+    default=None,
+    show_default="--chat, if there is a template",
+    help="Use the chat template, or the bare prompt.",
+)
 
 
 def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:

@@ -14,6 +14,7 @@ from specinfer.cli.options import (
     build_llm,
     model_options,
     speculation_options,
+    template_option,
 )
 
 if TYPE_CHECKING:
@@ -35,13 +36,7 @@ def trace() -> None:
 @click.option("--prompts", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
 @click.option("--limit", type=int, metavar="N", help="Use the first N rows.")
 @click.option("--out", type=FILE, required=True, metavar="TRACE", help="File to write.")
-@click.option(
-    "--chat/--raw",
-    "templated",
-    default=None,
-    show_default="--chat, if there is a template",
-    help="Use the chat template, or the bare prompt.",
-)
+@template_option
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass.")
