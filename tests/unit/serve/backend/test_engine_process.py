@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.config import EngineConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import engine_process
@@ -233,3 +234,17 @@ def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tm
         )
         == 4
     )
+
+
+def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_path: Path) -> None:
+    server, engine = Pipe()
+    config = EngineConfig(model=str(tmp_path / "none"), tensor_parallel=2)
+    server.send(config)
+    received, processes = engine_process._receive_config(engine)
+    assert received == config
+    assert processes is not None
+    [(_, follower)] = processes.started()
+    assert follower.poll() is None
+    assert engine_process.run(engine, config, processes) == 2
+    assert server.recv()[0] == "failed"
+    assert follower.poll() is not None
