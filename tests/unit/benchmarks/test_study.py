@@ -37,6 +37,7 @@ SCRIPTS = (
         "policy_traces",
     ),
     *(
+        "pairs",
         "parity_transformers",
         "peers",
         "perplexity",
