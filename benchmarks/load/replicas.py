@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from benchmarks.load import channels
-from benchmarks.load.replicas_page import p95, page
+from benchmarks.load.replicas_page import draw, p95, page
 from benchmarks.machines.two_nodes import MASTER, Nodes, call, enter, follower, two_nodes
 from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, run, settings_of
@@ -128,7 +128,9 @@ def main() -> None:
         with cores(count if args.pinned else 0):
             asyncio.run(drive(load, args, count, kind))
         study.keep(name, figures(load) | {"different": different(load, args)})
-    print(study.write(page(study.settings, study.cells), args.threads))
+    picture = study.out.with_suffix(".png")
+    shown = ["", f"![Gaps of streams]({picture.name})"] if draw(study.cells, picture) else []
+    print(study.write([*page(study.settings, study.cells), *shown], args.threads))
 
 
 def cells(args: Any) -> list[tuple[str, int, int]]:

@@ -1,13 +1,16 @@
-"""The page of replicas.py: tables of loads and of message costs."""
+"""The page of replicas.py: tables of loads and of message costs, and a picture of the gaps."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from benchmarks.load import channels
 from benchmarks.study import row
+from specinfer.report.files import dress, new_figure, save
 
 _SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 
@@ -97,3 +100,25 @@ def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         )
     return lines
+
+
+def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> bool:
+    """Draw the gaps of the streams that went on with another engine; return False if there are none, or no
+    matplotlib.
+    """
+    gaps: dict[str, list[float]] = {}
+    for name, cell in found.items():
+        if cell.get("gaps"):
+            gaps.setdefault(name.split(", ")[0], []).extend(cell["gaps"])
+    if find_spec("matplotlib") is None or not gaps:
+        return False
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    for kind, seconds in gaps.items():
+        shares = [100 * (at + 1) / len(seconds) for at in range(len(seconds))]
+        axes.step(sorted(seconds), shares, where="post", label=f"{kind} ({len(seconds)} streams)")
+    dress(axes, "Streams that have their next token", "seconds after the last token", "percent")
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+    return True

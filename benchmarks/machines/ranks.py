@@ -387,7 +387,8 @@ def draw(cells: Mapping[str, Any], path: Path) -> bool:
         label = {"plain 1": "plain", "draft 1": "with the draft", "prompt": "reading 1,000 tokens"}[name]
         axes.bar([at + 0.25 * i for at in range(len(layouts))], heights, width=0.25, label=label)
     dress(axes, "Speed over one core, batch 1", "", "times")
-    axes.set_xticks([at + 0.25 for at in range(len(layouts))], layouts)
+    names = [layout.replace(" at ", "\nat ") for layout in layouts]
+    axes.set_xticks([at + 0.25 for at in range(len(layouts))], names)
     axes.axhline(1, linewidth=0.8, color="#888888")
     axes.legend(frameon=False, fontsize=8)
     save(figure, path)

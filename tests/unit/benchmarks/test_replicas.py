@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_gaps_are_those_of_the_streams_that_moved(bench: ModuleType) -> None:
     turns = [turn(1.0, 1.1, 3.0, 3.1), turn(1.05, 1.15, 1.25), turn(2.0, 9.0), turn(0.5, 1.9, 2.0)]
     load = bench.Load([], 64, turns, killed=[(1.12, 2), (1.12, 0), (5.0, 3)])
     assert bench.gaps_of(load) == pytest.approx([1.4, 1.9, 7.0])
+
+
+def test_gaps_are_drawn_where_streams_moved(bench: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "page.png"
+    assert not bench.draw({"plain, 1, 0": cell()}, picture)
+    assert not picture.exists()
+    assert bench.draw({"kills, 2, 0": cell(gaps=[0.5, 0.2])}, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_page_adds_up_the_cells_of_a_kind(bench: ModuleType) -> None:
