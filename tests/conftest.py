@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specinfer.files import cache_dir
+from tests.fork_server import AVAILABLE, forking_popen
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,3 +60,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (own / "kernels").symlink_to(kernels)
     monkeypatch.setenv("SPECINFER_CACHE", str(own))
     return own
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[type[subprocess.Popen[Any]]]:
+    """One fork server for the process's tests, as a replacement of Popen."""
+    if not AVAILABLE:
+        yield subprocess.Popen
+        return
+    with forking_popen() as replacement:
+        yield replacement
+
+
+@pytest.fixture(scope="module")
+def forked(fork_server: type[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Fork the processes of a module's tests instead of importing PyTorch in each (tests/fork_server.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fork_server)
+        yield

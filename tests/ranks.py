@@ -42,15 +42,18 @@ def token_ids_of(llm: LLM) -> list[list[int]]:
     return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
 
 
-def followers() -> list[psutil.Process]:
-    """Return this process's running ranks; a zombie, maybe another test's engine, has no command line."""
+def followers(engine: int | None = None) -> list[psutil.Process]:
+    """Return the running ranks that a process started, by default this one.
+
+    A zombie, maybe another test's engine, has no command line.
+    """
 
     def follows(one: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
             return "specinfer.parallel.follower" in one.cmdline()
         return False
 
-    return [one for one in psutil.Process().children() if follows(one)]
+    return [one for one in psutil.Process(engine).children() if follows(one)]
 
 
 def soon(holds: Callable[[], object], seconds: float = 30.0) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.ranks import INT8
+from tests.ranks import INT8, followers
 
 
 class Hosts:
@@ -59,8 +59,8 @@ class Hosts:
         found: list[psutil.Process] = []
         for one in self.begun:
             with suppress(psutil.NoSuchProcess):
-                found += psutil.Process(one.pid).children()
-        return [one for one in found if _runs(one)]
+                found += followers(one.pid)
+        return found
 
     def close(self) -> None:
         """End them, and see that nothing is left."""
@@ -70,9 +70,3 @@ class Hosts:
             one.wait(5)
         with socket.create_server(("127.0.0.1", self.port)):
             self._kept.close()
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # it may end meanwhile
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False

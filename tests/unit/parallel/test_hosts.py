@@ -30,6 +30,8 @@ from specinfer.serve.backend.work import Work
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, hurry, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
     folder: Path, plain: list[list[int]], hosts: Hosts, tmp_path: Path

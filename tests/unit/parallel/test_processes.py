@@ -46,6 +46,8 @@ from tests.ranks import (
 )
 from tests.tiny_models import write_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: list[list[int]]) -> None:
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True}
@@ -362,7 +364,7 @@ def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, in
     def processes(backend: ReplicaBackend) -> list[int]:
         [engine] = backend.pids
         assert engine is not None
-        return [engine, *(one.pid for one in psutil.Process(engine).children())]
+        return [engine, *(one.pid for one in followers(engine))]
 
     said, engines = asyncio.run(answer())
     with LLM(folder / "target", **INT8) as llm:
