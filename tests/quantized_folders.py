@@ -12,16 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tiny_models import write_tiny_llama, write_tiny_mixture
-
-Pieces = dict[str, Tensor]  # by the end of their names
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-NF4 = (
-    *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
-    *(0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+from benchmarks.identity.quantized_layouts import (
+    FP4,
+    NF4,
+    Pieces,
+    awq_config,
+    awq_pieces,
+    compressed_config,
+    four_bit_config,
+    four_bit_pieces,
+    gptq_config,
+    gptq_pieces,
+    group_index,
+    pack_quantized_pieces,
 )
-_FP4 = (0.0, 0.0052083333, 0.6666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
-FP4 = (*_FP4, *(-value for value in _FP4))
+from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 
 @dataclass(frozen=True)
@@ -31,17 +36,6 @@ class Format:
     said: dict[str, Any]
     make: Callable[[Tensor, torch.Generator], tuple[Pieces, Tensor]]
     int4_is_exact: bool = False
-
-
-def packed(levels: Tensor, bits: int, dim: int) -> Tensor:
-    """Pack neighbours along a dimension into words, the first in the lowest bits."""
-    per = 32 // bits
-    rows = levels.movedim(dim, 0)
-    rows = torch.cat((rows, rows.new_zeros(-len(rows) % per, *rows.shape[1:])))
-    words = torch.zeros(len(rows) // per, *rows.shape[1:], dtype=torch.int64)
-    for i in range(len(rows)):
-        words[i // per] |= rows[i].long() << (bits * (i % per))
-    return words.to(torch.uint32).view(torch.int32).movedim(0, dim).contiguous()
 
 
 def grids(
@@ -59,7 +53,7 @@ def grids(
 def plain(levels: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
     """Dequantize element by element."""
     inner = levels.shape[1]
-    index = torch.arange(inner) // (inner // scales.shape[1]) if group_of is None else group_of
+    index = group_index(inner, scales.shape[1]) if group_of is None else group_of
     return scales.float()[:, index] * (levels - zeros[:, index]).float()
 
 
@@ -77,48 +71,24 @@ def gptq(
         levels, scales, zeros = grids((out, inner), bits, groups, generator, torch.float16)
         if sym:
             zeros = torch.full_like(zeros, 1 << (bits - 1))
-        group_of = torch.arange(inner) // (inner // groups)
+        group_of = group_index(inner, groups)
         if acts:
             group_of = group_of[torch.randperm(inner, generator=generator)]
-        stored = (zeros - 1) % (1 << bits) if form == "gptq" else zeros
-        pieces = {
-            "qweight": packed(levels.T, bits, 0),
-            "qzeros": packed(stored.T, bits, 1),
-            "scales": scales.T.contiguous(),
-        }
-        if index:
-            pieces["g_idx"] = group_of.int()
+        written = group_of if index else None
+        pieces = gptq_pieces(levels, scales, zeros, bits=bits, form=form, group_of=written)
         return pieces, plain(levels, scales, zeros, group_of)
 
-    said = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": acts}
-    return Format(said | {"checkpoint_format": form}, make, bits <= 4 and not acts and size % 32 in (0, 31))
+    said = gptq_config(bits, size, form=form, sym=sym, desc_act=acts)
+    return Format(said, make, bits <= 4 and not acts and size % 32 in (0, 31))
 
 
 def awq(size: int = 32) -> Format:
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
         out, inner = weight.shape
         levels, scales, zeros = grids((out, inner), 4, inner // size, generator, torch.float16)
-        # Word w holds the columns 8 w + order, as if columns were stored in that order.
-        order = [8 * (c // 8) + _AWQ_ORDER[c % 8] for c in range(out)]
-        pieces = {
-            "qweight": packed(levels[order].T, 4, 1),
-            "qzeros": packed(zeros[order].T, 4, 1),
-            "scales": scales.T.contiguous(),
-        }
-        return pieces, plain(levels, scales, zeros)
+        return awq_pieces(levels, scales, zeros), plain(levels, scales, zeros)
 
-    said = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
-    return Format(said, make, size % 32 == 0)
-
-
-def compressed_said(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return Format(awq_config(size), make, size % 32 == 0)
 
 
 def pack_quantized(
@@ -133,23 +103,18 @@ def pack_quantized(
         out, inner = weight.shape
         groups = 1 if size is None else inner // size
         levels, scales, zeros = grids((out, inner), bits, groups, generator, dtype)
-        pieces = {"weight_packed": packed(levels, bits, 1), "weight_shape": torch.tensor([out, inner])}
-        pieces["weight_scale"] = scales
-        half = 1 << (bits - 1)
+        stored = None if symmetric else zeros
+        pieces = pack_quantized_pieces(levels, scales, stored, bits=bits, plain_zeros=plain_zeros)
         if symmetric:
-            zeros = torch.full_like(zeros, half)
-        elif plain_zeros:
-            pieces["weight_zero_point"] = (zeros - half).to(torch.int8)
-        else:
-            pieces["weight_zero_point"] = packed(zeros, bits, 0)
-        group_of = torch.arange(inner) // (inner // groups)
+            zeros = torch.full_like(zeros, 1 << (bits - 1))
+        group_of = group_index(inner, groups)
         if acts:
             group_of = group_of[torch.randperm(inner, generator=generator)]
             pieces["weight_g_idx"] = group_of.int()
         return pieces, plain(levels, scales, zeros, group_of)
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": size}
-    return Format(compressed_said("pack-quantized", **weights), make, bits == 4 and not acts)
+    return Format(compressed_config("pack-quantized", **weights), make, bits == 4 and not acts)
 
 
 def int_quantized(per_tensor: bool = False, symmetric: bool = True) -> Format:
@@ -165,7 +130,7 @@ def int_quantized(per_tensor: bool = False, symmetric: bool = True) -> Format:
         return pieces, (values - zeros) * scales.float()
 
     weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
-    return Format(compressed_said("int-quantized", **weights), make)
+    return Format(compressed_config("int-quantized", **weights), make)
 
 
 def float8(
@@ -204,7 +169,7 @@ def float_quantized(strategy: str) -> Format:
 
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     structure = {"block_structure": [24, 20]} if strategy == "block" else {}
-    return Format(compressed_said("float-quantized", **weights, **structure), make)
+    return Format(compressed_config("float-quantized", **weights, **structure), make)
 
 
 def four_bits(
@@ -214,30 +179,27 @@ def four_bits(
         code = torch.tensor(NF4 if kind == "nf4" else FP4)
         count = weight.numel()
         numbers = torch.randint(0, 16, (count + count % 2,), generator=generator)
-        octets = (numbers[::2] << 4 | numbers[1::2]).to(torch.uint8)
         blocks = -(-count // size)
-        state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16"}
-        state["shape"] = list(weight.shape)
+        state: dict[str, Any] | None = None
         if nested:
             each = 4
             book = torch.linspace(-1, 1, 256)
             short = torch.randint(0, 256, (blocks,), generator=generator)
             of_scales = 0.1 + torch.rand(-(-blocks // each), generator=generator)
             scales = book[short] * of_scales[torch.arange(blocks) // each] + 0.4
-            state |= {"nested_blocksize": each, "nested_dtype": "float32", "nested_offset": 0.4}
-            pieces = {"weight.absmax": short.to(torch.uint8), "weight.nested_absmax": of_scales}
-            pieces["weight.nested_quant_map"] = book
+            state = {"nested_blocksize": each, "nested_dtype": "float32", "nested_offset": 0.4}
+            stored = {"weight.absmax": short.to(torch.uint8), "weight.nested_absmax": of_scales}
+            stored["weight.nested_quant_map"] = book
         else:
             scales = 0.2 + torch.rand(blocks, generator=generator)
-            pieces = {"weight.absmax": scales}
-        pieces["weight.quant_map"] = code
-        pieces["weight"] = octets.view(storage)[:, None]
-        text = json.dumps(state).encode()
-        pieces[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+            stored = {"weight.absmax": scales}
+        pieces = four_bit_pieces(
+            numbers, weight.shape, stored, kind=kind, size=size, storage=storage, nested=state
+        )
         floats = code[numbers[:count]] * scales[torch.arange(count) // size]
         return pieces, floats.view(weight.shape)
 
-    return Format({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, make)
+    return Format(four_bit_config(kind), make)
 
 
 def llm_int8() -> Format:
