@@ -67,8 +67,8 @@ def main() -> None:
             continue
         # All models at once, so that only one row's bfloat16 laws are in memory.
         models = models or {kind: _load(args.model, kind) for kind in kinds}
-        text = _text(models[BASE].tokenizer, conversation, args.max_tokens)
-        study.keep(str(number), _row({kind: m.target for kind, m in models.items()}, *text))
+        text = answer_ids(models[BASE].tokenizer, conversation, args.max_tokens)
+        study.keep(str(number), row_costs({kind: m.target for kind, m in models.items()}, *text))
         if number % 10 == 9 or number + 1 == args.limit:
             done = [study.cells[str(i)] for i in range(number + 1)]
             print(f"{number + 1} rows: {_summary(kinds, done)}", flush=True)
@@ -78,7 +78,7 @@ def main() -> None:
         if len(study.cells.get(LLAMA_CPP, {}).get("nats", ())) != len(rows):
             file = resolve(args.model)
             tokenizer = Tokenizer.load(file)
-            texts = [_text(tokenizer, conversation, args.max_tokens) for conversation in conversations]
+            texts = [answer_ids(tokenizer, conversation, args.max_tokens) for conversation in conversations]
             study.keep(LLAMA_CPP, llama_cpp(Home(default_home()), file.path, texts))
         lines += beside(kinds, rows, study.cells[LLAMA_CPP])
     print(study.write(lines))
@@ -107,7 +107,9 @@ def llama_cpp(home: Home, model: Path, texts: Sequence[tuple[list[int], list[int
     return found
 
 
-def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[int], list[int]]:
+def answer_ids(
+    tokenizer: Tokenizer, conversation: Conversation, max_tokens: int
+) -> tuple[list[int], list[int]]:
     """Return prompt and answer, as token ids."""
     if conversation.reference is None:
         raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
@@ -116,7 +118,7 @@ def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> 
     return prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
 
 
-def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
+def row_costs(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """Return the answer's tokens and, by model, their cost in nats and the divergence of its laws."""
     found: dict[str, Any] = {"tokens": len(answer)}
     base: Tensor | None = None
@@ -131,18 +133,18 @@ def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int])
     return found
 
 
-def _perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
+def perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     return math.exp(sum(row[kind]["nats"] for row in rows) / sum(row["tokens"] for row in rows))
 
 
 def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     """Return by how many percent perplexity is above the first model's."""
-    return 100 * (_perplexity(kind, rows) / _perplexity(BASE, rows) - 1)
+    return 100 * (perplexity(kind, rows) / perplexity(BASE, rows) - 1)
 
 
 def _summary(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     quantized = [f"{kind} {_cost(kind, rows):+.2f}%" for kind in kinds[1:]]
-    return ", ".join([f"perplexity {_perplexity(BASE, rows):.3f}", *quantized])
+    return ", ".join([f"perplexity {perplexity(BASE, rows):.3f}", *quantized])
 
 
 def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
@@ -161,7 +163,7 @@ def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[st
         cost = "" if kind == BASE else f"{_cost(kind, rows):+.2f}%"
         allowed = f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else ""
         name = "bfloat16" if kind == BASE else kind
-        lines.append(row(name, f"{_perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
+        lines.append(row(name, f"{perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
     return lines
 
 
@@ -180,14 +182,18 @@ def beside(kinds: Sequence[str], rows: Sequence[dict[str, Any]], theirs: dict[st
         row("llama.cpp", f"{math.exp(sum(theirs['nats']) / tokens):.4f}", ""),
     ]
     for kind in kinds:
-        costs = [cell[kind]["nats"] - nats for cell, nats in zip(rows, theirs["nats"], strict=True)]
-        mean = sum(costs) / tokens
-        spread = math.hypot(*(cost - mean * cell["tokens"] for cost, cell in zip(costs, rows, strict=True)))
         name = "bfloat16" if kind == BASE else kind
-        lines.append(
-            row(name, f"{_perplexity(kind, rows):.4f}", f"{100 * mean:+.2f}% +- {100 * spread / tokens:.2f}")
-        )
+        lines.append(row(name, f"{perplexity(kind, rows):.4f}", difference(kind, rows, theirs["nats"])))
     return lines
+
+
+def difference(kind: str, rows: Sequence[dict[str, Any]], others: Sequence[float]) -> str:
+    """Return the difference of perplexity from a model with these nats of rows, and its standard error."""
+    costs = [cell[kind]["nats"] - nats for cell, nats in zip(rows, others, strict=True)]
+    tokens = sum(cell["tokens"] for cell in rows)
+    mean = sum(costs) / tokens
+    spread = math.hypot(*(cost - mean * cell["tokens"] for cost, cell in zip(costs, rows, strict=True)))
+    return f"{100 * math.expm1(mean):+.2f}% +- {100 * spread / tokens:.2f}"
 
 
 if __name__ == "__main__":

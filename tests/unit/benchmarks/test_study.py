@@ -19,6 +19,7 @@ SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
     *(
         "boosting",
+        "checkpoint_formats",
         "deciding",
         "grammar",
         "head_step",
