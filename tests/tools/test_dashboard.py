@@ -1,0 +1,151 @@
+"""deploy/grafana.json: its queries are PromQL, and a server exports each series and label in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final
+
+import promql_parser
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from promql_parser import AggModifierType, AggregateExpr, Expr, VectorSelector
+
+from tests.served import Served
+from tests.tiny_models import write_tiny_llama
+
+DASHBOARD: Final[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "deploy" / "grafana.json").read_text(encoding="utf-8")
+)
+PANELS: Final[list[dict[str, Any]]] = DASHBOARD["panels"]
+VARIABLES: Final = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+TARGETS: Final = [
+    pytest.param(target, id=f"{panel['title']}, {target['refId']}")
+    for panel in PANELS
+    for target in panel["targets"]
+]
+BUILT_IN: Final = {"__rate_interval": "1m"}  # variables of Grafana itself
+Series = dict[str, set[str]]
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """Labels by series, of a server that has answered with accepted draft tokens."""
+    model = write_tiny_llama(tmp_path_factory.mktemp("m") / "tiny", vocab_size=256, tokenizer=True)
+    with Served(model, "--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixed") as served:
+        request = {"prompt": "abc", "max_tokens": 24, "temperature": 0}
+        text = served.post("/v1/completions", request).json()["choices"][0]["text"]
+        served.post("/v1/completions", {**request, "prediction": text}).raise_for_status()
+        metrics = served.get("/metrics").text
+    found: Series = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def resolved(text: str) -> str:
+    """The text as Grafana sends it when all models are selected."""
+    values = {**BUILT_IN, **{name: one.get("allValue", "") for name, one in VARIABLES.items()}}
+    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda name: values[name[1] or name[2]], text)
+
+
+def faults(query: str, legend: str, series: Series) -> list[str]:
+    """Series and labels that the server does not export; raises ValueError for invalid PromQL."""
+    found: list[str] = []
+
+    def visit(node: Expr) -> None:
+        if isinstance(node, VectorSelector):
+            labels = series.get(node.name or "")
+            if labels is None:
+                found.append(f"no series {node.name}")
+            else:
+                found.extend(
+                    f"no label {one.name} of {node.name}"
+                    for one in node.matchers.matchers
+                    if one.name not in labels
+                )
+        elif isinstance(node, AggregateExpr) and node.modifier is not None:
+            assert node.modifier.type == AggModifierType.By
+            for name in selected(node):
+                missing = set(node.modifier.labels) - series.get(name, set())
+                found.extend(f"no label {label} of {name}" for label in sorted(missing))
+
+    tree = promql_parser.parse(resolved(query))
+    promql_parser.walk(tree, visit)
+    grouped = grouping(tree)
+    found += [
+        f"no label {label} in the result"
+        for label in re.findall(r"\{\{(\w+)\}\}", legend)
+        if label not in grouped
+    ]
+    return found
+
+
+def selected(node: Expr) -> list[str]:
+    """Names of the series below an expression."""
+    names: list[str] = []
+
+    def visit(below: Expr) -> None:
+        if isinstance(below, VectorSelector):
+            names.append(below.name or "")
+
+    promql_parser.walk(node, visit)
+    return names
+
+
+def grouping(node: Expr) -> set[str]:
+    """Labels of an expression's result: those by which its outermost aggregations group."""
+    if isinstance(node, AggregateExpr):
+        return set() if node.modifier is None else set(node.modifier.labels)
+    if isinstance(node, promql_parser.BinaryExpr):
+        return grouping(node.lhs) & grouping(node.rhs)
+    return set()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_queries_name_what_a_server_exports(target: dict[str, str], series: Series) -> None:
+    assert faults(target["expr"], target["legendFormat"], series) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "legend", "fault"),
+    [
+        ("sum(specinfer:speed)", "all", "no series specinfer:speed"),
+        ('sum(specinfer:engine_steps{model=~"$model"})', "all", "no label model of specinfer:engine_steps"),
+        ("sum by (name) (specinfer:engine_steps)", "all", "no label name of specinfer:engine_steps"),
+        ("sum(specinfer:engine_steps)", "{{stage}}", "no label stage in the result"),
+    ],
+)
+def test_a_wrong_query_is_found(query: str, legend: str, fault: str, series: Series) -> None:
+    assert faults(query, legend, series) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("sum(rate(specinfer:engine_steps))", "expected type matrix"),
+        ("sum(specinfer:engine_steps", "unclosed left parenthesis"),
+    ],
+)
+def test_invalid_promql_is_found(query: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        promql_parser.parse(query)
+
+
+def test_variables_are_defined_and_used(series: Series) -> None:
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD)))
+    assert used == {*VARIABLES, *BUILT_IN}
+    [(name, label)] = re.findall(r"^label_values\((\S+), (\w+)\)$", VARIABLES["model"]["query"])
+    assert label in series[name]
+
+
+def test_panels_lie_side_by_side() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS) > 10
+    places = [panel["gridPos"] for panel in PANELS]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for one, other in combinations(places, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
