@@ -1,4 +1,4 @@
-"""Write the tables of the reference that are made from the code: metrics, errors, kernel levels.
+"""Write the tables of the reference that are made from the code and from the result pages.
 
     python tools/reference_tables.py
 
@@ -10,15 +10,20 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from specinfer import errors
-from specinfer.kernels.machine import LEVELS
+from specinfer.kernels.machine import LEVELS, Level
+from specinfer.report.provenance import WIDE
 from specinfer.serve.observe.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+BENCHMARKS = DOCS.parent / "benchmarks"
+_HARDWARE = re.compile(r"^- hardware: (.+? \(family \d+\)),? (.+?), \d+ cores", re.M)  # the CPU; its features
 
 
 def metrics_table() -> str:
@@ -60,7 +65,49 @@ def levels_table() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"metrics": metrics_table, "errors": errors_table, "kernels": levels_table}
+def measured_table() -> str:
+    """The CPUs that result pages were measured on, by the level of their kernels."""
+    cpus: dict[str, set[str]] = defaultdict(set)
+    for path in (BENCHMARKS / "results").glob("*.md"):
+        for cpu, features in _HARDWARE.findall(path.read_text(encoding="utf-8")):
+            cpus[level_of(features.split()).name].add(cpu)
+    rows = ["| level | CPUs of result pages |", "|---|---|"]
+    rows += [f"| `{one.name}` | {', '.join(sorted(cpus[one.name])) or 'none'} |" for one in LEVELS]
+    return "\n".join(rows)
+
+
+def level_of(features: Sequence[str]) -> Level:
+    """The best level of a result page's features, which are the wide ones alone (report/provenance.py)."""
+    has = {*features, *(("avx2",) if "avx512f" in features else ())}  # some pages leave it out
+    named = {one: one.needs.intersection(WIDE) for one in LEVELS}
+    fitting = [one for one in LEVELS if named[one] and named[one] <= has]
+    return max(fitting, key=lambda one: len(named[one]))  # the first of equals
+
+
+def scripts_table() -> str:
+    """The scripts that result pages name by an earlier place, and their commands."""
+    moved: dict[str, list[str]] = defaultdict(list)
+    for old in sorted(earlier_scripts()):
+        [path] = BENCHMARKS.glob(f"*/{old}.py")
+        moved[path.parent.name].append(f"`{old}`")
+    rows = ["| NAME | command |", "|---|---|"]
+    rows += [f"| {', '.join(moved[name])} | `python -m benchmarks.{name}.NAME` |" for name in sorted(moved)]
+    return "\n".join(rows)
+
+
+def earlier_scripts() -> set[str]:
+    """Names of scripts in commands of result pages of the form `python benchmarks/NAME.py`."""
+    pages = [path.read_text(encoding="utf-8") for path in (BENCHMARKS / "results").glob("*.md")]
+    return {name for page in pages for name in re.findall(r"python benchmarks/(\w+)\.py", page)}
+
+
+TABLES = {
+    "metrics": metrics_table,
+    "errors": errors_table,
+    "kernels": levels_table,
+    "measured": measured_table,
+    "scripts": scripts_table,
+}
 
 
 def with_tables(markdown: str) -> str:

@@ -15,7 +15,8 @@ import torch
 from specinfer.kernels.machine import cpu_features, cpu_info, cpu_name, thread_count
 from specinfer.version import VERSION
 
-_WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+# Features of a CPU that a figure's hardware line names.
+WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 
 
 def provenance(threads: int | None = None) -> dict[str, Any]:
@@ -72,4 +73,4 @@ def _git(checkout: Path, *arguments: str) -> str | None:
 def _cpu() -> str:
     family = cpu_info("cpu family")
     named = cpu_name() + (f" (family {family})" if family else "")
-    return " ".join([named, *(flag for flag in _WIDE if flag in cpu_features())])
+    return " ".join([named, *(flag for flag in WIDE if flag in cpu_features())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from collections import defaultdict
@@ -43,6 +44,25 @@ def test_every_page_is_current() -> None:
     listed = tomllib.loads((RESULTS / "CURRENT.toml").read_text(encoding="utf-8"))
     pages = {path.stem: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
     assert stale(listed, pages, {path.stem for path in BENCHMARKS.rglob("*.py")}) == []
+
+
+def test_every_command_of_a_page_leads_to_a_script() -> None:
+    table = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    moved = {
+        name: command.replace("NAME", name)
+        for names, command in re.findall(
+            r"^\| (`\w+`.*) \| `python -m (benchmarks\.\w+\.NAME)` \|$", table, re.M
+        )
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    commands = [
+        command
+        for path in RESULTS.glob("*.md")
+        for command in re.findall(r"python (?:-m )?(benchmarks[./][\w./]+)", path.read_text(encoding="utf-8"))
+    ]
+    scripts = {moved[Path(one).stem] if one.endswith(".py") else one for one in commands}
+    assert len(scripts) > 20
+    assert {one for one in scripts if importlib.util.find_spec(one) is None} == set()
 
 
 def test_a_page_that_is_not_current_is_named() -> None:
