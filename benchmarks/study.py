@@ -79,11 +79,11 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with --out and the named common options, each with its default here."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
-        told = dict(_OPTIONS[name], required=default is REQUIRED)
+        keywords = dict(_OPTIONS[name], required=default is REQUIRED)
         if default is not REQUIRED:
-            told["default"] = default
-            told["help"] += f" (default {default})" if isinstance(default, int | str) else ""
-        made.add_argument("--" + name.replace("_", "-"), **told)
+            keywords["default"] = default
+            keywords["help"] += f" (default {default})" if isinstance(default, int | str) else ""
+        made.add_argument("--" + name.replace("_", "-"), **keywords)
     made.add_argument("--out", type=Path, help="Markdown file (default: benchmarks/results/...)")
     return made
 

@@ -55,7 +55,7 @@ class Served:
         if error is not None:
             print("".join(self.log))  # shown if a test fails
         elif self.process.returncode == -signal.SIGKILL:
-            raise AssertionError("the server did not end when it was told to:\n" + "".join(self.log))
+            raise AssertionError("the server did not end after SIGTERM:\n" + "".join(self.log))
 
     def _read(self) -> None:
         assert self.process.stderr is not None

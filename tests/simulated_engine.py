@@ -117,7 +117,7 @@ class Simulation:
     machine: Machine
     policy: SpeculationPolicy
     guessers: Sequence[Guesser]
-    told: Callable[[float], float] = lambda now: now  # the clock's reading at a time
+    reading: Callable[[float], float] = lambda now: now  # the clock's reading at a time
     batch: Callable[[int], int] = lambda step: 1
     length: int = 10**9
     prompt: int = 1  # tokens; more than one are prefilled in a separate step
@@ -133,7 +133,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.ensemble = Ensemble(
-            self.guessers, vocab=100, policy=self.policy, clock=lambda: self.told(self.machine.now)
+            self.guessers, vocab=100, policy=self.policy, clock=lambda: self.reading(self.machine.now)
         )
 
     def run(self, steps: int) -> float:
@@ -154,16 +154,16 @@ class Simulation:
         plan = StepPlan(tuple(entries))
         seconds: dict[str, float] = {}
         slowness = self.machine.slowness(self.machine.now)  # during this step
-        before = self.told(self.machine.now)
+        before = self.reading(self.machine.now)
         trees = self.ensemble.propose(plan)
-        seconds["propose"] = self.told(self.machine.now) - before
-        before = self.told(self.machine.now)
+        seconds["propose"] = self.reading(self.machine.now) - before
+        before = self.reading(self.machine.now)
         rows = sum(e.end - e.start for e in entries)
         self.machine.run(self.machine.target(rows + sum(tree.num_nodes - 1 for tree in trees)))
-        seconds["target_forward"] = self.told(self.machine.now) - before
-        before = self.told(self.machine.now)
+        seconds["target_forward"] = self.reading(self.machine.now) - before
+        before = self.reading(self.machine.now)
         self.machine.run(OVERHEAD)
-        seconds["commit"] = self.told(self.machine.now) - before
+        seconds["commit"] = self.reading(self.machine.now) - before
         outcomes = [self._commit(e, tree) for e, tree in zip(plan.tree_entries, trees, strict=True)]
         for entry in entries:
             if not entry.has_tree:

@@ -118,7 +118,7 @@ def measured(side: str, args: argparse.Namespace, tasks: Sequence[str], folder: 
             server.wait_until_ready(STARTING)
         except WorkerError as error:
             sys.exit(f"error: the server {error}")
-        told = {
+        options = {
             "model": "model",
             "base_url": f"{server.url}/v1/completions",
             "tokenizer_backend": "huggingface",
@@ -126,7 +126,7 @@ def measured(side: str, args: argparse.Namespace, tasks: Sequence[str], folder: 
             "batch_size": 4,
             "timeout": 3600,
         }
-        return evaluate(args, tasks, folder, "local-completions", {**told, **tokenizer})
+        return evaluate(args, tasks, folder, "local-completions", {**options, **tokenizer})
 
 
 def evaluate(

@@ -28,12 +28,12 @@ class Streams:
 
     @app.get("/")
     async def lines(self) -> StreamingResponse:
-        async def told() -> AsyncIterator[str]:
+        async def numbers() -> AsyncIterator[str]:
             for number in range(LINES):
                 yield f"{os.getpid()} {number}\n"
                 await asyncio.sleep(EVERY)
 
-        return StreamingResponse(told())
+        return StreamingResponse(numbers())
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ def main() -> None:
     except httpx.HTTPError as error:
         ended = f"with {error!r}"
     seconds = time.monotonic() - killed
-    told = f"status {answer.status_code}: {got} of {LINES} lines"
-    print(f"{told}; the stream ended {ended}, {seconds:.2f} s later")
+    summary = f"status {answer.status_code}: {got} of {LINES} lines"
+    print(f"{summary}; the stream ended {ended}, {seconds:.2f} s later")
     serve.shutdown()
 
 

@@ -77,8 +77,8 @@ def main() -> None:
     if "soak" not in study.cells:
         load = Load(questions, args.max_tokens)
         with start(args) as server:
-            told = asyncio.run(drive(server, load, args))
-        study.keep("soak", told | compare(load, args))
+            counts = asyncio.run(drive(server, load, args))
+        study.keep("soak", counts | compare(load, args))
     print(study.write(page(study.settings, study.cells["soak"])))
 
 

@@ -67,8 +67,8 @@ class Layout:
         if self.size == 1:
             return "one core"
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
-        told = " x ".join([*parts, f"PP {self.stages}"] if self.stages > 1 else parts)
-        return f"{told} at {self.mbit} Mbit/s" if self.mbit else told
+        layout = " x ".join([*parts, f"PP {self.stages}"] if self.stages > 1 else parts)
+        return f"{layout} at {self.mbit} Mbit/s" if self.mbit else layout
 
 
 ONE: Final = Layout(1, 1)
@@ -218,9 +218,9 @@ def measure(
                 found["texts"][f"{name} {batch}"] = digest(texts)
         found["prompt"] = reading(plain, prompts, args.long)
         found["control"] = control(plain, prompts[0])
-    told = " ".join(said.lines)
+    output = " ".join(said.lines)
     for name, words in (("exchange", _EXCHANGE), ("hop", _HOP)):
-        match = words.search(told)
+        match = words.search(output)
         found[name] = float(match[1]) if match else None
     return found
 
@@ -287,13 +287,13 @@ def control(llm: LLM, prompt: Sequence[int]) -> float | None:
     target = llm.models.target
     if (group := target.group) is None:
         return None
-    told: list[tuple[float, bytes]] = []
+    messages: list[tuple[float, bytes]] = []
     send = group.broadcast
 
     def timed(message: bytes, *how: Any) -> None:
         began = time.perf_counter()
         send(message, *how)
-        told.append((time.perf_counter() - began, message))
+        messages.append((time.perf_counter() - began, message))
 
     group.broadcast = timed  # type: ignore[method-assign, assignment]
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
@@ -301,7 +301,7 @@ def control(llm: LLM, prompt: Sequence[int]) -> float | None:
     reader = MessageReader([target.config], target.dtype)
     caches = {number: Open(number, 0, 1 << 16, 16) for number in range(64)}
     seconds: list[float] = []
-    for sent, message in told:
+    for sent, message in messages:
         began = time.perf_counter()
         reader.read(message, caches)
         seconds.append(sent + time.perf_counter() - began)

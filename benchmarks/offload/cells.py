@@ -113,8 +113,12 @@ def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: i
                 forget(file)
             command = inside([str(python), str(script)])
             cell = run_child(bench, command, setup, question, row, round_)
-            told = {"group_peak": group.peak_usage(), "kills": group.oom_kills(), "reference": reference}
-            return {**cell, **memory, **told}
+            group_facts = {
+                "group_peak": group.peak_usage(),
+                "kills": group.oom_kills(),
+                "reference": reference,
+            }
+            return {**cell, **memory, **group_facts}
     except NoGroupError as error:
         return {"error": f"not run: {error}"}
     except (WorkerError, WeightsError, ValueError, OSError) as error:
@@ -176,7 +180,7 @@ def converse(
 ) -> dict[str, Any]:
     """Load, warm up and answer, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
     began = time.perf_counter()
-    told = worker.ask(setup)
+    loading = worker.ask(setup)
     loaded = time.perf_counter()
     prompts, numbers = bench.prompts[question.workload], [*bench.dealt(question, round_)]
     args, max_tokens = bench.args, int(bench.args.max_tokens)
@@ -200,7 +204,7 @@ def converse(
     return {
         "answers": answers,
         "groups": groups,
-        "versions": told["versions"],
+        "versions": loading["versions"],
         "load_seconds": loaded - began,
         "busy_elsewhere": max(busy, 0.0) / (time.perf_counter() - measured),
     }

@@ -112,7 +112,7 @@ def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
         "",
         row("who", "reported", "over, or of", "what differs from the tables above"),
         row(*["---"] * 4),
-        *(row(*told) for told in PUBLISHED),
+        *(row(*published) for published in PUBLISHED),
         "",
         *_conditions(cells),
     ]

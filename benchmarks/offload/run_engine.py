@@ -29,14 +29,17 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of a library is not a reply
     setup = json.loads(sys.stdin.readline())
-    told: dict[str, Any] = {"versions": {"specinfer": VERSION, "torch": torch.__version__}, "own": resident()}
+    facts: dict[str, Any] = {
+        "versions": {"specinfer": VERSION, "torch": torch.__version__},
+        "own": resident(),
+    }
     if setup["model"] is None:
-        print(json.dumps(told), file=replies)
+        print(json.dumps(facts), file=replies)
         return
     torch.set_num_threads(setup["threads"])
     began = time.perf_counter()
     with LLM(setup["model"], **setup["options"]) as llm:
-        print(json.dumps(told | {"load_seconds": time.perf_counter() - began}), file=replies)
+        print(json.dumps(facts | {"load_seconds": time.perf_counter() - began}), file=replies)
         for line in sys.stdin:
             print(json.dumps(answered(llm, json.loads(line))), file=replies)
 

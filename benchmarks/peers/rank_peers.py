@@ -95,8 +95,8 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     def bench(before: Sequence[str], *more: str) -> dict[str, float]:
         sizes = ("-t", "1", "-p", "1000", "-n", str(args.max_tokens), "-r", "3", "-o", "json")
         command = [*before, str(args.llama / "llama-bench"), "-m", args.gguf, *sizes, *more]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return {"prompt" if one["n_prompt"] else "plain": one["avg_ts"] for one in json.loads(told)}
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return {"prompt" if one["n_prompt"] else "plain": one["avg_ts"] for one in json.loads(output)}
 
     found = {"one core": bench(["taskset", "-c", "0"], "-ngl", "0")}
     with two_nodes(args.mbit) as nodes:

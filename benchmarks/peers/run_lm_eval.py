@@ -24,14 +24,14 @@ def main() -> None:
         device="cpu",
         bootstrap_iters=0,
     )
-    told = {}
+    scores = {}
     for task in job["tasks"]:
         rows = sorted(results["samples"][task], key=lambda row: row["doc_id"])
-        told[task] = {
+        scores[task] = {
             "accuracy": results["results"][task]["acc,none"],
             "answers": [row["filtered_resps"] for row in rows],  # for each choice: log-likelihood, greedy
         }
-    Path(job["out"]).write_text(json.dumps(told), encoding="utf-8")
+    Path(job["out"]).write_text(json.dumps(scores), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.speculation.policy_traces import Question, build, questions_of, told
+from benchmarks.speculation.policy_traces import Question, build, questions_of, ratio_text
 from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of, without_speculation
 from specinfer import LLM, RequestOutput
 from specinfer.engine.intake import Prompt
@@ -138,7 +138,7 @@ def row_of(kind: str, cell: Mapping[str, Any]) -> str:
 def over(before: list[float], after: list[float]) -> str:
     """Return a ratio of seconds with its interval, as text."""
     found = speedup(before, after)
-    return told([found.ratio, found.low, found.high])
+    return ratio_text([found.ratio, found.low, found.high])
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
 def row_of(name: str, cell: Mapping[str, Any]) -> str:
     """Return a workload's row of the first table: ratio, interval, tokens per step in brackets."""
     speeds = [
-        f"{told(cell['over_none'][policy])} ({cell['tokens_per_step'][policy]:.2f})"
+        f"{ratio_text(cell['over_none'][policy])} ({cell['tokens_per_step'][policy]:.2f})"
         if policy in cell["over_none"]
         else ""
         for policy in COLUMNS
@@ -296,7 +296,7 @@ def over_best(name: str, cell: Mapping[str, Any]) -> str:
     choice, part = cell["choice"], cell["gap_closed"]
     best = f"{'+'.join(choice['speculators'])}, depth {choice['depth']}, {choice['nodes']} nodes"
     of_the_way = "" if part is None else f"{100 * part:.0f}%"
-    return row(name, told(cell["over_best"]), told(cell["over_best_settled"]), of_the_way, best)
+    return row(name, ratio_text(cell["over_best"]), ratio_text(cell["over_best_settled"]), of_the_way, best)
 
 
 def chosen(name: str, average: Mapping[str, Any]) -> str:
@@ -306,7 +306,7 @@ def chosen(name: str, average: Mapping[str, Any]) -> str:
     return row(name, *figures, by)
 
 
-def told(found: Sequence[float] | None) -> str:
+def ratio_text(found: Sequence[float] | None) -> str:
     """Return a ratio and its interval, as text."""
     return "" if found is None else f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
 

@@ -214,29 +214,29 @@ def test_statistics_may_be_asked_within_a_step_and_the_listener_be_taken_away(ti
 
 def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"])
-    told: list[bool] = []
-    llm.on_tree = lambda event: told.append(event.decision is not None)
+    explained: list[bool] = []
+    llm.on_tree = lambda event: explained.append(event.decision is not None)
     for wanted in (False, True):
         llm.explains = wanted
         llm.generate(PROMPTS[:1], GREEDY)
-        assert set(told) == {wanted}
-        told.clear()
+        assert set(explained) == {wanted}
+        explained.clear()
 
 
 def test_who_is_in_a_step_is_told_before_it_computes(tiny: Tiny) -> None:
     llm = tiny.llm()
-    told: list[list[str]] = []
+    steps: list[list[str]] = []
     met: list[bool] = []
-    llm.on_step = lambda ids: told.append(list(ids))
-    llm.on_tree = lambda event: met.append(len(told) == event.step and event.request_id in told[-1])
+    llm.on_step = lambda ids: steps.append(list(ids))
+    llm.on_tree = lambda event: met.append(len(steps) == event.step and event.request_id in steps[-1])
     llm.generate(PROMPTS, GREEDY)
     assert met
     assert all(met)
-    assert len(told) == llm.statistics().steps
-    assert max(map(len, told)) == len(PROMPTS)
+    assert len(steps) == llm.statistics().steps
+    assert max(map(len, steps)) == len(PROMPTS)
     llm.on_step = None
     llm.generate(PROMPTS[:1], GREEDY)
-    assert len(told) < llm.statistics().steps
+    assert len(steps) < llm.statistics().steps
 
 
 # Its end.

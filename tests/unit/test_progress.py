@@ -123,9 +123,9 @@ def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monk
         LLM("smollm2-135m")
     assert type(by_default.value.args[0]) is shown
     silent = NoProgress()
-    with pytest.raises(Asked) as told:
+    with pytest.raises(Asked) as explicit:
         LLM("smollm2-135m", progress=silent)
-    assert told.value.args == (silent,)
+    assert explicit.value.args == (silent,)
 
 
 @pytest.mark.parametrize("shows_lines", [True, False])

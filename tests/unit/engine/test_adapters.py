@@ -157,8 +157,8 @@ def test_an_adapter_that_is_gone_ends_its_requests_alone(folder: Path, tmp_path:
 def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
     with open_llm(folder, lora=[f"one={folder / 'one'}"]) as llm:
 
-        def refused(told: str, given: Any, kind: type[Exception] = RequestError) -> None:
-            with pytest.raises(kind, match=told):
+        def refused(message: str, given: Any, kind: type[Exception] = RequestError) -> None:
+            with pytest.raises(kind, match=message):
                 llm.generate([PROMPT], GREEDY, lora_request=given)
 
         assert llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("one", 1))
@@ -195,7 +195,7 @@ def test_a_damaged_adapter_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"lora": ["one"]}, "lora is 'one'; allowed: NAME=FOLDER"),
         ({"lora": ["=x"]}, "lora is '=x'; allowed: NAME=FOLDER"),
@@ -208,8 +208,8 @@ def test_a_damaged_adapter_is_refused_before_weights_are_read(
         ({"max_loras": 0}, "max_loras is 0; allowed: an integer >= 1"),
     ],
 )
-def test_options_that_contradict_each_other(folder: Path, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_options_that_contradict_each_other(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         open_llm(folder, **options)
 
 

@@ -89,7 +89,7 @@ def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
 def test_what_steps_that_raise_have_made_comes_with_the_next(tiny: Tiny) -> None:
     llm = tiny.llm(["similar"])
     (whole,) = llm.generate([PROMPTS[0]], LONG)
-    engine, told = engine_of(llm), list[Delta]()
+    engine, deltas = engine_of(llm), list[Delta]()
     [[admitted]] = llm.intake.prompts([PROMPTS[0]], LONG)
     engine.add(admitted)
     steps: list[TreeEvent] = []
@@ -102,8 +102,8 @@ def test_what_steps_that_raise_have_made_comes_with_the_next(tiny: Tiny) -> None
     llm.on_tree = refuse
     while engine.has_work:
         try:
-            told += engine.step()
+            deltas += engine.step()
         except ValueError:
             assert len(steps) in (2, 3, 4)
-    assert tuple(token for delta in told for token in delta.token_ids) == whole.token_ids
-    assert "".join(delta.text for delta in told) == whole.text
+    assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text

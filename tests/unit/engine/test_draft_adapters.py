@@ -88,7 +88,7 @@ def test_one_of_several_drafts_has_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"drafts": (), "draft_lora": "one"}, "draft_lora is .*, and no draft model is named"),
         ({"draft_lora": ""}, r"draft_lora is .*''.*; allowed: folders, each a non-empty string"),
@@ -104,17 +104,17 @@ def test_one_of_several_drafts_has_one(folder: Path) -> None:
     ],
 )
 def test_what_names_no_draft_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], told: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         open_llm(folder, **{"drafts": ("base",), **options})
 
 
 def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "wide", tokenizer=True, hidden_size=64)
     write_adapter(tmp_path / "other", tmp_path / "wide")
-    for lora, kind, told in (
+    for lora, kind, message in (
         (tmp_path / "other", ModelFileError, "adapter 'draft' .* it is an adapter for another model"),
         (tmp_path / "nowhere", ModelFileError, "adapter 'draft': .*nowhere is not a folder"),
         (
@@ -123,7 +123,7 @@ def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_pat
             "adapter 'draft' .* use_dora",
         ),
     ):
-        with pytest.raises(kind, match=told):
+        with pytest.raises(kind, match=message):
             open_llm(folder, drafts=folder / "base", draft_lora=lora)
 
 

@@ -61,11 +61,11 @@ def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
 @pytest.mark.parametrize("ending", ["finished", "aborted"])
 def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
-    told: list[tuple[str, bool]] = []
+    outcomes: list[tuple[str, bool]] = []
     observe = engine_of(llm)._speculators.observe
 
     def heard(report: StepReport) -> None:
-        told.extend((outcome.request_id, outcome.finished) for outcome in report.outcomes)
+        outcomes.extend((outcome.request_id, outcome.finished) for outcome in report.outcomes)
         observe(report)
 
     engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
         assert [*stream][-1].finished
     else:
         stream.close()
-    assert [finished for name, finished in told if name == first.request_id].count(True) == 1
+    assert [finished for name, finished in outcomes if name == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._texts._texts, by_name["lookup"]._running) == ({}, {})
 
@@ -84,11 +84,11 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
 @pytest.mark.parametrize("speculation", SPECULATION)
 def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[str, int]) -> None:
     llm = tiny.llm(**SPECULATION[speculation], **limits)
-    told: list[str] = []
+    outcomes: list[str] = []
     observe = engine_of(llm)._speculators.observe
 
     def heard(report: StepReport) -> None:
-        told.extend(outcome.request_id for outcome in report.outcomes if outcome.finished)
+        outcomes.extend(outcome.request_id for outcome in report.outcomes if outcome.finished)
         observe(report)
 
     engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
@@ -101,7 +101,7 @@ def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[
     assert {(one.text, one.token_ids, one.finish_reason) for one in empty} == {("", (), FinishReason.LENGTH)}
     assert len(empty) == 6
     assert all(one.finished and one.timing.finished for one in empty)
-    assert sorted(told) == sorted(one.request_id for output in outputs for one in output.outputs)
+    assert sorted(outcomes) == sorted(one.request_id for output in outputs for one in output.outputs)
     llm.check_integrity()
     assert_idle(llm)
 

@@ -142,14 +142,14 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
             heard: list[str] = []
             admitted = llm.intake.completion(PROMPT, params, request_id="a")
 
-            def told(delta: Delta) -> None:
+            def receive(delta: Delta) -> None:
                 """Process a delta on its way to a stream, here or in a server."""
                 admitted.transcript.output(delta.text)
                 ledger.receive(0, "", [pickle.loads(pickle.dumps(delta))])
                 pending, waiter.pending = waiter.pending, {}
                 heard.append(Delta.joined(pending["a"]).text)
 
-            llm.loop.submit([admitted], told)
+            llm.loop.submit([admitted], receive)
             while "a" in ledger:
                 come, weighing = (
                     len(heard),

@@ -68,5 +68,5 @@ def test_lookups_by_default_are_left_off_without_a_library(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="specinfer"):
         assert guessed(folder, kernels="torch", lookup="auto") == 0
-    told = [record.message for record in caplog.records if "lookup is off" in record.message]
-    assert told == ["lookup is off, as it needs native kernels: no compiler here; install one"]
+    warnings = [record.message for record in caplog.records if "lookup is off" in record.message]
+    assert warnings == ["lookup is off, as it needs native kernels: no compiler here; install one"]

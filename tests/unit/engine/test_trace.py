@@ -48,17 +48,17 @@ def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
 
 def test_an_event_says_why_where_somebody_asked() -> None:
     decision = Decision((Contribution("lookup", PLAIN),), (1.0,), 0.0, 0.5)
-    told = replace(step(A, B, A), decision=decision).to_json()
-    assert told["decision"] == decision.to_json()
-    assert complaint(told) == ""
+    record = replace(step(A, B, A), decision=decision).to_json()
+    assert record["decision"] == decision.to_json()
+    assert complaint(record) == ""
 
 
 def test_parts_of_characters_have_their_bytes(tokenizer: Tokenizer) -> None:
     first, second = E_ACUTE
-    told = step(A, first, second).to_json(tokenizer)
-    assert told["texts"] == ["A", "\ufffd"]
-    assert told["next_text"] == "\ufffd"
-    assert told["bytes"] == {str(first): "c3", str(second): "a9"}
+    record = step(A, first, second).to_json(tokenizer)
+    assert record["texts"] == ["A", "\ufffd"]
+    assert record["next_text"] == "\ufffd"
+    assert record["bytes"] == {str(first): "c3", str(second): "a9"}
 
 
 def test_without_a_tokenizer_there_are_ids_alone(tokenizer: Tokenizer) -> None:

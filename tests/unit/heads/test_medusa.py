@@ -95,13 +95,13 @@ def test_tokens_may_be_mapped_in_any_order(whole: bool, target: Path, tmp_path: 
     _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_map_is_ignored_where_all_tokens_are_named(told: bool, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_size", [True, False])
+def test_a_map_is_ignored_where_all_tokens_are_named(with_size: bool, target: Path, tmp_path: Path) -> None:
     heads = tiny_medusa(medusa_config())
     write_medusa(heads, tmp_path, vllm=True)
     _change(
         tmp_path,
-        config=lambda c: c.update(truncated_vocab_size=VOCAB) if told else None,
+        config=lambda c: c.update(truncated_vocab_size=VOCAB) if with_size else None,
         tensors=lambda t: t.update(token_map=torch.arange(VOCAB).flip(0)),
     )
     _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)

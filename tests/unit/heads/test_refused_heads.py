@@ -118,7 +118,7 @@ HOSTILE_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], st
     "ids that overflow": (_with("d2t", OFFSETS + (2**63 - 1 - VOCAB)), "'d2t' is damaged"),
     "ids that are no numbers": (_with("d2t", OFFSETS.float()), "float32"),
     "no ids": (lambda t: t.pop("d2t"), "lacks 'd2t'"),
-    "ids twice told": (_with("t2d", torch.ones(VOCAB, dtype=torch.bool)), "name different tokens"),
+    "ids given twice": (_with("t2d", torch.ones(VOCAB, dtype=torch.bool)), "name different tokens"),
 }
 
 

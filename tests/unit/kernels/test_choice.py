@@ -65,7 +65,7 @@ def test_without_a_compiler_the_twins_run_and_the_reason_is_told(caplog: pytest.
         "no C++ compiler: no-such-compiler not found; install one, or set CXX (a program with options), "
         "or install a wheel that contains the kernels"
     )
-    assert not caplog.messages, "and not told again for each level"
+    assert not caplog.messages, "and no message for each level"
 
 
 @pytest.mark.usefixtures("no_libraries", "any_cpu")

@@ -69,12 +69,14 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
     prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
     for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
         for taps in ([], [0, 2, model.config.num_layers, 2]):
-            made, told, logits, _ = read(model, at_once, rows, taps, max_logits=6)
+            made, tapped, logits, _ = read(model, at_once, rows, taps, max_logits=6)
             wanted, seen, _, _ = read(model, by_steps, rows, taps, steps=True)
             assert torch.equal(made, wanted)
             if name not in ("gemma3-softcap", "opt-350m"):  # their logits are not only the product
                 assert torch.equal(_there(logits), model.logits(wanted))
-            assert (told is None and seen is None) if not taps else torch.equal(*map(_there, (told, seen)))
+            assert (
+                (tapped is None and seen is None) if not taps else torch.equal(*map(_there, (tapped, seen)))
+            )
             assert torch.equal(at_once.keys[-1], by_steps.keys[-1])
             assert torch.equal(at_once.values[-1], by_steps.values[-1])
 
@@ -113,11 +115,11 @@ def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
     assert tables is not None
     tables.reach(600)
     assert native._args.num_rotations == 1, "all layers have the same"
-    made = [(told.cos, told.positions) for told in native._args.rotations[:1]]
+    made = [(rotation.cos, rotation.positions) for rotation in native._args.rotations[:1]]
     tables._kept.clear()
     tables.reach(520)  # another engine's thread, which needs fewer
     assert not tables._kept
-    assert [(told.cos, told.positions) for told in native._args.rotations[:1]] == made
+    assert [(rotation.cos, rotation.positions) for rotation in native._args.rotations[:1]] == made
     assert all(positions >= 600 for _, positions in made)
 
 

@@ -93,10 +93,10 @@ def test_as_many_threads_as_physical_cores_may_be_used(
 def set_caches(folder: Path, caches: dict[int, list[tuple[int, str, str]]]) -> None:
     """The caches of logical CPUs, each with its level, size and the CPUs that share it."""
     for cpu, of_cpu in caches.items():
-        for number, told in enumerate(of_cpu):
+        for number, cache in enumerate(of_cpu):
             index = folder / "cpus" / f"cpu{cpu}" / "cache" / f"index{number}"
             index.mkdir(parents=True)
-            for name, value in zip(("level", "size", "shared_cpu_list"), told, strict=True):
+            for name, value in zip(("level", "size", "shared_cpu_list"), cache, strict=True):
                 (index / name).write_text(f"{value}\n")
 
 

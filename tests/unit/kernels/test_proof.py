@@ -207,7 +207,7 @@ def test_a_cache_that_cannot_be_written_costs_the_memory_alone(
 # ---- consequences of a fault ----
 
 
-def is_told(message: str, level: Level, reason: str) -> bool:
+def names_fault(message: str, level: Level, reason: str) -> bool:
     """Whether a line of the log says that a level is not used, and why."""
     start = f"native kernels for {level.words} are not used: "
     again = r"( \(found before; see .*\))?"
@@ -232,7 +232,7 @@ def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
         library = load_library()
     assert (library.path, library.level) == (real.path, real.level)
     (line,) = caplog.messages
-    assert is_told(line, better, FAKES[fake][1]), line
+    assert names_fault(line, better, FAKES[fake][1]), line
 
 
 def test_a_file_that_is_no_library_or_is_gone_costs_a_line_too(
@@ -249,8 +249,8 @@ def test_a_file_that_is_no_library_or_is_gone_costs_a_line_too(
     with caplog.at_level(logging.WARNING):
         assert load_library().path == real.path
     of_text, of_gone = caplog.messages
-    assert is_told(of_text, first, f"{text} cannot be loaded .*; delete it, or set SPECINFER_CACHE to .*")
-    assert is_told(of_gone, second, f".*No such file or directory: '{gone}'")
+    assert names_fault(of_text, first, f"{text} cannot be loaded .*; delete it, or set SPECINFER_CACHE to .*")
+    assert names_fault(of_gone, second, f".*No such file or directory: '{gone}'")
 
 
 def test_what_the_system_forbids_this_process_alone_costs_a_line_too(
@@ -267,7 +267,7 @@ def test_what_the_system_forbids_this_process_alone_costs_a_line_too(
     with caplog.at_level(logging.WARNING):
         assert load_library().path == real.path
     (line,) = caplog.messages
-    assert is_told(line, better, "the system does not let this process use the CPU's matrix unit")
+    assert names_fault(line, better, "the system does not let this process use the CPU's matrix unit")
 
 
 @pytest.mark.thorough
@@ -285,12 +285,12 @@ def test_a_refused_level_is_told_once_though_its_reason_is_put_in_other_words(
         load_library()
         load_library()  # "(found before; see ...)"
         (line,) = caplog.messages
-        assert is_told(line, first, "the trial ended with SIGILL")
+        assert names_fault(line, first, "the trial ended with SIGILL")
         assert find_best()[1][0].reason != "the trial ended with SIGILL"
         offer(monkeypatch, tmp_path, {first: crash, second: wrong, real.level: real.path})
         load_library()
     assert len(caplog.messages) == 2, "another level is another refusal"
-    assert is_told(caplog.messages[1], second, r"float32 33 x 96: results are off by .*")
+    assert names_fault(caplog.messages[1], second, r"float32 33 x 96: results are off by .*")
 
 
 def test_find_best_tells_the_refused_levels_from_the_best_on(
@@ -323,4 +323,4 @@ def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_log
     ):
         load_library()
     (line,) = caplog.messages
-    assert is_told(line, first, "the trial ended with SIGSEGV")
+    assert names_fault(line, first, "the trial ended with SIGSEGV")

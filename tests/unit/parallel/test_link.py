@@ -241,9 +241,9 @@ def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool:
     first.within(10.0)
     listens = pool.submit(accept_rank, its, KEY)
     assert connect_ranks({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
-    told = json.loads(others.receive())
-    assert told["dial"][0] == "203.0.113.1"
-    dialled = dial("127.0.0.1", told["dial"][1], KEY, told["purpose"])
+    invitation = json.loads(others.receive())
+    assert invitation["dial"][0] == "203.0.113.1"
+    dialled = dial("127.0.0.1", invitation["dial"][1], KEY, invitation["purpose"])
     assert listens.result(30).link.hosts == dialled.hosts
 
 

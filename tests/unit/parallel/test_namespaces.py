@@ -113,8 +113,8 @@ def test_texts_are_those_of_one_host_until_the_cable_is_cut(
             engine.wait(10)
         for one in following:
             line_of(one, "specinfer follow: rank 1: ")  # follows
-            told = line_of(one, "specinfer follow: rank 1: ")
-            assert "rank was lost" in told or "engine has ended" in told
+            line = line_of(one, "specinfer follow: rank 1: ")
+            assert "rank was lost" in line or "engine has ended" in line
         assert time.monotonic() - cut < 15.0
         call("ip", "-n", there, "link", "set", "end1", "up")
         for engine in engines():

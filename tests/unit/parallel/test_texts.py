@@ -217,14 +217,14 @@ def test_what_is_no_number_ends_its_own_request_alone(kind: Quantization, tmp_pa
     save_file(tensors, path / "model.safetensors")
     params = SamplingParams(temperature=0, max_tokens=6)
 
-    def told(target: LanguageModel) -> list[tuple[object, ...]]:
+    def results(target: LanguageModel) -> list[tuple[object, ...]]:
         outputs = llm_of(target, path).generate([[5, 63], *PROMPTS], params)
         return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
 
-    want = told(whole_model(path, kernels("native"), tmp_path, quantization=kind))
+    want = results(whole_model(path, kernels("native"), tmp_path, quantization=kind))
     assert want[0][1] == "error"
     with ranks_of(path, 3, kernels("native"), tmp_path, quantization=kind) as target:
-        assert told(target) == want
+        assert results(target) == want
 
 
 def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> None:

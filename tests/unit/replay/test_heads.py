@@ -33,7 +33,7 @@ from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests.engines import CPU, ENGINE, Tiny, write_tiny
 from tests.heads import block_config, write_any
 from tests.unit.replay.conftest import PROMPTS, recorded
-from tests.unit.replay.test_replay import Step, live, told
+from tests.unit.replay.test_replay import Step, contents, live
 
 CONFIGS = {
     "like the shipped one": block_config(reads_last=True),
@@ -81,8 +81,10 @@ def played(trace: Trace, policy: str, batch: int, **options: Any) -> tuple[list[
     came = play(
         parts, POLICIES[policy](trace, speculation), speculation=speculation, on_step=steps.append, **options
     )
-    told_of = [[(e.request_id, told(e.tree), e.path) for e in step.entries] for step in steps if step.entries]
-    return told_of, came
+    entries = [
+        [(e.request_id, contents(e.tree), e.path) for e in step.entries] for step in steps if step.entries
+    ]
+    return entries, came
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -144,8 +146,8 @@ def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
     write_trace(tmp_path / "trace.npz", trace)
     for batch, notes in ((1, []), (5, [f"partly_read={came.partly_read}"])):
         asked = ["policy", "replay", str(tmp_path / "trace.npz"), "--policy", "fixed", "--batch", str(batch)]
-        told_of = CliRunner().invoke(cli, asked).output
-        assert told_of.splitlines()[-1].split()[7:] == notes
+        entries = CliRunner().invoke(cli, asked).output
+        assert entries.splitlines()[-1].split()[7:] == notes
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def test_every_smaller_tree_is_the_beginning_of_a_larger_one(trace: Trace) -> No
             for smaller in (grown(root, most), grown(root, MAX_NODES, 1 + most)):
                 assert smaller.token_ids == largest.token_ids[:nodes]
                 assert smaller.parents == largest.parents[:nodes]
-                assert told(smaller)[2] == told(largest)[2][: nodes - 1]
+                assert contents(smaller)[2] == contents(largest)[2][: nodes - 1]
 
 
 def test_a_head_is_a_fixed_choice_whatever_the_depth(trace: Trace) -> None:

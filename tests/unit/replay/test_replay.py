@@ -34,7 +34,7 @@ LAWS: dict[str, dict[str, Any]] = {
 Step = list[tuple[str, Any, tuple[int, ...]]]
 
 
-def told(tree: TokenTree) -> Any:
+def contents(tree: TokenTree) -> Any:
     """All of a tree that a policy or a verifier can see."""
     draws = [(d.parent, d.node, d.speculator, d.rule, d.confidence, d.evidence) for d in tree.draws]
     return tree.token_ids, tree.parents, draws
@@ -53,7 +53,7 @@ def live(llm: LLM, trace: Trace, speculation: Any = None) -> list[Step]:
     numbers = {output.request_id: str(i) for i, output in enumerate(outputs)}
     steps: dict[int, Step] = {}
     for event in events:
-        one = (numbers[event.request_id], told(event.tree), event.acceptance.path)
+        one = (numbers[event.request_id], contents(event.tree), event.acceptance.path)
         steps.setdefault(event.step, []).append(one)
     return list(steps.values())
 
@@ -67,7 +67,9 @@ def played(trace: Trace, policy: str, batch: int) -> list[Step]:
         speculation=speculation,
         on_step=steps.append,
     )
-    return [[(e.request_id, told(e.tree), e.path) for e in step.entries] for step in steps if step.entries]
+    return [
+        [(e.request_id, contents(e.tree), e.path) for e in step.entries] for step in steps if step.entries
+    ]
 
 
 def was_predicted(tree: Any, path: Sequence[int]) -> bool:

@@ -110,15 +110,15 @@ def test_absurd_times_leave_costs_within_bounds(seconds: float, caplog: pytest.L
     assert "passes of target take more than 3.0 or less than 0.3 times" in record.getMessage()
 
 
-@pytest.mark.parametrize(("slow", "told"), [(1, False), (3, False), (4, True)])
+@pytest.mark.parametrize(("slow", "warned"), [(1, False), (3, False), (4, True)])
 def test_a_curve_is_blamed_for_what_goes_on_and_not_for_slow_first_passes(
-    slow: int, told: bool, caplog: pytest.LogCaptureFixture
+    slow: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = CostModel("draft", CURVE)
     for median in range(40):
         for _ in range(5):
             model.learn(8, at(8) * (4 if median < slow else 1))
-    assert bool(caplog.records) is told
+    assert bool(caplog.records) is warned
 
 
 def test_two_interrupted_passes_of_five_are_not_learnt_from() -> None:

@@ -19,7 +19,7 @@ def rows_of(first: int, count: int, others: int = 0) -> TappedRows:
     return TappedRows(states, range(others, others + count))
 
 
-def told(states: Sequence[TappedRows]) -> list[int]:
+def positions_in(states: Sequence[TappedRows]) -> list[int]:
     """Return the positions that these rows encode, read as copies and in place."""
     found: list[int] = []
     for part in states:
@@ -57,11 +57,11 @@ def test_features_are_taken_in_order_whatever_they_came_in() -> None:
     for first, count in [(3, 2), (5, 1), (6, 4)]:
         unread.add(rows_of(first, count, others=first))
     assert (unread.first, unread.end) == (3, 10)
-    assert told(unread.take(1)) == [3]
-    assert told(unread.take(4)) == [4, 5, 6, 7]
+    assert positions_in(unread.take(1)) == [3]
+    assert positions_in(unread.take(4)) == [4, 5, 6, 7]
     assert (unread.first, unread.end) == (8, 10)
     unread.drop_before(9)
-    assert told(unread.take(1)) == [9]
+    assert positions_in(unread.take(1)) == [9]
     unread.drop_before(16)
     assert (unread.first, unread.end) == (16, 16)
 
@@ -82,4 +82,4 @@ def test_what_is_kept_of_large_passes_and_of_many_is_copied() -> None:
     for first in range(102, 302, 2):
         unread.add(rows_of(first, 2, others=10))
     assert kept_bytes(unread) < 4 * (302 + 64 * 12)
-    assert told(unread.take(302)) == [*range(302)]
+    assert positions_in(unread.take(302)) == [*range(302)]

@@ -172,15 +172,15 @@ def test_why_a_policy_lets_nobody_guess_may_not_be_known() -> None:
 def test_why_the_guard_lets_nobody_guess() -> None:
     policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
     ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
-    told = []
+    reasons_given = []
     for _ in range(200):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
-        told.append(decision.contributions[0].reason)
-        seconds = 3.0 if told[-1] == reasons.GUESSED else 1.0  # guesses lose, and none is right
+        reasons_given.append(decision.contributions[0].reason)
+        seconds = 3.0 if reasons_given[-1] == reasons.GUESSED else 1.0  # guesses lose, and none is right
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
-    assert told[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]
-    assert told[-1] == reasons.GUARD
+    assert reasons_given[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]
+    assert reasons_given[-1] == reasons.GUARD
 
 
 def test_a_step_takes_what_plain_ones_take_besides_their_pass() -> None:

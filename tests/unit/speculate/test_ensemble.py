@@ -70,20 +70,20 @@ class Reading(Fan):
     """Reads the target's hidden states after layer 2, and counts the steps whose choices it got."""
 
     taps = (2,)
-    told = 0
+    steps_seen = 0
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        self.told += 1
+        self.steps_seen += 1
 
 
 def test_where_nobody_may_guess_nobody_is_asked() -> None:
     head = Reading("head", [10])
     ensemble = Ensemble([head], vocab=99, policy=SpeculationPolicy())
     assert [tree.num_nodes for tree in ensemble.propose(plans.plan(entry(4, speculators=())))] == [1]
-    assert (head.offered, head.told) == ([], 0)
+    assert (head.offered, head.steps_seen) == ([], 0)
     assert [len(one.contributions) for one in ensemble.explain()] == [1], "the step can be explained"
     ensemble.propose(plans.plan(entry(4, speculators=()), entry(4)))
-    assert (head.offered, head.told) == ([4], 1)
+    assert (head.offered, head.steps_seen) == ([4], 1)
 
 
 def test_hidden_states_are_kept_over_some_steps_without_guesses_and_no_longer() -> None:
@@ -112,8 +112,8 @@ def test_samples_have_their_turn_and_their_room_first() -> None:
     offered = [fan.offered for fan in (before, first, second, after)]
     assert offered == [[5], [5], [3], [2]]  # nodes left by the samples 11, 14 and 15
     assert tree.token_ids == (7, 11, 14, 15, 10)  # and one of the others
-    told = [(tree.token_ids[draw.node], draw.speculator) for draw in tree.draws]
-    assert told == [
+    draws = [(tree.token_ids[draw.node], draw.speculator) for draw in tree.draws]
+    assert draws == [
         *((11, "first"), (14, "first")),
         *((11, "second"), (15, "second")),
         *((10, "before"), (11, "before")),

@@ -21,7 +21,7 @@ MIXED = (
 )
 
 
-def told(draws: Sequence[Draw]) -> list[tuple[object, ...]]:
+def fields_of(draws: Sequence[Draw]) -> list[tuple[object, ...]]:
     return [tuple(draw) for draw in draws]
 
 
@@ -41,9 +41,9 @@ def test_runs_hold_the_same_draws_in_the_same_order() -> None:
     runs = as_runs(MIXED)
     assert as_runs(runs) is runs
     assert len(runs) == len(MIXED)
-    assert told(runs) == told(MIXED)
+    assert fields_of(runs) == fields_of(MIXED)
     assert tuple(runs[3]) == tuple(MIXED[3])
-    assert told(runs[2:4]) == told(MIXED[2:4])
+    assert fields_of(runs[2:4]) == fields_of(MIXED[2:4])
 
 
 def test_a_draw_of_a_run_is_made_once() -> None:
@@ -101,8 +101,8 @@ def test_random_draws_are_kept_as_one_by_one() -> None:
         numbers = [0, *(chance.choice([-1, node]) for node in range(1, nodes))]
         kept = Runs(as_runs(draws).runs, numbers)
         obvious = [d._replace(parent=numbers[d.parent]) for d in draws if numbers[d.node] >= 0]
-        assert told(kept) == told(obvious)
-        assert told(as_runs(draws)) == told(draws)
+        assert fields_of(kept) == fields_of(obvious)
+        assert fields_of(as_runs(draws)) == fields_of(draws)
 
 
 @pytest.mark.parametrize("rule", DrawRule)

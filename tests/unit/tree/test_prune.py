@@ -196,10 +196,10 @@ def test_samples_are_among_the_likeliest_however_unlikely() -> None:
     st.integers(1, 22),
 )
 def test_whatever_speculators_say_of_their_guesses_what_is_left_is_a_tree(
-    told: list[tuple[int, float]], most: int
+    guesses: list[tuple[int, float]], most: int
 ) -> None:
     builder = TreeBuilder(root=0)
-    for i, (parent, confidence) in enumerate(told):
+    for i, (parent, confidence) in enumerate(guesses):
         builder.add(parent % (i + 1), i + 1, "s", confidence=confidence)
     whole = builder.build()
     cut = likeliest(whole, whole.likelihoods(), most)

@@ -18,7 +18,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 libc.free.argtypes = (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-told = sys.argv[1] == "kept" and keep_freed_memory()
+kept = sys.argv[1] == "kept" and keep_freed_memory()
 
 
 def resident():
@@ -29,7 +29,7 @@ before = resident()
 block = libc.malloc(1 << 24)
 libc.memset(block, 1, 1 << 24)
 libc.free(block)
-print(told, resident() - before > 1 << 23)
+print(kept, resident() - before > 1 << 23)
 """
 
 _CACHES = """

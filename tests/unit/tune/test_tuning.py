@@ -91,9 +91,9 @@ def test_the_best_checkpoint_is_kept_and_not_the_newest(
     )
     config = tuning_of(target, tmp_path / "head")
     _, lines = run(config, prompts, ticking(3.0))
-    told = [line.endswith("the best so far") for line in lines if "held out: first" in line]
-    assert told[:3] == [True, True, False]
-    assert not any(told[3:])
+    improved = [line.endswith("the best so far") for line in lines if "held out: first" in line]
+    assert improved[:3] == [True, True, False]
+    assert not any(improved[3:])
     assert "makes 2.50 tokens per target pass" in (tmp_path / "head" / "README.md").read_text()
 
 

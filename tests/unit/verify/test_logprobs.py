@@ -36,7 +36,7 @@ class Letters:
         return chr(ord("a") + token_id)
 
 
-def told(row: list[float], chosen: int, top: int) -> list[tuple[int, float, int, str]]:
+def reported(row: list[float], chosen: int, top: int) -> list[tuple[int, float, int, str]]:
     found = report(np.array(row), chosen, top, Letters())  # type: ignore[arg-type]
     return [(token, entry.logprob, entry.rank, entry.text) for token, entry in found.items()]
 
@@ -61,13 +61,13 @@ ROW = [-1.5, -0.7, -math.inf, -1.5, -2.5]
 def test_the_chosen_token_and_the_likeliest(
     chosen: int, top: int, expected: list[tuple[int, float, int, str]]
 ) -> None:
-    assert told(ROW, chosen, top) == expected
+    assert reported(ROW, chosen, top) == expected
 
 
 def test_figures_closer_than_float32_keep_their_order() -> None:
     row = [-20.0, -20.0 + 1e-9, -20.0 + 2e-9, -0.1]
-    assert [token for token, *_ in told(row, 3, 4)] == [3, 2, 1, 0]
-    assert [rank for *_, rank, _ in told(row, 3, 4)] == [1, 2, 3, 4]
+    assert [token for token, *_ in reported(row, 3, 4)] == [3, 2, 1, 0]
+    assert [rank for *_, rank, _ in reported(row, 3, 4)] == [1, 2, 3, 4]
 
 
 @given(
@@ -76,7 +76,7 @@ def test_figures_closer_than_float32_keep_their_order() -> None:
 )
 def test_the_likeliest_are_those_of_a_full_sort(row: list[float], top: int) -> None:
     order = [i for i in sorted(range(len(row)), key=lambda i: (-row[i], i)) if row[i] > -math.inf]
-    assert [token for token, *_ in told(row, 0, top)] == list(dict.fromkeys([0, *order[:top]]))
+    assert [token for token, *_ in reported(row, 0, top)] == list(dict.fromkeys([0, *order[:top]]))
 
 
 LOGITS = np.array([3.0, 1.0, 0.0, -1.0, -np.inf, 700.0, 699.0], dtype=np.float32)

@@ -121,9 +121,9 @@ def test_samples_are_drawn_from_the_law_that_is_told(
             expected = (law / 0.9).softmax(-1).double().numpy()
             for one in draws:
                 assert isinstance(one.law, Distribution)
-                told = np.zeros(64)
-                told[one.law.ids if one.law.ids is not None else slice(None)] = one.law.probabilities
-                np.testing.assert_allclose(told[head.ids.numpy()], expected, atol=1e-4)
+                law_of_all = np.zeros(64)
+                law_of_all[one.law.ids if one.law.ids is not None else slice(None)] = one.law.probabilities
+                np.testing.assert_allclose(law_of_all[head.ids.numpy()], expected, atol=1e-4)
                 seen += 1
         end += 1 + len(event.acceptance.path)
     assert seen > 6

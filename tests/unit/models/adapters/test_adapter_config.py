@@ -51,7 +51,7 @@ def test_modules_that_are_adapted(config: dict[str, Any], adapted: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; supported: LORA"),
         ({"use_dora": True}, "sets use_dora = True, which is not supported"),
@@ -78,8 +78,8 @@ def test_modules_that_are_adapted(config: dict[str, Any], adapted: list[str]) ->
         ({"use_rslora": 1}, "use_rslora is 1; expected true or false"),
     ],
 )
-def test_what_is_refused_is_named(config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ModelError, match=told) as error:
+def test_what_is_refused_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as error:
         read(**config)
     assert "\n" not in str(error.value)
 

@@ -64,7 +64,7 @@ def drop(name: str) -> Callable[[Tensors], None]:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (
             put(f"{INSIDE}.lora_A.weight", 3, 32),
@@ -100,18 +100,18 @@ def drop(name: str) -> Callable[[Tensors], None]:
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
-    how: Callable[[Tensors], None], told: str, model: Path, tmp_path: Path
+    how: Callable[[Tensors], None], message: str, model: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "sql", model)
     change(folder, how)
-    with pytest.raises(ModelError, match=told) as error:
+    with pytest.raises(ModelError, match=message) as error:
         PeftFolder("sql", folder, config_of(model))
     assert str(error.value).startswith("adapter 'sql' (")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"r": 8}, "and the config's rank is 8"),
         (
@@ -127,11 +127,11 @@ def test_a_tensor_that_does_not_fit_is_named(
     ],
 )
 def test_a_config_that_lies_is_refused(
-    values: dict[str, object], told: str, model: Path, tmp_path: Path
+    values: dict[str, object], message: str, model: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "sql", model)
     describe(folder, **values)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         PeftFolder("sql", folder, config_of(model))
 
 

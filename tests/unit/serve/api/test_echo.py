@@ -54,7 +54,7 @@ def check(reported: dict[str, Any], alone: PlainTarget, prompt: list[int], more:
         assert reported["token_logprobs"][place] == pytest.approx(chosen, abs=1e-4)
         [likeliest] = reported["top_logprobs"][place].values()
         assert likeliest == pytest.approx(most, abs=1e-4)
-        if chosen == most:  # told apart by equality: the harness sees by it whether a text is greedy
+        if chosen == most:  # the harness compares the two to see whether a text is greedy
             assert reported["token_logprobs"][place] == likeliest
 
 

@@ -188,8 +188,8 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
         held = server.backend.works[0].params.structured_output
         assert held is not None
         assert '"city"' in held.source
-        told = await server.refusal(**{place: {"format": form} if place == "output_config" else form})
-        assert told == (400, "invalid_request_error", "output_config.format.schema cannot be used")
+        refusal = await server.refusal(**{place: {"format": form} if place == "output_config" else form})
+        assert refusal == (400, "invalid_request_error", "output_config.format.schema cannot be used")
 
     where = "response_format.json_schema.schema"
     refused = Delta("", finish_reason=FinishReason.ERROR, error=f"{where} cannot be used", parameter=where)
@@ -286,9 +286,9 @@ def test_refusals_before_the_endpoint_have_the_same_format(
 def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         for path in ("/messages", "/messages/count_tokens"):
-            told = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
-            assert told[:2] == (400, "invalid_request_error")
-            assert told[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
+            refusal = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
+            assert refusal[:2] == (400, "invalid_request_error")
+            assert refusal[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
 
     ask(tokenizer, [says("Hello")], do)
 

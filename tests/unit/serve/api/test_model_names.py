@@ -45,9 +45,9 @@ def test_all_names_are_listed(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_an_answer_has_the_requested_model_name(tokenizer: Tokenizer, path: str) -> None:
     async def do(http: httpx.AsyncClient) -> None:
-        for asked, told in (*((name, name) for name in NAMES), ("", "qwen"), (None, "qwen")):
+        for asked, expected in (*((name, name) for name in NAMES), ("", "qwen"), (None, "qwen")):
             answer = await http.post(path, json=BODIES[path] | {"model": asked})
-            assert answer.json()["model"] == told
+            assert answer.json()["model"] == expected
         assert (await http.post(path, json=BODIES[path])).json()["model"] == "qwen"
 
     ask(tokenizer, do)

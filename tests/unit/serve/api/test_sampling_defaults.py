@@ -119,16 +119,16 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
         assert llm.default_params == SamplingParams(temperature=0)
         once, again = (llm.generate("ab")[0].token_ids for _ in range(2))
         assert once == again
-        [told] = llm.chat(HI, SamplingParams(max_tokens=1))
-        assert bytes(told.prompt_token_ids) == b"hi"
+        [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
+        assert bytes(answer.prompt_token_ids) == b"hi"
         with llm.variant(generation_config="none") as other:
             assert other.default_params == SamplingParams()
         with pytest.raises(ConfigError, match="chat_template is 'x'"):
             llm.variant(chat_template="x")
     with LLM(folder, chat_template=tmp_path / "other.jinja", generation_config="none", **options) as llm:
         assert llm.default_params == SamplingParams()
-        [told] = llm.chat(HI, SamplingParams(max_tokens=1))
-        assert bytes(told.prompt_token_ids) == b"<hi>"
+        [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
+        assert bytes(answer.prompt_token_ids) == b"<hi>"
         with pytest.raises(ConfigError, match="generation_config is 'auto'"):
             llm.variant(generation_config="auto")
     with pytest.raises(ConfigError, match=r"cannot read chat_template .*none\.jinja: No such file"):

@@ -65,15 +65,15 @@ NINE = """\
 {% for m in rest %}
 {% if m.role == 'user' %}[{{ messages[0].content + '; '
    if loop.last and messages | length > rest | length }}{{ m.content }}]
-{% elif m.tool_calls is defined %}{% for c in m.tool_calls %}{% set told = c.function | tojson %}
-{{ told[:-1] }}
+{% elif m.tool_calls is defined %}{% for c in m.tool_calls %}{% set call = c.function | tojson %}
+{{ call[:-1] }}
 {% if not c.id is defined or c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}
 {{ ', ' + c.id + '}' }}
 {% endfor %}
-{% elif m.role == 'tool' %}{% set told = m.content.content if m.content.content is defined else m.content %}
+{% elif m.role == 'tool' %}{% set result = m.content.content if m.content.content is defined else m.content %}
 {% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}
 {{ raise_exception('nine characters') }}{% endif %}
-{{ m.tool_call_id + '=' + told | string }}
+{{ m.tool_call_id + '=' + result | string }}
 {% else %}{{ ' ' + m.content | trim + '</s>' }}{% endif %}
 {% endfor %}{{ tools | length if tools }}"""
 # Results by the loop's own neighbours; an assistant's message has calls, or it has content (Hermes).

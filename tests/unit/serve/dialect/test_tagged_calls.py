@@ -114,8 +114,8 @@ CASES = [
 @pytest.mark.parametrize(("text", "content", "calls"), CASES)
 def test_an_answer_is_content_and_calls(text, content, calls):
     expected = [
-        (name, '{"text": "a\\n\\n</par <b>", "size": "S", "n": 2}' if told is None else told)
-        for name, told in calls
+        (name, '{"text": "a\\n\\n</par <b>", "size": "S", "n": 2}' if arguments is None else arguments)
+        for name, arguments in calls
     ]
     assert read(text) == (content, expected)
     assert read(*text) == (content, expected)

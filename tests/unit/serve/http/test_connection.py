@@ -25,7 +25,7 @@ async def wait(scope: Scope, receive: Receive, send: Send) -> None:
     EVENTS.append(f"{scope['path']} begins")
     while (await receive())["type"] != "http.disconnect":
         pass
-    EVENTS.append(f"{scope['path']} is told")
+    EVENTS.append(f"{scope['path']} is closed")
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,9 +202,9 @@ def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
                 writer.write(following)
                 await asyncio.sleep(0.05)
             writer.close()
-            await until_received(received, "/wait1 begins", "/wait1 is told")
+            await until_received(received, "/wait1 begins", "/wait1 is closed")
             await until_idle(state)
-        assert received == ["/wait1 begins", "/wait1 is told"]
+        assert received == ["/wait1 begins", "/wait1 is closed"]
 
     asyncio.run(run())
 
@@ -217,7 +217,7 @@ def test_a_client_that_goes_away_between_two_answers_is_missed_by_the_second(rec
             await asyncio.wait_for(reader.readuntil(b"/short end"), 10)
             await until_received(received, "/wait2 begins")
             writer.close()
-            await until_received(received, "/wait2 begins", "/wait2 is told")
+            await until_received(received, "/wait2 begins", "/wait2 is closed")
             await until_idle(state)
 
     asyncio.run(run())

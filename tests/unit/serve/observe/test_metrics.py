@@ -13,7 +13,7 @@ from specinfer.serve.observe.metrics import Metrics
 WORK = Work("a", (1, 2, 3), SamplingParams())
 
 
-def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
+def samples(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
     """Every metric by its name and its labels but the model's."""
     text = metrics.text(Health(state)).decode()
     found: dict[tuple[str, ...], float] = {}
@@ -33,7 +33,7 @@ def test_verified_and_accepted_tokens_are_counted_by_speculator() -> None:
     ):
         figures = SpeculationFigures(proposed_by=proposed, accepted_by=accepted)
         metrics.observe(WORK, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
-    found = told(metrics)
+    found = samples(metrics)
     assert {
         name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
     } == {
@@ -47,7 +47,9 @@ def test_verified_and_accepted_tokens_are_counted_by_speculator() -> None:
 def test_proposed_tokens_and_speculation_state_come_from_the_engine() -> None:
     metrics = Metrics("tiny")
     for on, guessed in ((True, 5), (False, 7), (True, 7)):
-        found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0}))
+        found = samples(
+            metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0})
+        )
         assert found["speculation_on",] == on
         assert found["guessed_tokens", "draft"] == 0
         for name in ("lookup", "ngram", "suffix"):  # the latter two are its old names
@@ -62,7 +64,7 @@ def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
     other.delta(Delta("b", "x", (1,), started=True), 12.0)  # both in one delta
     never.delta(Delta("c"), 11.0)
     never.end(30.0)
-    found = told(metrics)
+    found = samples(metrics)
     assert found["request_queue_time_seconds_count",] == 2
     assert found["request_queue_time_seconds_sum",] == 4.0 + 2.0
     assert found["time_to_first_token_seconds_sum",] == 10.0 + 2.0

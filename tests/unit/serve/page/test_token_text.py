@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.thorough
 Serving = Callable[..., ScriptedServer]
 
-PLACED = """async (told) => {
+PLACED = """async (received) => {
     const { TokenText } = await import("/page/token_text.js");
     const placed = [];
     const text = new TokenText((part, token, channel) => placed.push([part, token?.text ?? null, channel]));
-    for (const [kind, value] of told) {
+    for (const [kind, value] of received) {
         if (kind === "tokens") text.tokens(value.map(([text, bytes]) => ({ text, bytes: bytes ?? null })));
         else if (kind === "skip") text.skip();
         else text.text(value, kind);

@@ -54,8 +54,8 @@ def answer(
 
 
 def lookup(*, name: str = "lookup", verifier: str = "coupled", **options: Any) -> LookupSpeculator:
-    told = LookupOptions(**{"max_depth": 3, "min_probability": 0.0, "depth_factor": 4.0, **options})
-    return LookupSpeculator(library_or_skip(), told, name=name, verifier=verifier)
+    lookup_options = LookupOptions(**{"max_depth": 3, "min_probability": 0.0, "depth_factor": 4.0, **options})
+    return LookupSpeculator(library_or_skip(), lookup_options, name=name, verifier=verifier)
 
 
 def test_what_followed_the_last_tokens_in_this_text_is_the_guess() -> None:

@@ -150,13 +150,13 @@ class Raw:
 
     def there(self, *asks: tuple[int, ...], **rules: Any) -> bool:
         """Whether it answers."""
-        told = array("q", [number for ask in asks for number in ask])
+        numbers = array("q", [number for ask in asks for number in ask])
         at, chance, tokens = (one.buffer_info()[0] for one in (self.nodes, self.chances, self.tokens))
         to = GrownArgs(self.room, at, at + 4 * 4, at + 4 * 8, chance, chance + 8 * self.room)
         settled = {"longest": 32, "surest": 16, "depth_factor": 4.0, "min_probability": 0.0}
         rule = LookupRules(**{**settled, **rules})
-        told_at = told.buffer_info()[0]
-        return bool(self.call(byref(rule), told_at, len(asks), tokens, len(self.tokens), byref(to)))
+        numbers_at = numbers.buffer_info()[0]
+        return bool(self.call(byref(rule), numbers_at, len(asks), tokens, len(self.tokens), byref(to)))
 
 
 @pytest.mark.parametrize("read", [4, 2, -1, MOST, -MOST])

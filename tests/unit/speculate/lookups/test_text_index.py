@@ -208,10 +208,10 @@ def test_the_bytes_it_says_are_those_it_takes_at_most(library: Library, texts: i
             index.close_text()
         index.drop_oldest_text()
     taken = (malloced() or 0) - before
-    told = sum(index.num_bytes for index in kept)
-    assert 0.4 * told <= taken <= told
+    counted = sum(index.num_bytes for index in kept)
+    assert 0.4 * counted <= taken <= counted
     index = kept[0]
     kept.clear()
     gc.collect()
-    assert (malloced() or 0) - before < 0.1 * told, "indexes that nobody holds give their memory back"
+    assert (malloced() or 0) - before < 0.1 * counted, "indexes that nobody holds give their memory back"
     index.check_integrity()

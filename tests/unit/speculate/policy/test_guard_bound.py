@@ -101,7 +101,7 @@ def simulation(
 @pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_clocks_that_lie(clock: str, hits: float) -> None:
-    assert simulation(hits, told=CLOCKS[clock]).run(STEPS) < BOUND
+    assert simulation(hits, reading=CLOCKS[clock]).run(STEPS) < BOUND
 
 
 @pytest.mark.thorough
@@ -110,11 +110,11 @@ def test_clocks_that_lie(clock: str, hits: float) -> None:
 @pytest.mark.parametrize("curve", CURVES)
 def test_curves_that_are_off(curve: str, hits: float, careful: bool) -> None:
     factors = CURVES[curve]
-    told = {
+    curves = {
         "curve": scaled(TARGET, factors["target"]),
         "draft_curve": scaled(DRAFT, factors["draft"]),
     }
-    assert simulation(hits, careful=careful, **told).run(STEPS) < BOUND
+    assert simulation(hits, careful=careful, **curves).run(STEPS) < BOUND
 
 
 @pytest.mark.thorough
@@ -188,8 +188,8 @@ LIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("lie", LIES)
 def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
-    told = {"curve": STREAMED, "draft_curve": SELF_DRAFT} | LIES[lie]
-    engine = simulation(hits, known=True, careful=careful, **told)
+    curves = {"curve": STREAMED, "draft_curve": SELF_DRAFT} | LIES[lie]
+    engine = simulation(hits, known=True, careful=careful, **curves)
     plain = 1 + KNOWN_COST_TOLERANCE.first + KNOWN_COST_TOLERANCE.max_step
     for _ in range(40):  # ten steps each, so that the bound is checked often
         engine.run(10)
@@ -336,7 +336,7 @@ def test_without_the_guard_the_bound_is_broken() -> None:
 
 
 def test_a_text_is_the_given_one_whatever_is_decided() -> None:
-    one, other = simulation(GOOD), simulation(NEVER, told=CLOCKS["stalled"])
+    one, other = simulation(GOOD), simulation(NEVER, reading=CLOCKS["stalled"])
     for engine in (one, other):
         engine.run(100)
         (text,) = engine._texts.values()

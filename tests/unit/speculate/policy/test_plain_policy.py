@@ -83,10 +83,10 @@ class Run:
                 for node in nodes:
                     self._draw(builders[i], node, waiting[i])
             ends = {i: tuple(waiting[i]) for i in below if waiting[i] and not builders[i].full}
-            told = [entries[i] for i in ends], [builders[i].build() for i in ends], [*ends.values()]
+            question = [entries[i] for i in ends], [builders[i].build() for i in ends], [*ends.values()]
             if not ends:
                 break
-            chosen = self._same(*(policy.worth_deepening("draft", *told) for policy in self._both))
+            chosen = self._same(*(policy.worth_deepening("draft", *question) for policy in self._both))
             below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
             for i, nodes in below.items():
                 waiting[i] = [node for node in waiting[i] if node not in nodes]
