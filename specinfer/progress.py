@@ -45,6 +45,31 @@ class NoProgress(Progress):
     """Shows nothing."""
 
 
+class CheckedProgress(Progress):
+    """Passes progress on to another one, and before each advance calls `check`, which may raise."""
+
+    def __init__(self, progress: Progress, check: Callable[[], object]) -> None:
+        self._progress = progress
+        self._check = check
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        """Start a task."""
+        self._progress.start(total, label, unit)
+
+    def advance(self, n: int) -> None:
+        """Check, and add `n` finished units."""
+        self._check()
+        self._progress.advance(n)
+
+    def finish(self) -> None:
+        """End the task."""
+        self._progress.finish()
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        self._progress.say(line)
+
+
 class ProgressBar(Progress):
     """Progress on stderr: a bar on a terminal, a line per 25% elsewhere, both after two seconds."""
 

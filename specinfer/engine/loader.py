@@ -33,7 +33,7 @@ from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.follower import SharedDraft
 from specinfer.parallel.group import Group
 from specinfer.parallel.shard import Shard
-from specinfer.progress import Progress
+from specinfer.progress import CheckedProgress, Progress
 from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Loader:
     ) -> tuple[LanguageModel, dict[str, LanguageModel]]:
         """Load rank 0's parts of a target on several ranks, and of its shared drafts.
 
-        Raises as Ranks.start and Ranks.join do.
+        Raises as Ranks.start, Ranks.check_loading and Ranks.join do.
         """
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
@@ -150,10 +150,11 @@ class Loader:
             nontemporal=nontemporal,
         )
         loaded: dict[str, LanguageModel] = {}
+        loader = replace(self, progress=CheckedProgress(self.progress, ranks.check_loading))
         try:
-            model = self._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
+            model = loader._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
             for number, (name, (found, kind)) in enumerate(shared.items(), start=1):
-                loaded[name] = self._load(
+                loaded[name] = loader._load(
                     found,
                     fitting[name],
                     kind,

@@ -161,6 +161,10 @@ class Ranks:
             parse_address("master", config.master), self._key, range(config.ranks_here, self.size)
         )
 
+    def check_loading(self) -> None:
+        """Raise ModelError if a follower cannot load its part, PeerLostError if one has ended."""
+        self._followers.check_loading()
+
     def join(self, model: LanguageModel) -> None:
         """Wait until all ranks have loaded, and check that their models agree; ranks end with the model.
 

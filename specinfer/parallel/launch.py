@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,7 @@ from specinfer.version import VERSION
 
 _SETTLE: Final = 0.5  # seconds for ranks that noticed a loss to end
 _LOADING: Final = 600.0  # seconds that a follower may load longer than this rank
+_CHECK_INTERVAL: Final = 0.5  # seconds between checks that all followers live
 _JOINING: Final = 600.0  # seconds to wait for followers on other hosts
 
 
@@ -84,6 +87,7 @@ class Followers:
         """
         self._processes, self._listener = processes, listener
         self._all: list[_Follower] = []
+        self._loaded: dict[int, Any] = {}  # messages of the followers that have loaded, by rank
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
         try:
             here = enumerate(processes.started(), start=1)
@@ -122,30 +126,51 @@ class Followers:
         """This host's address, as ranks on other hosts see it."""
         return next((link.hosts[0] for link in self.links if link.hosts is not None), HERE)
 
+    def check_loading(self, seconds: float = 0.0) -> None:
+        """Check that all followers load or have loaded; waits up to `seconds` for the next one to finish.
+
+        Raises ModelError if one of them cannot load, PeerLostError if one has ended.
+        """
+        waiting = {one.link.number: one for one in self._all if one.rank not in self._loaded}
+        poll = select.poll()
+        for number in waiting:
+            poll.register(number, select.POLLIN)
+        for number, _ in poll.poll(1000 * seconds):
+            one = waiting[number]
+            one.link.within(LIMIT)
+            try:
+                message: Any = json.loads(one.link.receive())
+            except (EOFError, OSError, ValueError) as error:
+                raise self._not_ready() from error
+            if "failed" in message:
+                raise ModelError(f"rank {one.rank} cannot load the model: {message['failed']}")
+            self._loaded[one.rank] = message
+        if any(one.ended() for one in self._all):
+            raise self._not_ready()
+
     def ready(self, identity: Mapping[str, str]) -> list[int]:
         """Wait until all have loaded the same as this rank; return the free bytes of memory at each.
 
         Raises ModelError if one of them cannot, or differs (its code, its kernels, its file), and
         PeerLostError if one ends or takes too long.
         """
-        free: list[int] = []
-        for one in self._all:
-            one.link.within(_LOADING)
-            try:
-                message: Any = json.loads(one.link.receive())
-            except (EOFError, OSError, ValueError) as error:
-                lost = self.lost()
-                raise PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank) from error
-            if "failed" in message:
-                raise ModelError(f"rank {one.rank} cannot load the model: {message['failed']}")
+        until = time.monotonic() + _LOADING
+        while len(self._loaded) < len(self._all):
+            if time.monotonic() > until:
+                raise self._not_ready()
+            self.check_loading(_CHECK_INTERVAL)
+        for rank, message in sorted(self._loaded.items()):
             others = [name for name, value in identity.items() if message["identity"].get(name) != value]
             if others:
                 raise ModelError(
-                    f"rank {one.rank} differs from rank 0 in {' and '.join(others)}; all ranks must run the "
+                    f"rank {rank} differs from rank 0 in {' and '.join(others)}; all ranks must run the "
                     "same: start them from one installation and one model"
                 )
-            free.append(int(message["free"]))
-        return free
+        return [int(message["free"]) for _, message in sorted(self._loaded.items())]
+
+    def _not_ready(self) -> PeerLostError:
+        lost = self.lost()
+        return PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank)
 
     def connect(self, group: Group, key: bytes | None) -> None:
         """Connect all ranks, with the key for other hosts; raises PeerLostError as Group."""
@@ -156,18 +181,20 @@ class Followers:
         group.connect(self.address, key)
 
     def lost(self) -> Loss:
-        """The lost rank and its end; waits up to 0.5 s for ranks that noticed the loss to end."""
+        """The lost rank and its end; waits up to 0.5 s for ranks that noticed the loss to end.
+
+        If all followers report that they have lost another rank, it is this one, which was stopped.
+        """
         until = time.monotonic() + _SETTLE
         while time.monotonic() < until:
             if any(one.ended() and not one.lost_another() for one in self._all):
                 break
             time.sleep(0.01)
-        ended = [one for one in self._all if one.ended()]
-        guilty = [one for one in ended if not one.lost_another()]
-        silent = [one for one in self._all if one not in ended]
-        # Ranks that wait for a stopped rank are silent too, or report that they have lost one.
-        silent.sort(key=lambda one: (one.lost_another(), not one.stopped()))
-        one = [*guilty, *silent, *ended][0]
+        found = [one for one in self._all if not one.lost_another()]
+        if not found:
+            return Loss(0, f"rank 0 (process {os.getpid()}) did not answer the other ranks in time")
+        # Ranks that wait for a stopped rank are silent too.
+        one = min(found, key=lambda one: (one.ended() is None, not one.stopped()))
         return Loss(one.rank, f"{one} {one.ended() or 'does not answer'}")
 
     def close(self) -> None:

@@ -1,0 +1,116 @@
+"""Followers that fail while rank 0 loads its model, and a rank 0 that does not answer its followers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM
+from specinfer.engine import ranks
+from specinfer.errors import ModelError, PeerLostError
+from specinfer.models.language_model import LanguageModel, Read
+from specinfer.progress import Progress
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon
+
+# A follower's process on a host that has 1,000 bytes of free memory.
+POOR = "from specinfer.parallel import follower; follower.free_bytes = lambda _: 1000; follower.main()"
+
+
+class Killer(Progress):
+    """Kills the last follower when rank 0 begins to load its model."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.killed = 0
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        if label.startswith("loading"):
+            last = max(followers(), key=lambda one: (one.create_time(), one.pid))
+            self.killed = last.pid
+            last.send_signal(signal.SIGKILL)
+            assert soon(lambda: last.pid not in [one.pid for one in followers()])
+
+    def advance(self, n: int) -> None:
+        self.done += n
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 3}, {"pipeline_parallel": 2}])
+def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
+    folder: Path, plain: list[list[int]], layout: dict[str, int]
+) -> None:
+    killer, last = Killer(), max(layout.values()) - 1
+    with pytest.raises(PeerLostError) as caught:
+        LLM(folder / "target", **INT8, **layout, progress=killer)
+    assert str(caught.value) == (
+        f"rank {last} (process {killer.killed}) has ended with status -9 before it was ready; start it again"
+    )
+    assert caught.value.rank == last
+    assert killer.done == 0
+    await_no_followers()
+
+
+def test_the_start_ends_when_a_follower_ends_while_another_one_loads(
+    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = ranks.Ranks.join
+
+    def kill_and_join(self: ranks.Ranks, model: LanguageModel) -> None:
+        first, second = sorted(followers(), key=lambda one: (one.create_time(), one.pid))
+        first.suspend()  # it does not finish loading
+        second.kill()
+        join(self, model)
+
+    monkeypatch.setattr(ranks.Ranks, "join", kill_and_join)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank 2 \(process \d+\) has ended with status -9 before it was"):
+        LLM(folder / "target", tensor_parallel=3, **INT8)
+    assert time.monotonic() - began < 20.0
+    await_no_followers()
+
+
+def test_the_start_ends_when_a_follower_lacks_memory_for_its_weights(
+    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def begin_poor(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        begun.append(begin([sys.executable, "-c", POOR, command[-1]], **how))
+        return begun[-1]
+
+    monkeypatch.setattr("specinfer.parallel.processes.subprocess.Popen", begin_poor)
+    line = r"^rank 1 cannot load the model: the weights need .*, but 0\.00 MiB of memory are free$"
+    with pytest.raises(ModelError, match=line):
+        LLM(folder / "target", tensor_parallel=2, **INT8)
+    assert len(begun) == 1
+    assert soon(lambda: begun[0].returncode is not None)
+
+
+def test_a_rank_0_that_does_not_answer_is_named_and_not_the_followers(
+    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followers end at their time limit while rank 0 is late, as after SIGSTOP and SIGCONT."""
+    monkeypatch.setattr(ranks, "LIMIT", 2.0)  # of an exchange
+    with LLM(folder / "target", tensor_parallel=2, **INT8) as llm:
+        target = llm.models.target
+        read = target.read
+
+        def read_late(*given: Any, **how: Any) -> Read:
+            assert soon(lambda: not followers())
+            return read(*given, **how)
+
+        monkeypatch.setattr(target, "read", read_late)
+        with pytest.raises(PeerLostError) as caught:
+            llm.generate(PROMPTS, GREEDY)
+    assert str(caught.value) == (
+        f"rank 0 (process {os.getpid()}) did not answer the other ranks in time; the group is shut down: "
+        "start the model again"
+    )
+    assert caught.value.rank == 0
+    await_no_followers()
