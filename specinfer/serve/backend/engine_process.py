@@ -87,6 +87,7 @@ class EngineProcess:
         self._linger = linger
         self._connection = connection
         self._answers: dict[str, _WorkInHand] = {}  # by work id, which is also the request id
+        self._ending = threading.Lock()  # taken for good by the thread that ends the process
         self._sending = threading.Lock()  # guards the connection and the two attributes below
         self._checked: set[str] = set()  # works that the intake is checking
         self._stepped: list[str] = []  # requests in the last step that began
@@ -199,6 +200,7 @@ class EngineProcess:
 
     def _on_lost(self, error: PeerLostError) -> None:
         """Exit before any work fails: the next process has all ranks and continues every text."""
+        self._ending.acquire()  # the loop and the group's watch both detect a loss; one of them logs it
         _LOG.error("the engine process ends: %s", str(error))
         time.sleep(self._linger)
         os._exit(_PEER_LOST)
@@ -320,13 +322,11 @@ def run(
     `processes` are its followers if they have been started. Returns the exit status: 0, or 2 after a "failed"
     message. If a rank is lost, the process exits `linger` seconds after its last log line.
     """
-    from specinfer.engine.drafts import with_pool_members
     from specinfer.engine.models import load_models
     from specinfer.llm import LLM
 
     show = default_progress(shows_lines=False)  # the log shows the progress
     try:
-        config = with_pool_members(config, show)
         models = load_models(config, show, processes)
         llm = LLM.from_models(models.settled(config), models, progress=show)
     except SpecInferError as error:

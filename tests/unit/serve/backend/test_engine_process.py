@@ -17,6 +17,7 @@ import pytest
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.trace import TreeEvent
+from specinfer.errors import PeerLostError
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import engine_process
 from specinfer.serve.backend.engine_process import EngineProcess, fingerprint
@@ -248,3 +249,25 @@ def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_pa
     assert engine_process.run(engine, config, processes) == 2
     assert server.recv()[0] == "failed"
     assert follower.poll() is not None
+
+
+def test_a_loss_that_two_threads_detect_is_logged_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, ended, stay = EngineProcess(llm, Pipe()[1]), threading.Event(), threading.Event()
+
+    def end(status: int) -> None:  # no thread goes on after the real one
+        assert status == 75
+        ended.set()
+        stay.wait()
+
+    monkeypatch.setattr(os, "_exit", end)
+    lost = PeerLostError("rank 1 is lost", 1)
+    detecting = [threading.Thread(target=process._on_lost, args=(lost,), daemon=True) for _ in range(2)]
+    for one in detecting:
+        one.start()
+    assert ended.wait(10)
+    for one in detecting:
+        one.join(0.2)
+        assert one.is_alive()  # not back in the loop, which would end all requests
+    assert caplog.messages == ["the engine process ends: rank 1 is lost"]
