@@ -209,22 +209,56 @@ def test_logits_that_are_asked_for_later_are_made_by_all_ranks(llama: Path, tmp_
         assert all(map(torch.equal, rows_of(model), want))
 
 
+def overflow_at(path: Path, layer: int) -> None:
+    """Make token 63 overflow in the last row of a layer's MLP, and in no layer before.
+
+    The row alone reads 32 elements of the hidden state, which are zero in all other tokens. Kernels rotate 32
+    elements together.
+    """
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, :32] = 0.0
+    tensors["model.embed_tokens.weight"][63, 0] = 1.0
+    for number in range(layer + 1):
+        tensors[f"model.layers.{number}.self_attn.o_proj.weight"][:32] = 0.0
+        if number < layer:
+            tensors[f"model.layers.{number}.mlp.down_proj.weight"][:32] = 0.0
+    tensors[f"model.layers.{layer}.post_attention_layernorm.weight"][:32] = 1e30
+    for name in ("gate", "up"):
+        weight = tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"]
+        weight[:, :32] = 0.0
+        weight[-1, 0] = 1.0
+    save_file(tensors, path / "model.safetensors")
+
+
+def ends_of(target: LanguageModel, path: Path) -> list[tuple[object, ...]]:
+    """Return the tokens, finish reasons and errors of requests, the first one with token 63."""
+    params = SamplingParams(temperature=0, max_tokens=6)
+    outputs = llm_of(target, path).generate([[5, 63], *PROMPTS], params)
+    return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "none"])
 def test_what_is_no_number_ends_its_own_request_alone(kind: Quantization, tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][63] = float("nan")
     save_file(tensors, path / "model.safetensors")
-    params = SamplingParams(temperature=0, max_tokens=6)
-
-    def results(target: LanguageModel) -> list[tuple[object, ...]]:
-        outputs = llm_of(target, path).generate([[5, 63], *PROMPTS], params)
-        return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
-
-    want = results(whole_model(path, kernels("native"), tmp_path, quantization=kind))
+    want = ends_of(whole_model(path, kernels("native"), tmp_path, quantization=kind), path)
     assert want[0][1] == "error"
     with ranks_of(path, 3, kernels("native"), tmp_path, quantization=kind) as target:
-        assert results(target) == want
+        assert ends_of(target, path) == want
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
+def test_an_overflow_in_the_columns_of_one_rank_ends_its_own_request_alone(
+    kind: Quantization, tmp_path: Path
+) -> None:
+    path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
+    overflow_at(path, 0)
+    want = ends_of(whole_model(path, kernels("native"), tmp_path, quantization=kind), path)
+    assert [end[1] for end in want] == ["error", *["length"] * len(PROMPTS)]
+    with ranks_of(path, 2, kernels("native"), tmp_path, quantization=kind) as target:
+        assert ends_of(target, path) == want
 
 
 def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> None:
