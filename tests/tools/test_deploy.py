@@ -112,6 +112,23 @@ def test_the_units_command_is_understood() -> None:
     assert understood(arguments)["log_format"] == "json"
 
 
+def test_torchrun_fails_when_a_rank_cannot_follow(tmp_path: Path) -> None:
+    unit = (DEPLOY / "specinfer-follow.service").read_text(encoding="utf-8")
+    [parts] = re.findall(r"^# Without systemd: torchrun (.*)\n# +(.*)$", unit, re.M)
+    given = {
+        "100": ["0"],  # restarts
+        "specinfer": [sys.executable, "-m", "specinfer"],
+        "/etc/specinfer/key": [str(tmp_path / "none")],
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # with a free port
+    for word in shlex.split(" ".join(parts)):
+        command += given.get(word, [word])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert f"cannot read the key in {tmp_path / 'none'}" in done.stderr
+    assert re.search(r"exitcode *: 2 ", done.stderr), done.stderr
+    assert done.returncode == 1
+
+
 def yaml_documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
 
