@@ -11,9 +11,9 @@ four loads: one replica and several, alternating; several replicas with SIGKILL 
 and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
 server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
 gives a different text. A cell has twenty kills, so an interrupted run loses at most these. With ranks or
-stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. For rank-cuts, one
-of two ranks or stages runs in another network namespace, and the link between them is taken down (needs
-root).
+stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to each rank in turn. For rank-cuts, one of two
+ranks or stages runs in another network namespace, and each end of the link between them is taken down in turn
+(needs root).
 
 `--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
 spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
@@ -241,6 +241,19 @@ async def all_serve(http: Any, count: int) -> None:
         await asyncio.sleep(0.1)
 
 
+def victim(server: int, number: int) -> psutil.Process:
+    """Return the process of a server that fault `number` is for: each rank of each engine in turn."""
+    ranks: list[psutil.Process] = []
+    for engine in _children(psutil.Process(server)):
+        ranks += [engine, *_children(engine)]
+    return ranks[number % len(ranks)]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children in the order in which they started."""
+    return sorted(process.children(), key=lambda one: (one.create_time(), one.pid))
+
+
 @asynccontextmanager
 async def trouble(
     server: Server, load: Load, kind: str, every: float, count: int, nodes: Nodes | None
@@ -264,12 +277,13 @@ async def trouble(
                 elif kind == "kills":
                     chance.choice(psutil.Process(server.pid).children()).kill()
                 elif nodes is not None:
-                    call("ip", "-n", nodes.there, "link", "set", "end1", "down")
+                    end = load.kills % 2
+                    link = ("ip", "-n", (nodes.here, nodes.there)[end], "link", "set", f"end{end}")
+                    call(*link, "down")
                     await one_is_lost(http, count)
-                    call("ip", "-n", nodes.there, "link", "set", "end1", "up")
+                    call(*link, "up")
                 else:
-                    processes = psutil.Process(server.pid).children(recursive=True)
-                    chance.choice(processes).send_signal(_RANK_SIGNALS[kind])
+                    victim(server.pid, load.kills).send_signal(_RANK_SIGNALS[kind])
                     await one_is_lost(http, count)
                 await all_serve(http, count)
                 now = await handed_on(http)

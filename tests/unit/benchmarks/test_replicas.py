@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -38,6 +38,28 @@ def test_kills_are_measured_by_twenty(bench: ModuleType) -> None:
     assert bench.cells(asked) == [*plain, *kills, *rest]
     asked.only = ["kills"]
     assert bench.cells(asked) == kills
+
+
+class FakeProcess(NamedTuple):
+    """A process as psutil shows it."""
+
+    pid: int
+    started: float
+    below: tuple[FakeProcess, ...] = ()
+
+    def children(self) -> list[FakeProcess]:
+        return list(self.below)
+
+    def create_time(self) -> float:
+        return self.started
+
+
+def test_faults_take_turns_over_ranks(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FakeProcess(4, 1.0, (FakeProcess(9, 3.0), FakeProcess(8, 3.0), FakeProcess(20, 2.5)))
+    second = FakeProcess(3, 2.0, (FakeProcess(7, 4.0),))
+    server = FakeProcess(1, 0.0, (second, first))
+    monkeypatch.setattr(bench.psutil, "Process", lambda pid: {1: server}[pid])
+    assert [bench.victim(1, number).pid for number in range(8)] == [4, 20, 8, 9, 3, 7, 4, 20]
 
 
 def test_gaps_are_those_of_the_streams_that_moved(bench: ModuleType) -> None:
