@@ -265,6 +265,7 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served; raised for the first one, before any prompt runs.
             ModelError: an adapter cannot be used.
+            CapacityError: an adapter does not fit into memory.
         """
         return self._answer(self.intake.prompts(prompts, params, lora_request), on_output)
 
@@ -300,6 +301,7 @@ class LLM:
         Raises:
             RequestError: a conversation cannot be served, or the chat template does not support tools.
             ModelError: an adapter cannot be used.
+            CapacityError: an adapter does not fit into memory.
         """
         groups = self.intake.conversations(
             *(messages, params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request

@@ -304,7 +304,8 @@ def _cache_limit(config: EngineConfig, models: Models) -> int | None:
     """Return the bytes of the KV caches from the option or the memory plan; None: a part of free memory."""
     if models.plan is None or config.cache.memory is not None:
         return config.cache.memory
-    return min(models.plan.kv_cache, free_bytes(models.target.device))
+    missing = 0 if models.adapters is None else models.adapters.missing_bytes
+    return min(models.plan.kv_cache, max(0, free_bytes(models.target.device) - missing))
 
 
 def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class MemoryNeeds:
     draft_sets: Sequence[DraftSet]  # sets of drafts to choose from, if layers are streamed
     reads_table: bool  # True if a draft reads the target's embedding table
     local_weights: int | None = None  # bytes of the target's weights on this host; None: all of them
+    adapters: int = 0  # maximum bytes of the target's adapters in memory
 
     @property
     def weights(self) -> int:
@@ -177,6 +178,7 @@ class MemoryNeeds:
             "output layer": self.output_bytes,
             "embeddings": table if self.reads_table else 0,
             "norms and biases": vectors * self.dtype.itemsize,
+            "adapters": self.adapters,
         }
 
     def prepare(self, folder: Path | None, progress: Progress) -> PreparedFile:
@@ -273,7 +275,7 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     # Measured now, so that a start that makes the file gets the same plan as later ones.
     process = process_bytes()
     free = memory - process
-    total = needs.weights + sum(needs.draft_weights.values())
+    total = needs.weights + sum(needs.draft_weights.values()) + needs.adapters
     if config.offload == "never":
         if total > free:
             raise CapacityError(_lack_of_memory(needs, config, memory, free))
@@ -317,6 +319,8 @@ def offload_folder(config: EngineConfig) -> Path | None:
 def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free: int) -> str:
     """Return the message for a lack of memory, with the alternative of streaming."""
     parts = {needs.name: needs.weights, **needs.draft_weights}
+    if needs.adapters:
+        parts["adapters"] = needs.adapters
     sizes = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
     text = (
         f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "

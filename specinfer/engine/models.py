@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
-from specinfer.models.adapters.adapter_cache import AdapterCache
+from specinfer.models.adapters.adapter_cache import AdapterCache, resident_bytes
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.hosted.folder import HostedFolder
@@ -55,6 +56,7 @@ from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
@@ -134,14 +136,15 @@ def _load_models(
 ) -> Models:
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
+    folders: list[PeftFolder] = []
     if isinstance(target.model, HostedFolder):
         _check_hosted(config, target)
-        line = f"{_name(target)}: {target.model.summary}"
-        show.say(line)
-        _LOG.info(line)
+        _report(f"{_name(target)}: {target.model.summary}", show)
     else:  # before the weights are read, which takes longer; AdapterCache registers them afterwards
-        for name, folder in config.adapters.items():
+        folders = [
             PeftFolder(name, Path(folder).expanduser().resolve(), target.config)
+            for name, folder in config.adapters.items()
+        ]
     path = target.files.path  # hashed before it is read; the hash does not depend on the path
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
     if target.config.extends(longest or 0):
@@ -172,7 +175,10 @@ def _load_models(
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    needs = _memory_needs(target, drafts, kinds, adapted, config, dtype, device, kernels)
+    needs = replace(
+        _memory_needs(target, drafts, kinds, adapted, config, dtype, device, kernels),
+        adapters=resident_bytes(folders, dtype, config.max_loras),
+    )
     layout: Layout | None = None
     reads_table = needs.reads_table or target in drafts.values()
     if config.ranks > 1:
@@ -224,13 +230,9 @@ def _load_models(
         ranks = Ranks(target, config, layout, can, whole_table=reads_table, processes=processes)
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
-        line = f"{_name(target)}: {ranks}"
-        show.say(line)
-        _LOG.info(line)
+        _report(f"{_name(target)}: {ranks}", show)
     if plan is not None:
-        line = f"{_name(target)}: {plan}"
-        show.say(line)
-        _LOG.info(line)
+        _report(f"{_name(target)}: {plan}", show)
     for name, draft in drafts.items():
         if name in loaded_drafts:
             continue
@@ -258,10 +260,15 @@ def _load_models(
         device=device,
         library=loaded.kernels.products.library,
         limit=config.max_loras,
+        free=partial(free_bytes, device, config.memory),
         refused=refused,
     )
     for name, folder in config.adapters.items():
         adapters.add(name, Path(folder))
+    if folders:
+        taken, most = gib(needs.adapters), config.max_loras
+        line = f"adapters take up to {taken} of memory ({len(folders)} named, at most {most} in memory)"
+        _report(f"{_name(target)}: {line}", show)
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
         target=loaded,
@@ -276,6 +283,12 @@ def _load_models(
         adapters=adapters,
         draft_memory=draft_memory,
     )
+
+
+def _report(line: str, show: Progress) -> None:
+    """Show a line to the user and log it."""
+    show.say(line)
+    _LOG.info(line)
 
 
 def _name(found: FoundModel) -> str:

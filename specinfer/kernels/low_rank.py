@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -72,26 +72,28 @@ class Adapter:
         self.products = products
 
     @classmethod
-    def of(cls, products: Sequence[LowRank | None], library: Library | None) -> Adapter:
+    def of(cls, products: Iterable[LowRank | None], library: Library | None) -> Adapter:
         """Create an adapter for the library, or for PyTorch if `library` is None.
 
         Its tensors are contiguous, with the dtype of the rows.
         """
-        return Adapter(products) if library is None else NativeAdapter(products)
+        return Adapter([*products]) if library is None else NativeAdapter(products)
 
 
 class NativeAdapter(Adapter):
     """An adapter for the native library; the original tensors are not kept."""
 
-    def __init__(self, products: Sequence[LowRank | None]) -> None:
+    def __init__(self, products: Iterable[LowRank | None]) -> None:
         super().__init__([])
-        self.dtypes = {product.down.dtype for product in products if product is not None}
+        self.dtypes: set[torch.dtype] = set()
         self._kept: list[Tensor | ctypes.Array[LowRankPartArgs]] = []  # owns the memory that `args` points to
-        self.args = (LowRankArgs * len(products))(*map(self._args_of, products))
+        args = [self._args_of(product) for product in products]
+        self.args = (LowRankArgs * len(args))(*args)
 
     def _args_of(self, product: LowRank | None) -> LowRankArgs:
         if product is None:
             return LowRankArgs()
+        self.dtypes.add(product.down.dtype)
         parts = (LowRankPartArgs * len(product.parts))(
             *(
                 LowRankPartArgs(

@@ -24,7 +24,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.batch import likelihoods, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import Launch
-from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, num_blocks
+from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.tree import TokenTree
 
@@ -131,11 +131,14 @@ class LocalExecutor:
             needed_positions=needed_positions,
             limit=limit,
         )
+        missing, where = 0 if adapters is None else adapters.missing_bytes, str(target.device)
+        if missing:
+            where += f" (beside {gib(missing)} for adapters)"
         found = [
             fit(
                 [*models, *((part, target.dtype) for part in here.parts)],
-                free=free_bytes(target.device, memory) - (0 if adapters is None else adapters.missing_bytes),
-                where=str(target.device),
+                free=max(0, free_bytes(target.device, memory) - missing),
+                where=where,
             )
         ]
         for host in others:

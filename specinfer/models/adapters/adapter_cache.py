@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from specinfer.errors import AdapterError, ModelError, RequestError
+from specinfer.errors import AdapterError, CapacityError, ModelError, RequestError
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import PER_LAYER, AdaptedRows, Adapter, Span
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.request import LoRARequest
+
+_MIB: Final = 1 << 20
+
+
+def resident_bytes(folders: Iterable[PeftFolder], dtype: torch.dtype, limit: int) -> int:
+    """Return the maximum bytes of these adapters in memory, if `limit` of them are there at once."""
+    return sum(sorted((folder.bytes(dtype) for folder in folders), reverse=True)[:limit])
 
 
 class AdapterCache:
@@ -32,12 +40,17 @@ class AdapterCache:
         device: torch.device,
         library: Library | None,
         limit: int,
+        free: Callable[[], int],
         refused: str | None = None,
     ) -> None:
-        """At most `limit` adapters are in memory, in `dtype`; `refused`: why none is supported."""
+        """At most `limit` adapters are in memory, in `dtype`; `refused`: why none is supported.
+
+        `free` returns the bytes of memory that are free.
+        """
         self._config = config
         self._dtype, self._device, self._library = dtype, device, library
         self._limit = limit
+        self._free = free
         self._refused = refused
         self._guard = threading.RLock()
         self._folders: dict[str, PeftFolder] = {}
@@ -57,15 +70,18 @@ class AdapterCache:
     @property
     def missing_bytes(self) -> int:
         """Memory that registered adapters may still take."""
-        sizes = sorted((folder.bytes(self._dtype) for folder in self._folders.values()), reverse=True)
+        return self._missing_bytes(self._folders.values())
+
+    def _missing_bytes(self, folders: Iterable[PeftFolder]) -> int:
+        """Memory that these adapters may take in addition to those in memory."""
         there = sum(self._folders[name].bytes(self._dtype) for name in self._resident)
-        return max(0, sum(sizes[: self._limit]) - there)
+        return max(0, resident_bytes(folders, self._dtype, self._limit) - there)
 
     def add(self, name: str, path: Path) -> None:
         """Register an adapter: check it, and read it if there is room for one more.
 
         Raises ModelError if it is not supported, a subclass if it is damaged or for another model, and if the
-        name is used for another folder.
+        name is used for another folder. Raises CapacityError if it does not fit into the free memory.
         """
         path = path.expanduser().resolve()
         with self._guard:
@@ -77,6 +93,12 @@ class AdapterCache:
             if self._refused is not None:
                 raise ModelError(f"adapter {name!r} cannot be used: {self._refused}")
             folder = PeftFolder(name, path, self._config)
+            lacking, free = self._missing_bytes([*self._folders.values(), folder]), self._free()
+            if lacking > free:
+                raise CapacityError(
+                    f"adapter {name!r} ({path}): adapters may then take {lacking / _MIB:.2f} MiB more, and "
+                    f"{free / _MIB:.2f} MiB of memory are free; lower max_loras, or free some memory"
+                )
             if len(self._resident) < self._limit:
                 self._resident[name] = self._loaded(folder)
             self._folders[name] = folder

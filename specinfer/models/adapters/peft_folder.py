@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.model_files import PICKLES, read_json
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import DOWN, OUT, PER_LAYER, QKV, UP, Adapter, LowRank, LowRankPart
+from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
@@ -156,11 +158,14 @@ class PeftFolder:
         return found.hexdigest()
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Approximate memory of its tensors."""
-        elements = sum(
-            one.down.shape[0] * one.down.shape[1] + one.up.shape[0] * one.up.shape[1]
-            for one in self._adapters
-        )
+        """Return the bytes of its matrices in blocks of rows (kernels/low_rank.py); PyTorch's take fewer."""
+        ranks: Counter[tuple[int, int]] = Counter()  # rows of A by product and inner elements
+        elements = 0
+        for one in self._adapters:
+            rank, inner = one.down.shape
+            ranks[one.module.matrices[0].slot.product, inner] += rank
+            elements += sum(_padded(len(part.slot.channels)) * rank for part in one.module.matrices)
+        elements += sum(_padded(rank) * inner for (_, inner), rank in ranks.items())
         return elements * dtype.itemsize
 
     def load(
@@ -170,21 +175,28 @@ class PeftFolder:
 
         Raises ModelFileError if a value is not finite, or if files were changed since they were checked.
         """
-        stacks: dict[int, _Stack] = {}
+        of_product: dict[int, list[ModuleAdapter]] = {}
         for one in self._adapters:
-            down, up = (
-                self._read(entry, name, dtype, device)
-                for entry, name in zip((one.down, one.up), one.names, strict=True)
-            )
-            product = one.module.matrices[0].slot.product
-            stacks.setdefault(product, _Stack()).add(one, down, up)
+            of_product.setdefault(one.module.matrices[0].slot.product, []).append(one)
+
+        def made(number: int) -> LowRank | None:
+            stack = _Stack()
+            for one in of_product.get(number, ()):
+                down, up = (
+                    self._read(entry, name, dtype, device)
+                    for entry, name in zip((one.down, one.up), one.names, strict=True)
+                )
+                stack.add(one, down, up)
+            return stack.made() if number in of_product else None
+
+        # Product by product, so that the tensors as read take little memory.
+        adapter = Adapter.of(map(made, range(products)), library)
         if self._state() != self._initial_state:
             raise ModelFileError(
                 f"adapter {self.name!r} ({self.path}): its files were changed since it was named; "
                 "give the new ones another name"
             )
-        made = {number: stack.made() for number, stack in stacks.items()}
-        return Adapter.of([made.get(number) for number in range(products)], library)
+        return adapter
 
     def _read(self, entry: TensorEntry, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         tensor = entry.read_rows(0, entry.shape[0]).to(device=device, dtype=dtype)
@@ -274,6 +286,10 @@ class PeftFolder:
                     "adapter for another model"
                 )
         return ModuleAdapter(module, down, up, (names["A"], names["B"]), own.scale_of(raw[1]))
+
+
+def _padded(rows: int) -> int:
+    return BLOCK * num_blocks(rows)
 
 
 def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.engine import memory
+from specinfer.engine import models as loading
 from specinfer.engine.loader import Loader
-from specinfer.errors import ConfigError, ModelError, RequestError
+from specinfer.engine.memory import MemoryNeeds
+from specinfer.errors import CapacityError, ConfigError, ModelError, RequestError
 from specinfer.request import FinishReason, RequestOutput
+from specinfer.runtime import executor
+from specinfer.runtime.kv_cache import gib
 from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE, assert_idle, engine_of
 from tests.kernels import NAMES, kernels
@@ -192,6 +197,84 @@ def test_a_damaged_adapter_is_refused_before_weights_are_read(
     monkeypatch.setattr(Loader, "target", read)
     with pytest.raises(ModelError, match=r"adapter 'sql': .*nowhere is not a folder"):
         open_llm(folder, lora={"sql": tmp_path / "nowhere"})
+
+
+def test_the_plan_of_memory_has_the_largest_adapters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ "one" is the largest, then "third"."""
+    seen: list[MemoryNeeds] = []
+
+    def plan(needs: MemoryNeeds, *_: object) -> None:
+        seen.append(needs)
+
+    monkeypatch.setattr(loading, "plan_memory", plan)
+    options = {"lora": {name: folder / name for name in ("one", "other", "third")}, "kernels": "native"}
+    for most in (1, 2, 3, 8):
+        with caplog.at_level("INFO"), open_llm(folder, **options, max_loras=most) as llm:
+            adapters = llm.models.adapters
+            assert adapters is not None
+            sizes = {name: one.bytes(torch.float32) for name, one in adapters._folders.items()}
+            assert sizes["one"] > sizes["third"] > sizes["other"]
+            missing = adapters.missing_bytes
+        needs = seen[-1]
+        assert needs.adapters == sum(sorted(sizes.values())[-most:]) == needs.fixed(0)["adapters"]
+        assert missing == {1: 0, 2: sizes["third"] - sizes["other"]}.get(most, 0)  # the first ones are loaded
+        told = f"adapters take up to {gib(needs.adapters)} of memory (3 named, at most {most} in memory)"
+        assert f"target: {told}" in caplog.text
+
+
+def test_adapters_count_where_weights_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MemoryNeeds] = []
+    plan_memory = memory.plan_memory
+
+    def plan(needs: MemoryNeeds, *more: Any) -> Any:
+        seen.append(needs)
+        return plan_memory(needs, *more)
+
+    monkeypatch.setattr(loading, "plan_memory", plan)
+    monkeypatch.setattr(memory, "process_bytes", lambda: 0)
+    room = [1 << 40]
+    monkeypatch.setattr(memory, "allowed_bytes", lambda *_: room[0])
+    options = {"lora": {"one": folder / "one"}}
+    open_llm(folder, **options).close()
+    [needs] = seen
+    room[0] = needs.weights + needs.adapters - 1
+    open_llm(folder).close()
+    with pytest.raises(CapacityError, match=r"the weights need .* \+ adapters .* MiB = .* MiB, but"):
+        open_llm(folder, **options)
+
+
+def test_the_cache_leaves_memory_for_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller adapter is loaded first, and the larger one takes its place later."""
+    options = {"lora": {"other": folder / "other", "one": folder / "one"}, "max_loras": 1}
+    with open_llm(folder, **options) as llm:
+        assert llm.models.adapters is not None
+        missing = llm.models.adapters.missing_bytes
+    assert missing > 0
+    room = [ENGINE["kv_cache_memory"] + missing]
+    monkeypatch.setattr(executor, "free_bytes", lambda *_: room[0])
+    open_llm(folder, **options).close()
+    room[0] -= 1
+    told = r"kv_cache_memory is .*, but .* are free on cpu \(beside .* MiB for adapters\) after loading"
+    with pytest.raises(CapacityError, match=told):
+        open_llm(folder, **options)
+
+
+def test_an_adapter_that_a_request_names_has_to_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [0]
+    monkeypatch.setattr(loading, "free_bytes", lambda *_: room[0])
+    with open_llm(folder, max_loras=1) as llm:
+        told = r"adapter 'one' .*may then take 0.\d\d MiB more, and 0.00 MiB of memory are free"
+        with pytest.raises(CapacityError, match=told):
+            llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one"))
+        with pytest.raises(RequestError, match="has no lora_path and was not named before; known: none"):
+            llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("one", 1))
+        room[0] = 1 << 20
+        found = said(llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one")))
+        room[0] = 0
+        llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "other"))  # smaller, and in its place
+        assert said(llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one"))) == found
 
 
 @pytest.mark.parametrize(

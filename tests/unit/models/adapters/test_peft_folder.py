@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelError
-from specinfer.kernels.low_rank import PER_LAYER
+from specinfer.kernels.low_rank import PER_LAYER, NativeAdapter
 from specinfer.models.adapters.peft_folder import PeftFolder, modules
 from specinfer.models.config import ModelConfig
 from specinfer.models.open_model import open_model
-from tests.adapters import write_adapter
+from tests.adapters import ALL, write_adapter
+from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 INSIDE = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -169,6 +170,18 @@ def test_files_that_are_not_there_or_damaged(model: Path, tmp_path: Path) -> Non
     (folder / "adapter_config.json").unlink()
     with pytest.raises(ModelError, match=r"has no adapter_config.json"):
         PeftFolder("sql", folder, config)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17])
+@pytest.mark.parametrize("targets", [ALL, ("k_proj", "down_proj")], ids=str)
+def test_the_bytes_of_an_adapter_are_those_that_it_takes(
+    rank: int, targets: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    library, config = kernels("native").library, config_of(model)
+    opened = PeftFolder("sql", write_adapter(tmp_path / "sql", model, rank=rank, targets=targets), config)
+    loaded = opened.load(PER_LAYER * config.num_layers, torch.bfloat16, torch.device("cpu"), library)
+    assert isinstance(loaded, NativeAdapter)
+    assert opened.bytes(torch.bfloat16) == sum(one.nbytes for one in loaded._kept if isinstance(one, Tensor))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
