@@ -125,9 +125,10 @@ class EngineConfig:
     )
     lora: tuple[str, ...] = option(
         (),
-        "NAME=FOLDER of a LoRA adapter saved by PEFT; requests select it by name.",
-        more="Repeatable. Requests with different adapters and with none run in the same steps "
-        "([lora.md](lora.md)).",
+        "NAME=FOLDER of a LoRA adapter saved by PEFT.",
+        more="A server and `LLM` take several: requests select one by name, and requests with different "
+        "adapters and with none run in the same steps. `generate`, `chat`, `bench` and `check` take one, "
+        "which all of their requests use ([lora.md](lora.md)).",
     )
     max_loras: int = option(
         8,

@@ -75,6 +75,7 @@ def options_of(llm: LLM, load: Load) -> dict[str, Any]:
         },
         "scheduler": asdict(llm.config.scheduler),
         "cache": asdict(llm.config.cache),
+        "lora": list(llm.config.adapters),
         "memory": llm.config.memory,
         "memory_plan": None if (plan := llm.models.plan) is None else str(plan),
     }
@@ -155,7 +156,7 @@ def _tpot(output: RequestOutput) -> float:
 
 def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str, Any]]:
     """List all pairs of texts that differ: where, in which tokens, and whether rounding explains it."""
-    target = PlainTarget(llm.models.target)
+    target = PlainTarget(llm.models.target, llm.models.adapters)
     found: list[dict[str, Any]] = []
     for key, (one, other) in comparison.pairs.items():
         if one.prompt_token_ids != other.prompt_token_ids:

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.language_model import LanguageModel
 from specinfer.request import RequestOutput
-from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
@@ -165,10 +166,15 @@ _MAX_ROWS = 512  # per pass
 
 
 class PlainTarget:
-    """Computes a model's logits after texts; keeps no state between calls."""
+    """Computes a model's logits after texts; keeps no state between calls.
 
-    def __init__(self, model: LanguageModel) -> None:
+    With `adapters` all rows have their default adapter.
+    """
+
+    def __init__(self, model: LanguageModel, adapters: AdapterCache | None = None) -> None:
         self.model = model
+        self._adapters = adapters
+        self._adapter = None if adapters is None else adapters.default
 
     def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Return the logits after each text, [len(texts), vocab]; no text may be empty."""
@@ -178,7 +184,12 @@ class PlainTarget:
     def _several(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         runner = self._runner(len(texts), max(map(len, texts)))
         return as_rows(
-            runner.forward([chain_rows(text, 0, [block], logits=True) for block, text in enumerate(texts)])
+            runner.forward(
+                [
+                    Rows(text, 0, [block], len(text) - 1, adapter=self._adapter)
+                    for block, text in enumerate(texts)
+                ]
+            )
         )
 
     def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
@@ -192,7 +203,7 @@ class PlainTarget:
         for first in range(0, len(text), _MAX_ROWS):
             chunk = text[first : first + _MAX_ROWS]
             logits_from = min(max(start - 1 - first, 0), len(chunk))
-            logits = runner.forward([Rows(chunk, first, [0], logits_from)])
+            logits = runner.forward([Rows(chunk, first, [0], logits_from, adapter=self._adapter)])
             if logits_from < len(chunk):
                 found.append(as_rows(logits))
         return np.concatenate(found)
@@ -201,7 +212,7 @@ class PlainTarget:
         return self.logits_along(text, len(text))
 
     def _runner(self, num_blocks: int, block_size: int) -> ModelRunner:
-        return ModelRunner(self.model, num_blocks=num_blocks, block_size=block_size)
+        return ModelRunner(self.model, num_blocks=num_blocks, block_size=block_size, adapters=self._adapters)
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

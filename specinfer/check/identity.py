@@ -51,7 +51,7 @@ def check_identity(
         expected = plain.generate(prompts, each, on_output=count)
         together = speculative.generate(prompts, each, on_output=count)
         single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(num_single)]
-    target = PlainTarget(plain.models.target)
+    target = PlainTarget(plain.models.target, plain.models.adapters)
     return [
         compare_texts(f"{name}, with and without speculation", target, params, expected, together),
         compare_texts(f"{name}, in a batch and alone", target, params, together[:num_single], single),
@@ -101,7 +101,7 @@ def check_repetition(
             (second,) = speculative.generate([prompt], own)
             answers.append((first, second))
             progress.advance(2)
-    target = PlainTarget(speculative.models.target)
+    target = PlainTarget(speculative.models.target, speculative.models.adapters)
     first_answers, second_answers = [first for first, _ in answers], [second for _, second in answers]
     verdict = compare_texts(name, target, params, first_answers, second_answers)
     cached = sum(second.cached_tokens for second in second_answers)

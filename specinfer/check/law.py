@@ -60,7 +60,7 @@ def check_law(
             [replace(params, seed=seed) for seed in range(texts)],
             on_output=lambda output: progress.advance(int(output.finished)),
         )
-    target = PlainTarget(engine.models.target)
+    target = PlainTarget(engine.models.target, engine.models.adapters)
     chance = np.random.default_rng(0)  # independent of the engine's noise
     figures = SpeculationFigures()
     found: list[float] = []

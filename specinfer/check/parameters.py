@@ -88,7 +88,7 @@ class ProcessedTarget(PlainTarget):
     """The target with one request's logit processors, for comparing its choices."""
 
     def __init__(self, llm: LLM, params: SamplingParams, prompt: Sequence[int]) -> None:
-        super().__init__(llm.models.target)
+        super().__init__(llm.models.target, llm.models.adapters)
         self._request = Request("judged", tuple(prompt), params, 0)  # processors do not use the seed
         context = llm.max_context
         self._admission = Admission(
@@ -126,7 +126,7 @@ def check_parameters(
     progress = progress or NoProgress()
     plain = engine_like(llm, NO_SPECULATION, prompts, effort)
     speculative = engine_like(llm, with_verifier(llm.config.speculation, "coupled"), prompts, effort)
-    target = PlainTarget(llm.models.target)
+    target = PlainTarget(llm.models.target, llm.models.adapters)
     for name, setting in settings_for(llm.tokenizer, llm.models.target.config.vocab_size).items():
         each = params_of(setting, len(prompts), effort.max_tokens)
         progress.start(2 * len(prompts), name, "texts")

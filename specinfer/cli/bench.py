@@ -16,6 +16,7 @@ from specinfer.cli.help import FILE, Command
 from specinfer.cli.options import (
     SHORT_MODEL,
     SHORT_SPECULATION,
+    adapter_option,
     build_llm,
     model_options,
     speculation_options,
@@ -127,6 +128,7 @@ _SHORT: Final = (
 )
 @click.option("--plot", type=FILE, metavar="FILE.png", help="Draw acceptance and time per stage.")
 @model_options
+@adapter_option
 @speculation_options
 @click.pass_context
 def bench(

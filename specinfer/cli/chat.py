@@ -14,6 +14,7 @@ from specinfer.cli.options import (
     SHORT_MODEL,
     SHORT_SAMPLING,
     SHORT_SPECULATION,
+    adapter_option,
     build_llm,
     model_options,
     sampling_options,
@@ -35,6 +36,7 @@ HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /tree
 @click.command(cls=Command, short=("system", *SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING))
 @click.option("--system", help="System message.")
 @model_options
+@adapter_option
 @speculation_options
 @sampling_options
 def chat(system: str | None, **options: Any) -> None:

@@ -12,6 +12,7 @@ from specinfer.cli.help import FILE, Command
 from specinfer.cli.options import (
     SHORT_MODEL,
     SHORT_SPECULATION,
+    adapter_option,
     build_llm,
     model_options,
     speculation_options,
@@ -41,6 +42,7 @@ _SHORT: Final = (
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Requests in a batch.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write verdicts and figures to a file.")
 @model_options
+@adapter_option
 @speculation_options
 def check(
     suite: str,
@@ -116,6 +118,7 @@ def check(
                 "suite": suite,
                 "model": llm.config.model,
                 "drafts": list(llm.config.speculation.drafts),
+                "lora": list(llm.config.adapters),
                 "memory_plan": None if (plan := llm.models.plan) is None else str(plan),
                 "passed": not failed and not undecided,
                 "verdicts": [verdict.to_json() for verdict in verdicts],

@@ -14,6 +14,7 @@ from specinfer.cli.options import (
     SHORT_MODEL,
     SHORT_SAMPLING,
     SHORT_SPECULATION,
+    adapter_option,
     build_llm,
     model_options,
     sampling_options,
@@ -48,6 +49,7 @@ _SHORT: Final = (
 )
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 @model_options
+@adapter_option
 @speculation_options
 @sampling_options
 def generate(

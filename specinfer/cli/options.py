@@ -149,18 +149,35 @@ def model_options(command: _Command) -> _Command:
     return named(_of_engine(*_MODEL)(command))
 
 
+def adapter_option(command: _Command) -> _Command:
+    """Add --lora: the adapter of all requests of a command."""
+    return _of_engine("lora")(command)
+
+
 def speculation_options(command: _Command) -> _Command:
     """Add --draft, --lookup and the engine's options of trees."""
     return _of_engine("drafts", *_DRAFT, "lookup", "expansion", *_TREES, "draw")(command)
 
 
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
-    """Load an LLM from the model and speculation options, with a progress bar; raises UserError."""
+    """Load an LLM from the options of a command, with a progress bar; raises UserError.
+
+    With --lora the adapter is that of all requests.
+    """
     config = engine_config({**options, **more})  # before torch is imported, so that errors are immediate
+    if len(config.adapters) > 1:
+        raise ConfigError(
+            f"--lora names {', '.join(config.adapters)}; allowed here: one adapter, for all requests; give "
+            "one, or start `specinfer serve`, where each request names its own"
+        )
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
 
-    return LLM(config, progress=ProgressBar())
+    llm = LLM(config, progress=ProgressBar())
+    for name in config.adapters:
+        assert llm.models.adapters is not None, "models that are loaded have a cache of adapters"
+        llm.models.adapters.default = name
+    return llm
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:

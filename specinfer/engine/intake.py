@@ -75,7 +75,7 @@ class Intake:
     def prompts(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora: LoRA = None
     ) -> list[list[AdmittedRequest]]:
-        """Return the n requests of each prompt; raises ModelError for an adapter that cannot be used."""
+        """Return the n requests of each prompt; raises as AdapterCache.named for an adapter."""
         with naming("prompt"):
             encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         return self._admit(encoded, params, "prompt", lora)
@@ -158,9 +158,9 @@ class Intake:
         return admitted
 
     def _adapter(self, lora: LoRARequest | None) -> str | None:
-        """Return the name of an adapter, after reading and checking a new one."""
+        """Return the name of an adapter, after reading and checking a new one; None: the default one."""
         if lora is None:
-            return None
+            return None if self._adapters is None else self._adapters.default
         if self._adapters is None:
             raise RequestError("the model takes no adapters; leave lora_request out", "lora_request")
         return self._adapters.named(lora)

@@ -52,6 +52,7 @@ class AdapterCache:
         self._limit = limit
         self._free = free
         self._refused = refused
+        self.default: str | None = None  # adapter of requests that name none
         self._guard = threading.RLock()
         self._folders: dict[str, PeftFolder] = {}
         self._numbers: dict[int, str] = {}  # adapter names by lora_int_id

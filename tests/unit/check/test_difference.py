@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from specinfer import LLM
 from specinfer.check.difference import (
     PlainTarget,
     TextPromise,
@@ -23,7 +25,9 @@ from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
-from tests.engines import write_tiny
+from tests.adapters import merge, write_adapter
+from tests.engines import ENGINE, write_tiny
+from tests.tiny_models import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0)
 IDENTICAL, ROUNDING, LAW = TextPromise.IDENTICAL, TextPromise.ROUNDING, TextPromise.LAW
@@ -133,6 +137,23 @@ def test_the_target_alone_gives_its_logits_however_many_texts_are_asked_about(tm
         runner = ModelRunner(model, num_blocks=1, block_size=len(text))
         whole = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0]
         np.testing.assert_allclose(logits, whole, atol=1e-4)
+
+
+def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path / "base", tokenizer=True)
+    adapter = write_adapter(tmp_path / "one", tmp_path / "base", rank=4, alpha=8)
+    merge(tmp_path / "base", adapter, tmp_path / "merged", scale=2)
+    texts, found = [[1, 2, 3], [4]], []
+    for model, options in (("base", {"lora": {"one": adapter}}), ("merged", {}), ("base", {})):
+        with LLM(tmp_path / model, **ENGINE, **options) as llm:
+            models = llm.models
+            assert models.adapters is not None
+            models.adapters.default = "one" if options else None
+            target = PlainTarget(models.target, models.adapters)
+            found.append([target.logits_after(texts), target.logits_along(texts[0], 2)])
+    for adapted, merged, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(adapted, merged, atol=1e-3)
+        assert np.abs(adapted - plain).max() > 0.1
 
 
 @pytest.mark.parametrize(

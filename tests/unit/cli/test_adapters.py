@@ -1,0 +1,110 @@
+"""Commands with --lora: all of their requests have the adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.engine.admission import Admission, AdmittedRequest
+from specinfer.request import Request
+from tests.adapters import write_adapter
+from tests.tiny_models import write_tiny_llama
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.test_chat import write_template
+
+SHORT = ("--max-tokens", "12", "--ignore-eos")
+
+
+@pytest.fixture
+def adapter(pair: list[str], tmp_path: Path) -> Path:
+    """The folder of an adapter of the target of `pair`."""
+    return write_adapter(tmp_path / "sql", Path(pair[1]))
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Names of the adapters of all requests of a command."""
+    names: list[str | None] = []
+    admit = Admission.admit
+
+    def note(self: Admission, request: Request, *arguments: Any, **more: Any) -> AdmittedRequest:
+        names.append(request.adapter)
+        return admit(self, request, *arguments, **more)
+
+    monkeypatch.setattr(Admission, "admit", note)
+    return names
+
+
+def test_generate_writes_the_text_of_the_adapter(pair: list[str], adapter: Path, run: Run) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(pair[1], kv_cache_memory="64MB") as llm:
+        plain, adapted = (
+            llm.generate(["ab"], params, lora_request=lora)[0].text
+            for lora in (None, LoRARequest("sql", 1, adapter))
+        )
+    assert plain != adapted
+    for options, text in (([], plain), (["--lora", f"sql={adapter}"], adapted)):
+        status, out, err = run("generate", "ab", *pair, *SHORT, *options)
+        assert status == 0, err
+        assert out == f"{text}\n"
+    assert "target: adapters take up to" in err
+
+
+def test_every_answer_of_a_conversation_has_the_adapter(
+    pair: list[str], adapter: Path, used: list[str | None], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_template(Path(pair[1]))
+    lines = iter(["ab", "cd", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    status, _, err = run("chat", *pair, *SHORT, "--lora", f"sql={adapter}")
+    assert status == 0, err
+    assert used == ["sql"] * 2
+
+
+def test_bench_times_the_adapter_with_and_without_speculation(
+    pair: list[str], adapter: Path, used: list[str | None], run: Run
+) -> None:
+    options = ("--limit", "2", "--max-tokens", "6", "--json", "-", "--lora", f"sql={adapter}")
+    status, out, err = run("bench", *pair, *options)
+    assert status == 0, err
+    result = json.loads(out)
+    assert (result["requests"], result["identical"], result["options"]["lora"]) == (2, 2, ["sql"])
+    assert used == ["sql"] * len(used)
+    assert len(used) >= 4  # both engines, and their warm-up
+
+
+@pytest.mark.thorough
+def test_check_compares_texts_and_laws_of_the_adapter(
+    pair: list[str], adapter: Path, used: list[str | None], run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "check.json"
+    small = ("--prompts", "3", "--max-tokens", "12", "--samples", "24", "--json", file)
+    status, out, err = run("check", *pair, *small, "--lora", f"sql={adapter}")
+    assert status == 0, out + err
+    assert "passed: all 13 checks" in out
+    assert json.loads(file.read_text())["lora"] == ["sql"]
+    assert used == ["sql"] * len(used)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "check"])
+def test_an_adapter_that_cannot_be_used_is_refused_in_a_line(
+    command: str, pair: list[str], adapter: Path, run: Run, tmp_path: Path
+) -> None:
+    def refused(told: str, *loras: str) -> None:
+        prompt = ["ab"] if command == "generate" else []
+        options = [part for lora in loras for part in ("--lora", lora)]
+        status, _, err = run(command, *prompt, *pair, *options)
+        assert status == 2
+        line = err.strip().splitlines()[-1]
+        assert line.startswith("specinfer: error: ")
+        assert told in line
+
+    refused("--lora names sql, other; allowed here: one adapter", f"sql={adapter}", f"other={adapter}")
+    refused("lora is 'sql'; allowed: NAME=FOLDER", "sql")
+    refused(f"adapter 'sql': {tmp_path / 'gone'} is not a folder", f"sql={tmp_path / 'gone'}")
+    other = write_adapter(tmp_path / "other", write_tiny_llama(tmp_path / "narrow", hidden_size=16))
+    refused("it is an adapter for another model", f"sql={other}")
