@@ -27,7 +27,6 @@ from specinfer.models.layers import MLP
 from specinfer.models.weight_memory import Weights
 
 EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of routed experts
-PRECISE: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # matrices that are always float32
 
 
 class Mixture:

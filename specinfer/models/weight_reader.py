@@ -20,7 +20,7 @@ from typing import Final, Protocol, Self
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, ModelFileError
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks, one_form
 from specinfer.kernels.layout import (
     BlocksWeight,
@@ -49,6 +49,8 @@ from specinfer.speculation_config import Quantization
 _CHUNK_ELEMENTS: Final = 1 << 17
 READERS: Final = 2  # threads that read a tensor, or prepared layers
 _SERIAL: Final = 1 << 14
+# Tensors of routers, which are always float32.
+ROUTERS: Final = ("mlp.gate.weight", "mlp.gate.bias", "mlp.shared_expert_gate.weight")
 _Reader = Callable[[int, int], Tensor]  # start row, end row -> rows
 
 
@@ -128,7 +130,8 @@ class WeightReader:
 
         The type of `into` is the precision; rows may be chosen for FloatWeights, Int8Weights and
         BlocksWeights. A FloatTable may be on any device, the others are on the CPU. Raises DamagedFileError
-        if a prepared matrix does not match its checksum.
+        if a prepared matrix does not match its checksum, and ModelFileError if a router's tensor has a value
+        that is not finite.
         """
         if rows is not None:
             whole = self._whole(names, into)
@@ -168,14 +171,17 @@ class WeightReader:
         return empty_int8(channels, inner)
 
     def _make(self, names: Sequence[str], into: Weight, fresh: bool) -> None:
-        """Fill `into` with tensors of the file."""
-        if isinstance(into, FloatTable):
-            self._read_floats(names, into.rows, fresh)
-            return
-        if isinstance(into, FloatWeight):
-            matrix = torch.empty(self.shape(names), dtype=into.values.dtype)
+        """Fill `into` with tensors of the file; raises ModelFileError if a router is not finite."""
+        if isinstance(into, FloatTable | FloatWeight):
+            if isinstance(into, FloatTable):
+                matrix = into.rows
+            else:
+                matrix = torch.empty(self.shape(names), dtype=into.values.dtype)
             self._read_floats(names, matrix, fresh)
-            lay_out_floats(matrix, into)
+            if names[0].endswith(ROUTERS):
+                self._check_finite(names, matrix)
+            if isinstance(into, FloatWeight):
+                lay_out_floats(matrix, into)
             return
         make, readers = self._makers(names, into)
         done, inner = 0, self._shapes[names[0]][1]
@@ -206,6 +212,18 @@ class WeightReader:
             return None
         readers = [reader for name in names if (reader := self._file.int4_reader(name)) is not None]
         return readers if len(readers) == len(names) else None
+
+    def _check_finite(self, names: Sequence[str], stacked: Tensor) -> None:
+        """Raise ModelFileError for the first of these tensors with a value that is not finite."""
+        first = 0
+        for name in names:
+            rows = stacked[first : first + self._shapes[name][0]]
+            first += len(rows)
+            if not bool(rows.isfinite().all()):
+                raise ModelFileError(
+                    f"{self._file.path}: tensor {name!r} of a router holds values that are not finite; "
+                    "get the model again"
+                )
 
     def _read_floats_of(self, name: str, start: int, stop: int) -> Tensor:
         return self._file.read_rows(name, start, stop).float()

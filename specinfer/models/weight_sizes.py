@@ -14,11 +14,11 @@ from specinfer.kernels.file_blocks import blocks_bytes
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import decoder_shapes
-from specinfer.models.experts import EXPERTS, PRECISE
+from specinfer.models.experts import EXPERTS
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.placement import ExpertSizes
-from specinfer.models.weight_reader import blocks_file
+from specinfer.models.weight_reader import ROUTERS, blocks_file
 from specinfer.speculation_config import Quantization
 
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
@@ -101,7 +101,7 @@ def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantizatio
 def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a single matrix; stacked with other blocks it may take more."""
     shape = model.shapes[name]
-    if quantization == "gguf" and not name.endswith(PRECISE):
+    if quantization == "gguf" and not name.endswith(ROUTERS):
         channels, inner = math.prod(shape[:-1]), shape[-1]
         return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
     return _shape_bytes(name, shape, dtype, quantization)
@@ -109,7 +109,7 @@ def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization:
 
 def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a matrix after specinfer's quantization, if any."""
-    if name.endswith(PRECISE):
+    if name.endswith(ROUTERS):
         return math.prod(shape) * 4
     if quantization == "none":
         return math.prod(shape) * dtype.itemsize

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, ModelFileError
 from specinfer.models.config import Experts
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.experts import Mixture
@@ -26,6 +26,7 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import NAMES, kernels
 from tests.oracles.experts import chosen_experts, mixture_row
+from tests.parity.families import save_random
 from tests.tiny_models import write_tiny_mixture
 
 CPU = torch.device("cpu")
@@ -144,3 +145,30 @@ def test_a_row_that_is_not_finite_ends_alone(name: Name, kind: Quantization, tmp
     got = runner.forward([Rows([5, 9, 3], 0, [1], 0), Rows([1, 2, 3, 4], 0, [2], 0)])
     assert got[1:3].isnan().all()
     assert torch.equal(got[3:], want)
+
+
+@pytest.mark.parametrize("tensor", ["gate", "shared_expert_gate"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_router_that_is_not_finite_is_refused_by_name(
+    name: Name, kind: Quantization, tensor: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_mixture(tmp_path / "model", shared_size=24)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.1.mlp.{tensor}.weight"][0, 3] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    said = rf"tensor 'model\.layers\.1\.mlp\.{tensor}\.weight' of a router holds values that are not finite"
+    with pytest.raises(ModelFileError, match=said):
+        runner_of(folder, name, torch.float32, kind)
+    left = {path.suffix for path in folder.rglob("kept/*")}
+    assert left <= {".lock"}, "no half of a prepared file"
+
+
+def test_a_bias_of_a_router_is_checked_too(tmp_path: Path) -> None:
+    save_random("gpt-oss", tmp_path, tied=False)
+    [path] = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.router.bias"][1] = torch.inf
+    save_file(tensors, path)
+    with pytest.raises(ModelFileError, match=r"tensor 'model\.layers\.0\.mlp\.gate\.bias' of a router"):
+        runner_of(tmp_path, "torch", torch.float32, "none")
