@@ -16,7 +16,7 @@ and larger trees cost less than here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -151,16 +151,22 @@ def measure(config: ModelConfig, kind: Quantization, threads: int | None) -> dic
     return {"nodes": cells, "bytes": size}
 
 
-def count_experts(model: Decoder, call: Any) -> float:
+def count_experts(model: Decoder, call: Callable[[], object]) -> float:
     """Return the distinct experts of a layer in a pass, averaged over layers; computes the pass op by op."""
-    choose, native, found = NativeOps.choose_experts, model._native, list[int]()
+    found = [len({*numbers_TK.flatten().tolist()}) for numbers_TK in choices_of(model, call)]
+    return sum(found) / len(found)
+
+
+def choices_of(model: Decoder, call: Callable[[], object]) -> list[torch.Tensor]:
+    """Return the chosen experts of each layer in a pass, [T, K]; computes the pass op by op."""
+    choose, native, found = NativeOps.choose_experts, model._native, list[torch.Tensor]()
 
     def noted(
         self: NativeOps, logits_TC: torch.Tensor, count: int, each: int, *, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, weights = choose(self, logits_TC, count, each, normalized=normalized)
-        found.append(len({*numbers.flatten().tolist()}))
-        return numbers, weights
+        numbers_TK, weights_TK = choose(self, logits_TC, count, each, normalized=normalized)
+        found.append(numbers_TK)
+        return numbers_TK, weights_TK
 
     model._native = None
     try:
@@ -168,7 +174,7 @@ def count_experts(model: Decoder, call: Any) -> float:
             call()
     finally:
         model._native = native
-    return sum(found) / len(found)
+    return found
 
 
 def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:

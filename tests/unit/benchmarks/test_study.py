@@ -53,6 +53,7 @@ SCRIPTS = (
         "structured",
         "table2",
         "tree_nodes",
+        "upcycled",
     ),
 )
 
