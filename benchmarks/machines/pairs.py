@@ -6,7 +6,7 @@
 A way is a list of engine options. Every way is loaded twice with an empty cache folder: the first load
 prepares the weights, the second finds them. Then all ways stay in memory and answer the same greedy prompts
 in turns, the first way first in every second round: without speculation, and with prompt lookup. Ratios are
-over the first way, in the same round. The ways share threads, so nothing else may run.
+over the first way, in the same round. The ways share threads, so no other program may run.
 """
 
 from __future__ import annotations
