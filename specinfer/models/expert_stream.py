@@ -4,8 +4,9 @@
     want      experts of a layer that a pass needs: readers fetch those that no slot has
     take      waits for one of them
 
-The expert that was used longest ago gives its slot up. So those that are used most stay: neighbouring tokens
-of a text share many of their experts. A pass never computes with an expert that was not chosen.
+The least used expert gives its slot up. A use counts half after HALF_LIFE passes, so the experts of the
+present text stay, and those of its rare tokens go first. A pass never computes with an expert that was not
+chosen.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import os
 import threading
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Final, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
 
 from specinfer.errors import ClosedError, DamagedFileError, ensure
 from specinfer.kernels.disk import PAGE, DiskRate, StreamSource, aligned
@@ -27,6 +29,8 @@ from specinfer.models.stream import WeightStream, kept_from_children, start_read
 from specinfer.models.stream_buffers import StreamRecord
 
 _Made = TypeVar("_Made")
+HALF_LIFE: Final = 8  # passes after which a use counts half; docs/log.md compares others
+_MAX_WEIGHT: Final = 1e100
 _MIN_PIECE: Final = 64 * PAGE  # bytes: smaller ones cost more calls than they save
 
 
@@ -149,9 +153,12 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self._memories = [memory[slot * longest : (slot + 1) * longest] for slot in range(slots)]
         self._records = records
         self._make = make
-        # Slots by record; the least recently used record is first.
-        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._slots: dict[int, int] = {}  # slots by record
+        self._held = np.zeros(slots, dtype=np.int64)  # records by slot, of slots that are not free
         self._free = list(range(slots))
+        # Uses of each record, and the weight of a use in this pass, which grows instead of older uses ageing.
+        self._uses = np.zeros(len(records))
+        self._weight = 1.0
         self._made: dict[int, _Made] = {}  # products of records in memory
         self._still: dict[int, _Made] = {}  # while passes are timed
         self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
@@ -195,6 +202,10 @@ class ExpertStream(WeightStream, Generic[_Made]):
                 if self._readers.failed(slot):
                     del self._slots[record]
                     self._free.append(slot)
+            self._weight *= 2 ** (1 / HALF_LIFE)
+            if self._weight > _MAX_WEIGHT:
+                self._uses /= self._weight
+                self._weight = 1.0
             yield self
 
     def want(self, records: Sequence[int]) -> None:
@@ -207,15 +218,14 @@ class ExpertStream(WeightStream, Generic[_Made]):
         ensure(len(records) <= self.slots, "all experts of a layer have slots")
         self.check_open()
         self._check_stopped()
-        for record in records:
-            if record in self._slots:
-                self._slots.move_to_end(record)
+        self._uses[[*records]] += self._weight
         for record in records:
             if record not in self._slots:
-                slot = self._free.pop() if self._free else self._given_up()
+                slot = self._free.pop() if self._free else self._given_up(records)
                 one = self._records[record]
                 self._readers.begin(slot, self._memories[slot][: one.length], one.offset)
                 self._slots[record] = slot
+                self._held[slot] = record
 
     def take(self, record: int) -> _Made:
         """Wait for a record and return the result of `make` for it.
@@ -248,9 +258,12 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self._made[record] = made = self._make(record, memory)
         return made
 
-    def _given_up(self) -> int:
-        """Return the slot of the least recently used record, after its reads have ended."""
-        record, slot = next(iter(self._slots.items()))
+    def _given_up(self, needed: Sequence[int]) -> int:
+        """Return the slot of the least used record that is not needed, after its reads have ended."""
+        uses = self._uses[self._held]
+        uses[[self._slots[record] for record in needed if record in self._slots]] = np.inf
+        slot = int(uses.argmin())
+        record = int(self._held[slot])
         while self._readers.left(slot):  # of a pass that was stopped
             self._wait(*self._awaited(record), there=lambda: not self._readers.left(slot))
         self._made.pop(record, None)

@@ -10,7 +10,8 @@ import torch
 
 from specinfer.errors import DamagedFileError
 from specinfer.kernels.disk import DiskRate
-from specinfer.models.expert_stream import ExpertStream
+from specinfer.models import expert_stream
+from specinfer.models.expert_stream import HALF_LIFE, ExpertStream
 from specinfer.models.open_model import open_model
 from specinfer.models.stream import StoppedError
 from specinfer.models.weights import load_model, prepare
@@ -94,23 +95,37 @@ def test_only_chosen_experts_are_read_and_those_in_memory_are_not(folder: Path) 
         assert (stream.read_bytes - before) % record == 0
 
 
-def test_the_expert_used_longest_ago_makes_room(folder: Path) -> None:
+def test_the_least_used_expert_makes_room(folder: Path) -> None:
     made = load_experts(folder, 8)
     stream = made.stream
     assert isinstance(stream, ExpertStream)
-    with stream, stream.passing():
-        stream.want(range(8))
-        for number in (0, 1, 2, 3, 4, 5, 6, 7):
-            stream.take(number)
-        stream.want([0, 2])
+
+    def read(*records: int) -> int:
+        """Use these records in a pass; returns how many were read."""
         before = stream.read_bytes
-        stream.want([8, 9])  # in place of 1 and 3
-        for number in (0, 2, 4, 5, 6, 7, 8, 9):
-            stream.take(number)
-        read = stream.read_bytes - before
-        assert read == 2 * stream._records[0].length
-        stream.take(1)
-        assert stream.read_bytes - before == 3 * stream._records[0].length
+        with stream.passing():
+            stream.want(records)
+            for record in records:
+                stream.take(record)
+        return (stream.read_bytes - before) // stream._records[0].length
+
+    others = range(8, 15)
+    with stream:
+        read(*range(8))
+        for _ in range(3):
+            assert read(0) == 0
+        assert read(*others) == 7  # in place of all but 0
+        assert read(0) == 0
+        for _ in range(10 * HALF_LIFE):
+            assert read(*others) == 0
+        assert read(1) == 1  # in place of 0, whose uses were long ago
+        assert read(*others) == 0
+        assert read(0) == 1
+
+
+def test_uses_stay_in_their_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_stream, "_MAX_WEIGHT", 2.0)
+    test_the_least_used_expert_makes_room(folder)
 
 
 def test_a_damaged_expert_is_found_at_the_start(folder: Path) -> None:
