@@ -2,7 +2,7 @@
 
     python -m benchmarks.machines.upcycled --model TARGET --draft DRAFT --dataset gsm8k.jsonl
 
-Each expert of a layer is a copy of the dense model's MLP in memory of its own, and the weights of a token's
+Each expert of a layer is a copy of the dense model's MLP in its own memory, and the weights of a token's
 experts add up to 1. So texts and acceptance are the dense model's, and a pass reads the matrices of every
 expert that its rows choose. Routers are random: their rows are orthogonal to the layer's mean input, and
 their logits have equal variance, because training balances the use of experts, too. Neighbouring tokens of a
