@@ -249,13 +249,14 @@ FORMATS = {
 
 
 def write_quantized(
-    folder: Path, form: Format, *, hidden: int = 64, inner: int = 96, experts: int = 0
+    folder: Path, form: Format, *, hidden: int = 64, inner: int = 96, experts: int = 0, vocab_size: int = 64
 ) -> dict[str, Tensor]:
     """Write a model with quantized layer matrices; returns all tensors, these as floats.
 
     With `experts` it is a mixture with that number of experts and an unquantized router.
     """
     shape: dict[str, Any] = {"hidden_size": hidden, "spread": 0.1, "tie_embeddings": False}
+    shape["vocab_size"] = vocab_size
     if experts:
         write_tiny_mixture(folder, experts=experts, per_token=2, expert_size=inner, **shape)
     else:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+from pathlib import Path
+
 import anthropic
 from zoo import LISBON, MODEL, RIVERS, ROOT, WEATHER, ask, check, holds_to_weather, refused, says
 
@@ -84,6 +89,15 @@ def tokens_are_counted() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=ASKED["messages"])
     usage = client.messages.create(**ASKED).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+@check
+def the_block_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```python\n(import anthropic\n.*?)^```$", page, re.M | re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(block.replace("http://127.0.0.1:8000", ROOT), {})
+    assert re.search(r"\n\d+ tokens\n$", out.getvalue())
 
 
 @check

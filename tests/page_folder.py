@@ -1,0 +1,192 @@
+"""The folder in which the blocks of a page run: the reader's files, and programs in place of some.
+
+Stand-ins are models of the names that pages use, short prompts, and other addresses. The programs `specinfer`
+(tests/page_command.py), `curl`, `pytest`, `torchrun` and `c++` run the real ones with limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from specinfer.hub.resolution import resolve
+from specinfer.kernels.native import find_best
+from specinfer.tokenizer import Tokenizer
+from tests.adapters import adapter_tensors, write_peft
+from tests.hosted import save_tiny
+from tests.pages import ROOT
+from tests.quantized_folders import FORMATS, write_quantized
+from tests.scripted_server import byte_tokenizer
+from tests.tiny_models import write_byte_tokenizer, write_tiny_llama
+from tests.tools.sources import bare_environment, copy_sources
+
+_STANDINS = (  # names that pages use for a model of the reader's
+    "qwen2.5-1.5b.gguf",
+    "qwen2.5-0.5b.gguf",
+    "M",
+    "MODEL",
+    "FILE.gguf",
+    "TARGET.gguf",
+    "DRAFT",
+    "target.gguf",
+    "small.gguf",
+    "other.gguf",
+    "path/to/target.gguf",
+    "path/to/draft.gguf",
+    "path/to/model-Q4_K_M.gguf",
+)
+_ADAPTED = {  # matrices of smollm2-135m that the adapters change
+    f"model.layers.{layer}.self_attn.{name}.weight": shape
+    for layer in range(30)
+    for name, shape in (("q_proj", (576, 576)), ("v_proj", (192, 576)))
+}
+_ROWS = ("questions.jsonl", "prompts.jsonl")
+_FEW = ("first_turns.jsonl", "FILE.jsonl", "prompts/dolly.jsonl")
+_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
+_ADDRESSES = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
+_MASTER = "10.0.0.1:29500"  # an engine's host on the pages
+# A compiler that takes the library of this CPU, which is compiled already, in place of compiling it again.
+_COMPILER = """case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
+while [ "$1" != -o ]; do shift; done
+cp "$made" "$2"
+"""
+
+
+class PageFolder:
+    """A furnished folder; `port` is the server's, `master` an address for ranks of other hosts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.port, self.master = _free_port(), f"127.0.0.1:{_free_port()}"
+        _write_models(path)
+        _write_texts(path)
+        programs = path / "bin"
+        programs.mkdir()
+        _program(programs / "specinfer", f'exec {sys.executable} -m tests.page_command "$@"')
+        _program(programs / "curl", 'exec /usr/bin/curl --fail-with-body --max-time 120 "$@"')
+        found = f'cd {ROOT} && exec {sys.executable} -m pytest --collect-only "$@"'
+        _program(programs / "pytest", found)
+        _program(programs / "torchrun", f'exec {sys.executable} -m tests.page_command torchrun "$@"')
+        (path / "home/.config/fish").mkdir(parents=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the shell in which blocks run."""
+        return {
+            **os.environ,
+            "PATH": _joined(self.path / "bin", Path(sys.executable).parent),
+            "PYTHONPATH": str(ROOT),
+            "PAGE_PORT": str(self.port),
+            "PAGE_SERVER": str(self.path / "server.pid"),
+            "PET_MASTER_PORT": str(_free_port()),  # torchrun's own
+        }
+
+    def here(self, text: str) -> str:
+        """Return a block's text with this folder's addresses, home and process ids."""
+        text = _ADDRESSES.sub(f"http://127.0.0.1:{self.port}", text).replace(_MASTER, self.master)
+        text = text.replace(" ~/", f" {self.path}/home/")
+        server = self.path / "server.pid"
+        return re.sub(r"\bPID\b", server.read_text().split()[0], text) if server.exists() else text
+
+    def installation(self) -> tuple[Path, dict[str, str]]:
+        """Return a copy of the checkout, and variables with an environment into which pip installs offline.
+
+        The environment has the packages of this one, so nothing is fetched. Kernels are copied.
+        """
+        checkout, venv = self.path / "checkout", self.path / "venv"
+        if not checkout.exists():
+            copy_sources(checkout)
+            (checkout / "tools").mkdir()
+            for name in ("tools/install_torch.py", "constraints.txt"):
+                (checkout / name).write_bytes((ROOT / name).read_bytes())
+            best, _ = find_best()
+            assert best is not None, "pip would compile the kernels"
+            _program(self.path / "bin" / "c++", _COMPILER.format(library=best.path))
+            python = self.path / "pythons" / "python3"
+            python.parent.mkdir()
+            _program(python, _PYTHON.format(python=sys.executable, packages=sysconfig.get_path("purelib")))
+            subprocess.run([str(python), "-m", "venv", str(venv)], check=True)
+        offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        path = _joined(self.path / "pythons", venv / "bin")
+        return checkout, bare_environment(PATH=path, CXX=str(self.path / "bin" / "c++"), **offline)
+
+
+# A python3 whose new environments have the packages of this one. No editable install is found through them.
+_PYTHON = """"{python}" "$@" || exit
+[ "$1 $2" = "-m venv" ] || exit 0
+for at in "$3"/lib/python*/site-packages; do
+  rm -rf "$at"/setuptools* "$at"/pkg_resources  # older ones, which Python brings
+  echo "{packages}" > "$at/ours.pth"
+done
+"""
+
+
+def _write_models(folder: Path) -> None:
+    model = resolve("smollm2-135m").path
+    for name in _STANDINS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(model)
+    for name in ("sql", "poems", "small", "other"):
+        tensors = adapter_tensors(_ADAPTED, ("q_proj", "v_proj"), rank=2, seed=len(name), spread=0.02)
+        write_peft(
+            folder / "adapters" / name, tensors, r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]
+        )
+    quantized = folder / "path/to/Qwen2.5-1.5B-Instruct-GPTQ-Int4"
+    write_quantized(quantized, FORMATS["gptq"], vocab_size=256)
+    write_byte_tokenizer(quantized, 256)
+    hosted = folder / "org/some-model"  # without a native family
+    save_tiny("phi", hosted, vocab_size=256)
+    byte_tokenizer(hosted)
+    shape = {"vocab_size": 256 + len(_MARKS), "hidden_size": 64, "intermediate_size": 96}
+    filling = write_tiny_llama(folder / "filling", **shape, max_context=1024, eos_token_id=0)
+    (folder / "FOLDER").symlink_to(filling)
+    byte_tokenizer(filling)
+    backend = tokenizers.Tokenizer.from_file(str(filling / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _MARKS])
+    backend.save(str(filling / "tokenizer.json"))
+
+
+def _write_texts(folder: Path) -> None:
+    prompts = ["Name a river.", "Name a lake.", "Name a sea.", "Name a city."] * 8
+    rows = [{"prompt": f"{number}. {text}", "reference": "The Tagus."} for number, text in enumerate(prompts)]
+    for names, count in ((_ROWS, len(rows)), (_FEW, 2)):
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    encode = Tokenizer.load(resolve("smollm2-135m")).encode
+    traffic = [json.dumps({"prompt_token_ids": list(encode(row["prompt"]))}) + "\n" for row in rows]
+    for name in ("traffic.jsonl", "log.jsonl"):
+        (folder / name).touch(0o600)
+        (folder / name).write_text("".join(traffic))
+    (folder / "notes.txt").write_text("Lisbon lies on the Tagus.\n")
+    (folder / "keys.txt").write_text("a key of the reader's\n")
+    schema = {"type": "object", "properties": {"city": {"enum": ["Lisbon"]}}, "required": ["city"]}
+    (folder / "schema.json").write_text(json.dumps(schema))
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+    request["body"] = {"prompt": "A river", "max_tokens": 4}
+    (folder / "requests.jsonl").write_text(json.dumps(request) + "\n")
+
+
+def _joined(*first: Path) -> str:
+    """PATH with these folders in front."""
+    return os.pathsep.join([*map(str, first), os.environ["PATH"]])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
