@@ -146,6 +146,13 @@ class _Command:
         for file, target in zip(files, self.targets, strict=True):
             os.dup2(file, target)
             os.close(file)
+        # The objects of the server's streams remember whether those can seek.
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            old = getattr(sys, name)
+            how = {"encoding": old.encoding, "errors": old.errors, "closefd": False}
+            new = os.fdopen(number, "w" if number else "r", buffering=1 if number == 2 else -1, **how)
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)

@@ -22,9 +22,15 @@ class Served:
     """`specinfer serve MODEL FLAGS` as a context manager: ready at its start, ended at its end."""
 
     def __init__(
-        self, model: str | Path, *flags: str, python: str = sys.executable, script: str | None = None
+        self,
+        model: str | Path,
+        *flags: str,
+        python: str = sys.executable,
+        script: str | None = None,
+        popen: type[subprocess.Popen[str]] | None = None,
     ) -> None:
-        """`script` is a program that runs before `specinfer` in its process."""
+        """`script` is a program that runs before `specinfer` in its process; `popen` starts the process."""
+        self._popen = popen or subprocess.Popen
         program = ["-m", "specinfer"] if script is None else ["-c", script]
         self._command = [python, *program, "serve", str(model), "--port", "0", *flags]
         self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -33,7 +39,7 @@ class Served:
         self._listening = threading.Event()
 
     def __enter__(self) -> Served:
-        self.process = subprocess.Popen(
+        self.process = self._popen(
             self._command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=self._env
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

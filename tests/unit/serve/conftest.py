@@ -45,7 +45,7 @@ FLAGS = ("--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixe
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
+def served(folder: Path, forked: None) -> Iterator[Served]:
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as server:
         yield server
 

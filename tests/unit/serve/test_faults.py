@@ -22,7 +22,7 @@ from specinfer import LLM, SamplingParams
 from tests.served import Served
 from tests.unit.serve.conftest import FLAGS
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("forked")]
 
 LONG = {"model": "tiny", "max_tokens": 1800, "temperature": 1.0, "stream": True}
 

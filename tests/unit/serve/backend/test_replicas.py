@@ -20,8 +20,9 @@ from tests.unit.serve.conftest import FLAGS
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[Served]:
-    with Served(folder, *FLAGS, "--served-model-name", "tiny", "--replicas", "2") as served:
+def two(folder: Path, fork_server: type[subprocess.Popen[str]]) -> Iterator[Served]:
+    flags = (*FLAGS, "--served-model-name", "tiny", "--replicas", "2")
+    with Served(folder, *flags, popen=fork_server) as served:
         until(lambda: ready(served) == 2)
         yield served
 
