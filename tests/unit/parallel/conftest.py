@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from specinfer import LLM
+from tests.parity.families import save_random
 from tests.ranks import INT8, token_ids_of
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.parallel.hosts import Hosts
+
+Saved: TypeAlias = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,17 @@ def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
     yield hosts
     print(hosts.says())
     hosts.close()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A random model of a family, saved once; the options of its config are the same in every call."""
+    root = tmp_path_factory.mktemp("families")
+
+    def save(family: str, **options: object) -> Path:
+        path = root / family
+        if not path.exists():
+            save_random(family, path, tied=family in ("gemma3", "opt"), **options)
+        return path
+
+    return save

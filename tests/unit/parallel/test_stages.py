@@ -28,9 +28,9 @@ from specinfer.runtime.stages import StageTimes, cut_rows
 from specinfer.speculation_config import Quantization
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
-from tests.parity.families import save_random
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.unit.parallel.conftest import Saved
 from tests.unit.parallel.test_texts import FAMILIES, SHAPE, ends_of, overflow_at, said
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -45,10 +45,9 @@ LAYOUTS = [(2, 2), (3, 3), (4, 2)]  # ranks, stages
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_taps_are_those_of_one_process(
-    family: str, name: Literal["torch", "native"], tmp_path: Path
+    family: str, name: Literal["torch", "native"], tmp_path: Path, saved: Saved
 ) -> None:
-    path, chosen = tmp_path / "model", kernels(name)
-    save_random(family, path, tied=family in ("gemma3", "opt"), **FAMILIES[family])
+    path, chosen = saved(family, **FAMILIES[family]), kernels(name)
     dtype = torch.bfloat16 if name == "native" else torch.float32
     layers = open_model(path).config.num_layers
     taps = (layers, 0, layers - 1, 1)
