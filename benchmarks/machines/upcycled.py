@@ -10,6 +10,7 @@ trained model may share more experts, or fewer.
 
     none, control   two engines without speculation; their ratio is the noise of the measurement
     lookup, draft   prompt lookup alone, and the draft models alone, with trees by cost
+    chain           the draft models alone, with a chain of 3 nodes in every step, whatever it costs
     ratio           tokens/s relative to `none`, from the first token on, with a 95% interval over rounds
     expected        distinct experts of a layer if each of n tokens chose independently
     counted         distinct experts of a layer for n adjacent tokens of an answer, averaged over layers
@@ -47,7 +48,7 @@ from benchmarks.study import (
     total_figures,
     without_speculation,
 )
-from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams
+from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationParams
 from specinfer.engine.models import Models, load_models
 from specinfer.hub import resolve
 from specinfer.kernels.layout import FloatWeight, Weight, lay_out_floats
@@ -64,8 +65,10 @@ from specinfer.replay.replay import speedup
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
+from specinfer.tree.expansion import Expansion
 
-WAYS: Final = ("none", "lookup", "draft", "control")
+WAYS: Final = ("none", "lookup", "draft", "chain", "control")
+CHAIN: Final = SpeculationParams(expansion=Expansion.parse("1,1,1"))
 MODELS: Final = ("mixture", "dense")
 TOKENS: Final = (1, 2, 4, 8, 16)  # adjacent tokens whose experts are counted
 CALIBRATION: Final = 4  # prompts whose tokens balance the routers
@@ -170,6 +173,7 @@ def engines_of(config: EngineConfig, models: Models, stack: ExitStack) -> dict[s
         "none": stack.enter_context(without_speculation(drafted)),
         "lookup": stack.enter_context(drafted.variant(drafts=(), lookup=True)),
         "draft": drafted,
+        "chain": stack.enter_context(drafted.variant()),
         "control": stack.enter_context(without_speculation(drafted)),
     }
 
@@ -232,7 +236,8 @@ def measured(
     answers: dict[tuple[str, str], Rounds] = {turn: [] for turn in turns}
     for number, start in enumerate(range(0, len(questions) // batch * batch, batch)):
         for model, way in turns[number % len(turns) :] + turns[: number % len(turns)]:
-            outputs = ask(engines[model][way], questions[start : start + batch], params)
+            asked = replace(params, speculation=CHAIN) if way == "chain" else params
+            outputs = ask(engines[model][way], questions[start : start + batch], asked)
             if number:
                 answers[model, way].append(outputs)
     plain = texts_of(answers["mixture", "none"])
@@ -312,14 +317,14 @@ def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
         "one that warms up; all engines answer in turns. Ratios to no speculation with 95% intervals over "
         "rounds, then tokens per step and the nodes of a tree.",
         "",
-        row("prompts", "model", "tokens/s without", "control", "lookup", "draft"),
-        "|---|---|---:|---|---|---|",
+        row("prompts", "model", "tokens/s without", "control", "lookup", "draft", "chain"),
+        "|---|---|---:|---|---|---|---|",
     ]
     for name, cell in cells.items():
         for model in MODELS:
             speeds = cell["speeds"][model]
             plain = speeds["none"]
-            ratios = [ratio_of(plain, speeds[way]) for way in ("control", "lookup", "draft")]
+            ratios = [ratio_of(plain, speeds[way]) for way in ("control", "lookup", "draft", "chain")]
             lines.append(row(name, model, f"{plain['tokens'] / sum(plain['seconds']):.1f}", *ratios))
     for name, cell in cells.items():
         experts = cell["experts"]

@@ -26,6 +26,8 @@ def test_a_mixture_of_equal_experts_writes_the_dense_models_texts(
         assert {*speeds} == {*module.WAYS}
         assert all(one["tokens"] == 2 * 11 and min(one["seconds"]) > 0 for one in speeds.values())
         assert speeds["none"]["nodes"] == speeds["control"]["nodes"] == 0
+        assert 2 < speeds["chain"]["nodes"] <= 3
+        assert speeds["chain"]["tokens_per_step"] > 1, "the draft often agrees"
     experts = cell["experts"]
     assert experts["counted"]["1"] == experts["expected"]["1"] == 2
     assert 2 < experts["counted"]["8"] <= 8, "tokens choose different experts"
