@@ -151,7 +151,10 @@ def page(names: Sequence[str], cells: dict[str, Any], settings: dict[str, Any], 
     """Return the page's lines, with a row for each format of `names`."""
     rows = cells[SOURCE]["rows"]
     tokens = sum(one["tokens"] for one in rows)
-    memory = [f"{count / 1e6:.0f} MB in {kind}" for kind, count in cells[SOURCE]["memory_bytes"].items()]
+    memory = [
+        f"{count / 1e6:.0f} MB in {'bfloat16' if kind == 'none' else kind}"
+        for kind, count in cells[SOURCE]["memory_bytes"].items()
+    ]
     lines = [
         f"# Perplexity of quantized folders: {settings['model']}",
         "",
@@ -159,7 +162,7 @@ def page(names: Sequence[str], cells: dict[str, Any], settings: dict[str, Any], 
         f"the chat template. Integers of 4 bits have groups of {size}.",
         "",
         "The folders are written from the model's weights in bfloat16, rounded to the nearest values of each "
-        "format. Published files are calibrated, so their perplexities are lower than those of the second "
+        "format. Published files are calibrated, so their perplexities are not those of the third "
         "column. The result is the difference between a file's own values (products in float32) and the "
         "layouts that run them: it has one standard error over rows.",
         "",
@@ -175,9 +178,10 @@ def page(names: Sequence[str], cells: dict[str, Any], settings: dict[str, Any], 
     lines += [
         "",
         f"Weights of any of these folders take {', '.join(memory)}. int8 rounds every matrix. With int8 and "
-        "int4 the output layer is int8 and activations are rounded to 8 bits, so an exact int4 differs, too.",
+        "int4 the output layer is int8 and activations are rounded to 8 bits, so an exact int4 differs, too. "
+        "MXFP4 is published for experts alone: here each matrix is written as a stack of one expert.",
         "",
-        "Divergence of the laws from those of the file's values, nats a token:",
+        "Divergence of the distributions from those of the file's values, nats a token:",
         "",
         "| format | `none` in bfloat16 | `int8` | `int4` |",
         "|---|---|---|---|",
