@@ -16,6 +16,7 @@ import json
 import os
 import select
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -88,6 +89,8 @@ class Followers:
         self._processes, self._listener = processes, listener
         self._all: list[_Follower] = []
         self._loaded: dict[int, Any] = {}  # messages of the followers that have loaded, by rank
+        self._checking = threading.Lock()  # guards `_loaded` and `_failure`: several threads load layers
+        self._failure: ModelError | PeerLostError | None = None  # of the first check that failed
         self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
         try:
             here = enumerate(processes.started(), start=1)
@@ -129,8 +132,20 @@ class Followers:
     def check_loading(self, seconds: float = 0.0) -> None:
         """Check that all followers load or have loaded; waits up to `seconds` for the next one to finish.
 
-        Raises ModelError if one of them cannot load, PeerLostError if one has ended.
+        Thread-safe. Raises ModelError if one of them cannot load, PeerLostError if one has ended; later calls
+        raise the same error.
         """
+        with self._checking:
+            if self._failure is None:
+                try:
+                    self._receive_loaded(seconds)
+                except (ModelError, PeerLostError) as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise self._failure
+
+    def _receive_loaded(self, seconds: float) -> None:
+        ended = any(one.ended() for one in self._all)  # before its last message is read
         waiting = {one.link.number: one for one in self._all if one.rank not in self._loaded}
         poll = select.poll()
         for number in waiting:
@@ -145,7 +160,7 @@ class Followers:
             if "failed" in message:
                 raise ModelError(f"rank {one.rank} cannot load the model: {message['failed']}")
             self._loaded[one.rank] = message
-        if any(one.ended() for one in self._all):
+        if ended:
             raise self._not_ready()
 
     def ready(self, identity: Mapping[str, str]) -> list[int]:
@@ -183,7 +198,8 @@ class Followers:
     def lost(self) -> Loss:
         """The lost rank and its end; waits up to 0.5 s for ranks that noticed the loss to end.
 
-        If all followers report that they have lost another rank, it is this one, which was stopped.
+        If all followers report that they have lost another rank, it is this one, which was stopped, unless
+        they lost one another.
         """
         until = time.monotonic() + _SETTLE
         while time.monotonic() < until:
@@ -192,7 +208,8 @@ class Followers:
             time.sleep(0.01)
         found = [one for one in self._all if not one.lost_another()]
         if not found:
-            return Loss(0, f"rank 0 (process {os.getpid()}) did not answer the other ranks in time")
+            link = "" if len(self._all) == 1 else ", or a link between two of them was cut"
+            return Loss(0, f"rank 0 (process {os.getpid()}) did not answer the other ranks in time{link}")
         # Ranks that wait for a stopped rank are silent too.
         one = min(found, key=lambda one: (one.ended() is None, not one.stopped()))
         return Loss(one.rank, f"{one} {one.ended() or 'does not answer'}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -97,6 +99,18 @@ def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for link in links:
         link.close()
+
+
+def test_all_threads_that_load_layers_get_the_reason_of_a_rank_that_cannot_load() -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    link = join_group(gate._listening.getsockname(), b"k" * 16, 1, "there")
+    begun = Followers(FollowerProcesses(1, 1), gate)
+    link.send(json.dumps({"failed": "no such file"}).encode())
+    link.close()
+    with ThreadPoolExecutor(4) as pool:
+        errors = [one.exception() for one in [pool.submit(begun.check_loading) for _ in range(20)]]
+    assert {str(error) for error in errors} == {"rank 1 cannot load the model: no such file"}
+    begun.close()
 
 
 def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost() -> None:

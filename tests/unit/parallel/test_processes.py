@@ -261,10 +261,9 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     begun, ended = Followers(FollowerProcesses(2, 1)), threading.Event()
     begun.on_end = ended.set
     begun.send_settings([settings])
-    with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
-        begun.ready({})
-    with pytest.raises(PeerLostError, match=r"rank 1 .* has ended with status 2 before it was ready"):
-        begun.ready({})
+    for _ in range(2):  # its end does not replace the reason
+        with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
+            begun.ready({})
     assert ended.wait(5)
     begun.close()
     begun.wait()
