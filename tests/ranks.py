@@ -42,15 +42,15 @@ def token_ids_of(llm: LLM) -> list[list[int]]:
     return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
 
 
-def followers(engine: int | None = None) -> list[psutil.Process]:
-    """Return the running ranks that a process started, by default this one.
+def followers(engine: int | None = None, module: str = "specinfer.parallel.follower") -> list[psutil.Process]:
+    """Return the running ranks that a process started, by default this one; `module` is the one they run.
 
     A zombie, maybe another test's engine, has no command line.
     """
 
     def follows(one: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
-            return "specinfer.parallel.follower" in one.cmdline()
+            return module in one.cmdline()
         return False
 
     return [one for one in psutil.Process(engine).children() if follows(one)]

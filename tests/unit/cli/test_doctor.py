@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -21,6 +20,7 @@ from specinfer.kernels.disk import measure
 from specinfer.kernels.machine import VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
+from tests.ranks import followers
 from tests.tiny_models import write_tiny_llama
 
 
@@ -97,7 +97,7 @@ def test_exchanges_between_processes_are_timed() -> None:
         line = rf"^2 ranks over {way}: (\d+) us for 1 and (\d+) us for 16 rows of 1536 sums$"
         [figures] = re.findall(line, report, re.MULTILINE)
         assert all(0 < int(micros) < 1_000_000 for micros in figures)
-    assert not psutil.Process().children()
+    assert not followers(module="specinfer.parallel.trial")
 
 
 def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:
