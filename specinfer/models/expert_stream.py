@@ -219,13 +219,15 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self.check_open()
         self._check_stopped()
         self._uses[[*records]] += self._weight
+        needed = [self._slots[record] for record in records if record in self._slots]
         for record in records:
             if record not in self._slots:
-                slot = self._free.pop() if self._free else self._given_up(records)
+                slot = self._free.pop() if self._free else self._given_up(needed)
                 one = self._records[record]
                 self._readers.begin(slot, self._memories[slot][: one.length], one.offset)
                 self._slots[record] = slot
                 self._held[slot] = record
+                needed.append(slot)
 
     def take(self, record: int) -> _Made:
         """Wait for a record and return the result of `make` for it.
@@ -259,9 +261,9 @@ class ExpertStream(WeightStream, Generic[_Made]):
         return made
 
     def _given_up(self, needed: Sequence[int]) -> int:
-        """Return the slot of the least used record that is not needed, after its reads have ended."""
+        """Return the slot of the least used record, after its reads have ended; `needed` slots stay."""
         uses = self._uses[self._held]
-        uses[[self._slots[record] for record in needed if record in self._slots]] = np.inf
+        uses[[*needed]] = np.inf
         slot = int(uses.argmin())
         record = int(self._held[slot])
         while self._readers.left(slot):  # of a pass that was stopped
