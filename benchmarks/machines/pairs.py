@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
 from benchmarks.study import without_speculation as plain
 from specinfer import LLM, SamplingParams
 from specinfer.files import cache_dir
 from specinfer.hub import resolve
+from specinfer.kernels.choice import choose_kernels
 
 GUESSES: Mapping[str, Callable[[LLM], LLM]] = {
     "plain": plain,
@@ -74,10 +77,15 @@ def load(args: argparse.Namespace, way: str) -> LLM:
 
 
 def loading(args: argparse.Namespace, way: str) -> dict[str, float]:
-    """Return the seconds of the first load, which prepares weights, and of the second."""
+    """Return the seconds of the first load, which prepares weights, and of the second.
+
+    Kernels that the first load would compile are compiled before.
+    """
+    choose_kernels("auto", torch.device("cpu"))
     model = str(resolve(args.model).path)
     with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
-        shutil.copytree(cache_dir() / "kernels", Path(folder) / "kernels")  # compiled already
+        if (kernels := cache_dir() / "kernels").exists():
+            shutil.copytree(kernels, Path(folder) / "kernels")
         named = argparse.Namespace(**{**vars(args), "model": model})
         seconds = {}
         with patch.dict(os.environ, {"SPECINFER_CACHE": folder}):
@@ -91,7 +99,7 @@ def loading(args: argparse.Namespace, way: str) -> dict[str, float]:
 def answer_all(
     args: argparse.Namespace, loaded: Mapping[str, LLM], *, backwards: bool = False
 ) -> dict[str, Any]:
-    """Return tokens per second and digests of texts: way, then `GUESSES|batch size`."""
+    """Return tokens per second, and the tokens: way, then `GUESSES|batch size`."""
     questions = questions_of(args.dataset, args.limit)
     found: dict[str, Any] = {way: {} for way in loaded}
     for guesses, variant in GUESSES.items():
