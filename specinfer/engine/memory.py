@@ -154,9 +154,12 @@ class MemoryNeeds:
             return config.vocab_size * config.embedding_size * self.dtype.itemsize
         return int8_bytes(config.vocab_size, config.embedding_size)
 
-    def self_drafts(self) -> list[DraftSet]:
-        """Return the `self` drafts in int4: with its own output layer, and with the target's."""
-        own = draft_bytes(self.target, self.dtype, self.kernels, "int4")
+    def self_drafts(self, adapter: int = 0) -> list[DraftSet]:
+        """Return the `self` drafts in int4: with its own output layer, and with the target's.
+
+        `adapter` is the bytes of the draft's adapter.
+        """
+        own = draft_bytes(self.target, self.dtype, self.kernels, "int4") + adapter
         config = self.target.config
         layers = own - int8_bytes(config.vocab_size, config.embedding_size)
         caches = [(config, self.dtype)]

@@ -317,9 +317,11 @@ def _memory_needs(
     kernels: Kernels,
 ) -> MemoryNeeds:
     """Return the models to plan memory for: the named ones, or a `self` draft if no draft is named."""
-    sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
-    for name, adapter in adapted.items():
-        sizes[name] += adapter.bytes(dtype)
+    of_adapters = {name: adapter.bytes(dtype) for name, adapter in adapted.items()}
+    sizes = {
+        name: draft.weight_bytes(dtype, kernels, kinds[name]) + of_adapters.get(name, 0)
+        for name, draft in drafts.items()
+    }
     needs = MemoryNeeds(
         name=target.files.name,
         target=target.model,
@@ -333,9 +335,9 @@ def _memory_needs(
     )
     names = config.speculation.drafts
     if names == (SELF,) and kinds["draft"] == "int4":
-        return replace(needs, draft_sets=needs.self_drafts())
+        return replace(needs, draft_sets=needs.self_drafts(of_adapters.get("draft", 0)))
     weights = sum(
-        draft_bytes(draft.model, dtype, kernels, kinds[name])
+        draft_bytes(draft.model, dtype, kernels, kinds[name]) + of_adapters.get(name, 0)
         if isinstance(draft, FoundModel)
         else sizes[name]
         for name, draft in drafts.items()

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.engine import models as loading
+from specinfer.engine.memory import MemoryNeeds
 from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.models.adapters.peft_folder import PeftFolder
+from specinfer.models.open_model import open_model
 from specinfer.request import RequestOutput
 from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE
@@ -74,6 +79,29 @@ def test_a_self_draft_guesses_for_requests_with_an_adapter(folder: Path) -> None
         want = llm.generate(PROMPTS, GREEDY, lora_request=asked)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in want]
     assert counts[1] > 2 * counts[0]
+
+
+@pytest.mark.parametrize("draft", ["self", "base"])
+def test_the_drafts_of_a_streamed_target_have_its_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    seen: list[MemoryNeeds] = []
+
+    def plan(needs: MemoryNeeds, *_: object) -> None:
+        seen.append(needs)
+
+    monkeypatch.setattr(loading, "plan_memory", plan)
+    drafts = {"drafts": draft if draft == "self" else folder / draft, "draft_quantization": "int4"}
+    for lora in ((), folder / "one"):
+        open_llm(folder, "base", **drafts, draft_lora=lora).close()
+    adapter = PeftFolder("one", folder / "one", open_model(folder / "base").config).bytes(torch.float32)
+
+    without, beside = seen
+    assert adapter > 0
+    assert len(beside.draft_sets) == (2 if draft == "self" else 1)
+    for one, two in zip(without.draft_sets, beside.draft_sets, strict=True):
+        assert (two.weights - one.weights, two.reads - one.reads) == (adapter, adapter)
+    assert sum(beside.draft_weights.values()) - sum(without.draft_weights.values()) == adapter
 
 
 def test_one_of_several_drafts_has_one(folder: Path) -> None:
