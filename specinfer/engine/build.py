@@ -31,7 +31,6 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
-from specinfer.runtime.kv_cache import free_bytes
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
@@ -209,7 +208,8 @@ def build_engine(
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.node_limit),
         needed_positions=min(max_context, 128),
-        limit=_cache_limit(config, models),
+        limit=config.cache.memory,
+        planned=None if models.plan is None else models.plan.kv_cache,
         memory=config.memory if models.plan is None else None,
         hosts=models.hosts,
         adapters=models.adapters,
@@ -298,14 +298,6 @@ def build_engine(
         memory=policy_memory,
     )
     return config, engine
-
-
-def _cache_limit(config: EngineConfig, models: Models) -> int | None:
-    """Return the bytes of the KV caches from the option or the memory plan; None: a part of free memory."""
-    if models.plan is None or config.cache.memory is not None:
-        return config.cache.memory
-    missing = 0 if models.adapters is None else models.adapters.missing_bytes
-    return min(models.plan.kv_cache, max(0, free_bytes(models.target.device) - missing))
 
 
 def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class LocalExecutor:
         wanted_positions: int,
         needed_positions: int,
         limit: int | None,
+        planned: int | None = None,
         memory: int | None = None,
         hosts: Sequence[Host] = (),
         adapters: AdapterCache | None = None,
@@ -120,10 +121,18 @@ class LocalExecutor:
 
         See `kv_cache.num_blocks`. Other ranks have caches of as many blocks. The first of `hosts` is this
         one. Each host has a part of `limit`, or its own memory; the caches of other hosts reduce their free
-        memory until the executor is released. Raises CapacityError if not even `needed_positions` fit.
+        memory until the executor is released. Without `limit`, the caches take at most the `planned` bytes of
+        a memory plan, or the free memory if that is less. Raises CapacityError if not even `needed_positions`
+        fit.
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
+        missing, where = 0 if adapters is None else adapters.missing_bytes, str(target.device)
+        if missing:
+            where += f" (beside {gib(missing)} for adapters, see max_loras)"
+        free = max(0, free_bytes(target.device, memory) - missing)
+        if limit is None and planned is not None:
+            limit = min(planned, free)
         fit = partial(
             num_blocks,
             block_size=block_size,
@@ -131,16 +140,7 @@ class LocalExecutor:
             needed_positions=needed_positions,
             limit=limit,
         )
-        missing, where = 0 if adapters is None else adapters.missing_bytes, str(target.device)
-        if missing:
-            where += f" (beside {gib(missing)} for adapters)"
-        found = [
-            fit(
-                [*models, *((part, target.dtype) for part in here.parts)],
-                free=max(0, free_bytes(target.device, memory) - missing),
-                where=where,
-            )
-        ]
+        found = [fit([*models, *((part, target.dtype) for part in here.parts)], free=free, where=where)]
         for host in others:
             parts = [(part, target.dtype) for part in host.parts]
             found.append(fit(parts, free=host.free, where=host.address))

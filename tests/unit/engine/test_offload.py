@@ -24,6 +24,7 @@ from specinfer.models.open_model import open_model
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
+from specinfer.runtime import executor
 from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
 from tests.kernels import kernels
@@ -295,6 +296,15 @@ def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
             CapacityError, match=rf"at least .*{part}.* = .*, but may take .*; raise --memory"
         ):
             LLM(model, progress=NoProgress(), **{**OPTIONS, **options})
+
+
+def test_a_planned_cache_takes_at_most_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = []
+    for free in (1 << 40, 1 << 20):  # bytes; the plan has 4 MiB for the cache
+        monkeypatch.setattr(executor, "free_bytes", lambda *_, free=free: free)
+        with streamed(folder / "target", monkeypatch, kv_cache_memory=None) as llm:
+            caches.append(engine_of(llm)._executor.num_blocks)
+    assert caches[1] == caches[0] // 4
 
 
 def test_the_first_start_comes_to_the_plan_of_the_second(
