@@ -91,10 +91,12 @@ GIB = 1 << 30
 def free_bytes(device: torch.device, memory: int | None = None) -> int:
     """Return the free bytes of `device`, on a CPU within the limit of the process's cgroup.
 
-    With `memory`, the limit of the whole process on a CPU, it is at most the unused rest of that.
+    With `memory`, the limit of the whole process on a CPU, it is at most the unused rest of that. Blocks that
+    PyTorch keeps on a GPU for later tensors count as free.
     """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     free, allowed = int(psutil.virtual_memory().available), cgroup_free_memory()
     free = free if allowed is None else min(free, allowed)
     return free if memory is None else max(0, min(free, memory - process_bytes()))

@@ -45,7 +45,7 @@ class AdapterCache:
     ) -> None:
         """At most `limit` adapters are in memory, in `dtype`; `refused`: why none is supported.
 
-        `free` returns the bytes of memory that are free.
+        `free` returns the bytes of memory that are free; on a CPU the unwritten part of a KV cache is free.
         """
         self._config = config
         self._dtype, self._device, self._library = dtype, device, library

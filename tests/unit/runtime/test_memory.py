@@ -50,6 +50,13 @@ def test_what_a_container_may_take_bounds_what_is_free(
     assert kv_cache.free_bytes(CPU) == free
 
 
+def test_blocks_that_pytorch_keeps_on_a_gpu_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 4 << 30)
+    assert kv_cache.free_bytes(torch.device("cuda")) == 3 << 30
+
+
 def test_what_the_process_may_take_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: None)
