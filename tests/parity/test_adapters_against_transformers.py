@@ -40,7 +40,12 @@ def test_an_adapter_of_all_linear_modules(name: str, run_with: str, tmp_path: Pa
     chosen = kernels(run_with)
     ours = load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), kernels=chosen)
     shelf = AdapterCache(
-        ours.config, dtype=ours.dtype, device=ours.device, library=chosen.products.library, limit=1
+        ours.config,
+        dtype=ours.dtype,
+        device=ours.device,
+        library=chosen.products.library,
+        limit=1,
+        free=lambda: 1 << 30,
     )
     shelf.add("adapter", tmp_path / "adapter")
     runner = ModelRunner(ours, num_blocks=8, block_size=4, adapters=shelf)
