@@ -133,7 +133,7 @@ class PeerLostError(UserError):
 
 
 class CapacityError(UserError):
-    """The weights or the KV cache do not fit into the available memory."""
+    """The weights, the adapters or the KV cache do not fit into the available memory."""
 
 
 class IntegrityError(SpecInferError):

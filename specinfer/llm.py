@@ -65,7 +65,7 @@ class LLM:
     Raises:
         ConfigError: an option is unknown or out of range.
         ModelError: the model cannot be found, read or run.
-        CapacityError: the weights or the KV cache do not fit into memory.
+        CapacityError: the weights, the adapters or the KV cache do not fit into memory.
     """
 
     def __init__(
