@@ -2,9 +2,15 @@
 
 An import takes 2 s of a core, a fork some milliseconds. `forking_popen` replaces `subprocess.Popen`, and the
 replacement sends each such command to the server; every other command runs as usual. The server forks with
-CLONE_PARENT, so the new process is a child of the process that sent the command. So `wait`, lists of children
-and the signal at the end of a parent work as after an exec. A new process that may start processes has a
-server too. Other systems than Linux lack CLONE_PARENT.
+CLONE_PARENT, so the new process is a child of the process that sent the command. So `wait` and lists of
+children work as after an exec. Two things differ:
+
+- The signal at the end of a parent comes when the thread that started the server ends, and not when the
+  thread that called Popen ends.
+- A new process that may start processes has one more child, its own fork server. After a SIGKILL of the
+  process that child is an orphan, which ends at once.
+
+Other systems than Linux lack CLONE_PARENT.
 """
 
 from __future__ import annotations
@@ -56,7 +62,8 @@ AVAILABLE = sys.platform == "linux" and _CLONE is not None
 def forking_popen() -> Iterator[type[subprocess.Popen[Any]]]:
     """Start a server, and yield a replacement of `subprocess.Popen`; the server ends with the block.
 
-    The calling thread has to live as long as the server: Linux takes its end for the end of the parent.
+    Yields `subprocess.Popen` itself, with a warning, if the server cannot fork. The calling thread has to
+    live as long as the server: Linux takes its end for the end of the parent.
     """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     room = " " * 8192  # for the command lines of the forks
@@ -71,9 +78,22 @@ def forking_popen() -> Iterator[type[subprocess.Popen[Any]]]:
         )
     try:
         with ours:
-            yield _popen_of(ours, _fixed(os.environ))
+            if _is_ready(ours):
+                yield _popen_of(ours, _fixed(os.environ))
+            else:
+                warnings.warn("the fork server of the tests has not started; see its error", stacklevel=3)
+                yield subprocess.Popen
     finally:
         server.wait(10)
+
+
+def _is_ready(server: socket.socket) -> bool:
+    """Wait for the server's imports and its trial fork; False if this process has no such child."""
+    server.settimeout(_LIMIT)
+    try:
+        return os.waitpid(int(server.recv(_LONGEST)), 0)[1] == 0
+    except (OSError, ValueError):  # ValueError: the server has ended and sent nothing
+        return False
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -104,10 +124,17 @@ def _popen_of(server: socket.socket, fixed: Mapping[str, str]) -> type[subproces
             }
             with lock:
                 socket.send_fds(server, [json.dumps(message).encode()], [*standard, *how["pass_fds"]])
-                reply = server.recv(100)
-            if not reply:
+                try:
+                    pid, _, error = server.recv(_LONGEST).decode().partition(" ")
+                except TimeoutError:
+                    server.close()  # the next command would take a late reply for its own
+                    raise
+            if not pid:
                 raise ChildProcessError("the fork server of the tests has ended; its error is above")
-            self.pid = int(reply)
+            if error:
+                os.waitpid(int(pid), 0)
+                raise ChildProcessError(error)
+            self.pid = int(pid)
             self._child_created = True
             names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
             self._close_pipe_fds(*(how[name] for name in names))
@@ -140,8 +167,35 @@ class _Command:
     files: list[int]
 
     def run(self, server: socket.socket) -> None:
-        """Make this process what the command's would be, report its id, and run the module."""
+        """Make this process what the command's would be, report its id, and run the module.
+
+        An error before the module runs is reported behind the id.
+        """
         reply = _raised(server)
+        try:
+            self._prepare()
+        except BaseException as error:
+            reply.send(f"{os.getpid()} {type(error).__name__}: {error}".encode())
+            os._exit(1)
+        reply.send(str(os.getpid()).encode())
+        reply.close()
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
+        status = 0
+        try:
+            runpy.run_module(self.arguments[2], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                raise
+            status = end.code or 0
+        # The end of the interpreter without its last part, which takes PyTorch's modules apart for a second.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+    def _prepare(self) -> None:
+        """Give this process the command's files, folder, environment, cores and command line."""
         files = [_raised_file(file) for file in self.files]
         for file, target in zip(files, self.targets, strict=True):
             os.dup2(file, target)
@@ -161,26 +215,13 @@ class _Command:
         sys.path[0] = self.folder
         sys.argv = self.arguments[2:]
         _show(self.arguments)
-        reply.send(str(os.getpid()).encode())
-        reply.close()
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
-        status = 0
-        try:
-            runpy.run_module(self.arguments[2], run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            if not isinstance(end.code, int | None):
-                raise
-            status = end.code or 0
-        # The end of the interpreter without its last part, which takes PyTorch's modules apart for a second.
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
 
 
 def main() -> None:
-    """Serve until the other end of the socket is closed; in each fork, run its command."""
+    """Send the id of a trial fork, and serve until the other end of the socket is closed.
+
+    In each fork, run its command.
+    """
     _end_with(os.getppid())
     for module in _IMPORTED:
         import_module(module)
@@ -190,6 +231,10 @@ def main() -> None:
     gc.freeze()  # a collection would write to pages that the forks share
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _raised(socket.socket(fileno=int(sys.argv[1])))
+    trial = _fork_for_parent()
+    if trial == 0:
+        os._exit(0)
+    server.send(str(trial).encode())
     fixed = _fixed(os.environ)
     command = _next_command(server)
     while command.arguments[2] != _FOLLOWER:

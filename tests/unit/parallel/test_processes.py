@@ -47,9 +47,13 @@ from tests.ranks import (
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("forked")
+_POPEN = subprocess.Popen  # before `forked` replaces it
 
 
-def test_two_processes_say_what_one_says_and_leave_nothing(folder: Path, plain: list[list[int]]) -> None:
+def test_two_processes_say_what_one_says_and_leave_nothing(
+    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", _POPEN)  # a follower that imports PyTorch itself
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True}
     llm = LLM(folder / "target", tensor_parallel=2, **options)
     [follower], [here] = followers(), llm.models.hosts
