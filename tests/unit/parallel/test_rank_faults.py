@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,20 @@ from specinfer import LLM
 from specinfer.engine import ranks
 from specinfer.errors import ModelError, PeerLostError
 from specinfer.models.language_model import LanguageModel, Read
+from specinfer.parallel.launch import Followers
 from specinfer.progress import Progress
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon
 
 # A follower's process on a host that has 1,000 bytes of free memory.
 POOR = "from specinfer.parallel import follower; follower.free_bytes = lambda _: 1000; follower.main()"
+
+
+def kill_last() -> int:
+    """Kill the last follower, wait for its end, and return its process's id."""
+    last = max(followers(), key=lambda one: (one.create_time(), one.pid))
+    last.kill()
+    assert soon(lambda: last.pid not in [one.pid for one in followers()])
+    return last.pid
 
 
 class Killer(Progress):
@@ -32,10 +41,7 @@ class Killer(Progress):
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
         if label.startswith("loading"):
-            last = max(followers(), key=lambda one: (one.create_time(), one.pid))
-            self.killed = last.pid
-            last.send_signal(signal.SIGKILL)
-            assert soon(lambda: last.pid not in [one.pid for one in followers()])
+            self.killed = kill_last()
 
     def advance(self, n: int) -> None:
         self.done += n
@@ -59,14 +65,17 @@ def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
 def test_the_start_ends_when_a_follower_ends_while_another_one_loads(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join = ranks.Ranks.join
+    send, join = Followers.send_settings, ranks.Ranks.join
+
+    def suspend_and_send(self: Followers, settings: Sequence[Mapping[str, object]]) -> None:
+        min(followers(), key=lambda one: (one.create_time(), one.pid)).suspend()  # it does not load
+        send(self, settings)
 
     def kill_and_join(self: ranks.Ranks, model: LanguageModel) -> None:
-        first, second = sorted(followers(), key=lambda one: (one.create_time(), one.pid))
-        first.suspend()  # it does not finish loading
-        second.kill()
+        kill_last()
         join(self, model)
 
+    monkeypatch.setattr(Followers, "send_settings", suspend_and_send)
     monkeypatch.setattr(ranks.Ranks, "join", kill_and_join)
     began = time.monotonic()
     with pytest.raises(PeerLostError, match=r"rank 2 \(process \d+\) has ended with status -9 before it was"):
@@ -96,7 +105,7 @@ def test_a_rank_0_that_does_not_answer_is_named_and_not_the_followers(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followers end at their time limit while rank 0 is late, as after SIGSTOP and SIGCONT."""
-    monkeypatch.setattr(ranks, "LIMIT", 2.0)  # of an exchange
+    monkeypatch.setattr(ranks, "LIMIT", 5.0)  # seconds of an exchange
     with LLM(folder / "target", tensor_parallel=2, **INT8) as llm:
         target = llm.models.target
         read = target.read
