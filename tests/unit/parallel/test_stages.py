@@ -57,6 +57,7 @@ def test_logits_and_taps_are_those_of_one_process(
         ("int8", 3, 3),
         ("int4", 4, 2),
         ("int8", 4, 2),
+        ("none", 4, 2),
     ]
     if family == "qwen3":
         kinds = [(kind, *layout) for kind in ("none", "int4", "int8") for layout in LAYOUTS]

@@ -80,7 +80,7 @@ THOROUGH: dict[str, dict[str, object]] = {
     "gpt-neox": {**_WIDE, "intermediate_size": 144},
 }
 # A family decides which matrices are cut, and the kind how. Families with experts cut stacks of each kind.
-# The others have each kind once here; test_stages.py has int8 and int4 with both makers on two ranks.
+# The others have each kind once here; test_stages.py has every kind with both makers, two ranks a stage.
 EXPERTS = ("mixtral", "gpt-oss", "qwen2-moe")
 KINDS: tuple[Quantization, ...] = ("int8", "int4", "none")
 EVERY = [
