@@ -65,7 +65,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def save(family: str, **options: object) -> Path:
         path = root / family
         if not path.exists():
-            save_random(family, path, tied=family in ("gemma3", "opt"), **options)
+            written = root / f"{family}.part"  # left behind by an error
+            save_random(family, written, tied=family in ("gemma3", "opt"), **options)
+            written.rename(path)
         return path
 
     return save
