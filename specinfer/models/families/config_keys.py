@@ -26,6 +26,7 @@ HARMLESS: Final = {
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
     *("is_encoder_decoder", "auto_map", "quantization_config", "tokenizer_class", "is_llama_config"),
     *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "transformers.js_config"),
+    *("_model_name_or_path", "_commit_hash"),
     *("_attn_implementation", "attn_implementation", "use_flash_attn", "cache_implementation", "prefix"),
     *("init_config", "activation_dropout", "inference_runner", "pre_allocate_kv_cache", "pad_key_length"),
     *("validate_runner_input", "max_sequence_length", "seq_length", "model_max_length", "tokenizer_name"),

@@ -352,6 +352,7 @@ def test_scalings_that_cannot_be_written():
         (LLAMA, {}, ""),
         (LLAMA, {"use_fancy_gate": True, "a_scale": 0.5}, "use_fancy_gate, a_scale"),
         (LLAMA, {"use_fancy_gate": False, "a_scale": 1.0, "torch_dtype": "bfloat16"}, ""),
+        (LLAMA, {"_model_name_or_path": "org/model", "_commit_hash": "0a1b"}, ""),
         (GEMMA_4B, {"mm_tokens": 3}, ""),  # beside the text's config
         (GEMMA_4B, {"text_config": {**GEMMA_4B["text_config"], "a_scale": 0.5}}, "a_scale"),
     ],
