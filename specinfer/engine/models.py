@@ -238,8 +238,7 @@ def _load_models(
             continue
         if isinstance(draft, FoundHead):
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
-            continue
-        if draft is target:
+        elif draft is target:
             loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], draft_memory)
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
@@ -266,9 +265,8 @@ def _load_models(
     for name, folder in config.adapters.items():
         adapters.add(name, Path(folder))
     if folders:
-        taken, most = gib(needs.adapters), config.max_loras
-        line = f"adapters take up to {taken} of memory ({len(folders)} named, at most {most} in memory)"
-        _report(f"{_name(target)}: {line}", show)
+        count = f"{len(folders)} named, at most {config.max_loras} in memory"
+        _report(f"{_name(target)}: adapters take up to {gib(needs.adapters)} of memory ({count})", show)
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
         target=loaded,
