@@ -43,7 +43,7 @@ from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
-from specinfer.models.adapters.adapter_cache import AdapterCache, resident_bytes
+from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype, resident_bytes
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.hosted.folder import HostedFolder
@@ -177,7 +177,7 @@ def _load_models(
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     needs = replace(
         _memory_needs(target, drafts, kinds, adapted, config, dtype, device, kernels),
-        adapters=resident_bytes(folders, dtype, config.max_loras),
+        adapters=resident_bytes(folders, adapter_dtype(of_target, dtype), config.max_loras),
     )
     layout: Layout | None = None
     reads_table = needs.reads_table or target in drafts.values()
@@ -247,7 +247,8 @@ def _load_models(
         assert isinstance(model, LanguageModel), "adapters of heads were refused"
         library = model.kernels.products.library
         products = PER_LAYER * model.config.num_layers
-        model.adapter = adapter.load(products, model.dtype, device, library)
+        weights = adapter_dtype(kinds[name], model.dtype)
+        model.adapter = adapter.load(products, weights, device, library)
     refused: str | None = None
     if not loaded.takes_adapters:
         refused = f"models of {loaded.config.family} run without; merge it into the model"
@@ -255,7 +256,7 @@ def _load_models(
         refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
     adapters = AdapterCache(
         loaded.config,
-        dtype=loaded.dtype,
+        weights=adapter_dtype(of_target, loaded.dtype),
         device=device,
         library=loaded.kernels.products.library,
         limit=config.max_loras,
@@ -315,7 +316,9 @@ def _memory_needs(
     kernels: Kernels,
 ) -> MemoryNeeds:
     """Return the models to plan memory for: the named ones, or a `self` draft if no draft is named."""
-    of_adapters = {name: adapter.bytes(dtype) for name, adapter in adapted.items()}
+    of_adapters = {
+        name: adapter.bytes(adapter_dtype(kinds[name], dtype)) for name, adapter in adapted.items()
+    }
     sizes = {
         name: draft.weight_bytes(dtype, kernels, kinds[name]) + of_adapters.get(name, 0)
         for name, draft in drafts.items()

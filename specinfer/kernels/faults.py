@@ -251,20 +251,22 @@ def _faults_of_adapters(library: Library) -> Iterator[str]:
         torch.randn(shape, generator=chance)
         for shape in ((rank, inner), (channels - 1, rank), (channels, inner), (rows, inner))
     )
+    spans = range(cut, rows)
+    whole = LowRank(down, [LowRankPart(range(1, channels), range(rank), up, 0.5)])
     for dtype, name in FLOATS.items():
-        part = LowRankPart(range(1, channels), range(rank), up.to(dtype), 0.5)
-        low, given = LowRank(down.to(dtype), [part]), x.to(dtype)
-        found = []
-        for lib, products in ((library, NativeProducts(library)), (None, Products())):
-            spans = [Span(range(cut, rows), Adapter.of([low], lib))]
-            adapted = AdaptedRows.of(spans, rows, lib)
-            assert adapted is not None, "some rows have an adapter"
-            found.append(adapted.multiply(products.floats(weight.to(dtype), None), 0, given))
+        given = x.to(dtype)
+        part = whole.parts[0]._replace(up=up.to(dtype))
         plain = NativeProducts(library).floats(weight.to(dtype), None)(given)
-        if not near(*found):
-            yield f"an adapter of {name} is off by {float((found[0] - found[1]).abs().max()):.3g}"
-        elif not torch.equal(found[0][:cut], plain[:cut]):
-            yield f"rows of {name} without an adapter differ beside others with one"
+        for kind, low in ((name, LowRank(down.to(dtype), [part])), (f"int8 for {name}", whole.to_int8())):
+            found = []
+            for lib, products in ((library, NativeProducts(library)), (None, Products())):
+                adapted = AdaptedRows.of([Span(spans, Adapter.of([low], low.nbytes, lib))], rows, lib)
+                assert adapted is not None, "some rows have an adapter"
+                found.append(adapted.multiply(products.floats(weight.to(dtype), None), 0, given))
+            if not near(*found):
+                yield f"an adapter of {kind} is off by {float((found[0] - found[1]).abs().max()):.3g}"
+            elif not torch.equal(found[0][:cut], plain[:cut]):
+                yield f"rows of {name} without an adapter differ beside others with one of {kind}"
 
 
 def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:

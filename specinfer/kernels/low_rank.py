@@ -12,21 +12,49 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specinfer.kernels.layout import in_huge_pages
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts_product import FLOAT_ROWS
-from specinfer.kernels.product import NativeProduct, Product
-from specinfer.kernels.structures import BLOCK, AdaptedRowsArgs, LowRankArgs, LowRankPartArgs, num_blocks
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.structures import (
+    BLOCK,
+    KINDS,
+    AdaptedRowsArgs,
+    Kind,
+    LowRankArgs,
+    LowRankPartArgs,
+    num_blocks,
+)
 
 # The products of a layer, and their number; the same as in cpu/layers.cpp.
 QKV, OUT, UP, DOWN = range(4)
 PER_LAYER: Final = 4
 _NONE: Final = -1  # a row without an adapter
+_HUGE_PAGE: Final = 1 << 21  # bytes, as in cpu/memory.h
+_MIN_SCALE: Final = 2.0**-24  # of a row of int8
+_SCALE_BYTES: Final = 4 * BLOCK  # of a block of int8
+
+
+class Int8Rows(NamedTuple):
+    """A matrix as scales * values."""
+
+    values: Tensor  # int8 [rows, inner], -127 .. 127
+    scales: Tensor  # float32 [rows]
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Int8Rows:
+        """Round a float32 matrix [rows, inner] to 255 levels per row."""
+        scales = (matrix.abs().amax(1) / 127.0).clamp_(min=_MIN_SCALE)
+        return cls((matrix / scales[:, None]).round_().to(torch.int8), scales)
+
+
+Matrix: TypeAlias = Tensor | Int8Rows  # floats, in the dtype of the rows, or int8
 
 
 class LowRankPart(NamedTuple):
@@ -34,15 +62,29 @@ class LowRankPart(NamedTuple):
 
     channels: range  # channels of the product
     ranks: range  # rows of A used by this part
-    up: Tensor  # B, [channels, ranks]
+    up: Matrix  # B, [channels, ranks]
     scale: float
 
 
 class LowRank(NamedTuple):
     """The terms for one product: parts for different channels, with one A."""
 
-    down: Tensor  # A, [ranks of all parts, inner]
+    down: Matrix  # A, [ranks of all parts, inner]
     parts: Sequence[LowRankPart]
+
+    def to_int8(self) -> LowRank:
+        """The same with int8 matrices; these must be float32."""
+        assert isinstance(self.down, Tensor), "matrices are rounded once"
+        parts = [part._replace(up=Int8Rows.of(part.up)) for part in self.parts if isinstance(part.up, Tensor)]
+        return LowRank(Int8Rows.of(self.down), parts)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its matrices as in cpu/low_rank.h; PyTorch's take fewer."""
+        weights = self.down.dtype if isinstance(self.down, Tensor) else torch.int8
+        ups = sum(part_bytes(part.channels, len(part.ranks), weights) for part in self.parts)
+        rank, inner = _rows(self.down).shape
+        return matrix_bytes(rank, inner, weights) + ups
 
     def sums(self, x: Tensor, channels: int) -> Tensor:
         """The terms for these rows [rows, inner], float32 [rows, channels].
@@ -57,12 +99,27 @@ class LowRank(NamedTuple):
         return torch.cat([self._sums(whole[i : i + FLOAT_ROWS], channels) for i in firsts])[: len(x)]
 
     def _sums(self, x: Tensor, channels: int) -> Tensor:
-        low = F.linear(x.float(), self.down.float())
+        low = F.linear(x.float(), _floats(self.down))
         found = low.new_zeros(len(x), channels)
         for part in self.parts:
             own = low[:, part.ranks.start : part.ranks.stop].contiguous()
-            found[:, part.channels.start : part.channels.stop] = F.linear(own, part.up.float()) * part.scale
+            found[:, part.channels.start : part.channels.stop] = F.linear(own, _floats(part.up)) * part.scale
         return found
+
+
+def _floats(matrix: Matrix) -> Tensor:
+    return matrix.float() if isinstance(matrix, Tensor) else matrix.values * matrix.scales[:, None]
+
+
+def matrix_bytes(rows: int, inner: int, weights: torch.dtype) -> int:
+    """The bytes of A [rows, inner] as in cpu/low_rank.h."""
+    scales = _SCALE_BYTES if weights is torch.int8 else 0
+    return num_blocks(rows) * (BLOCK * inner * weights.itemsize + scales)
+
+
+def part_bytes(channels: range, rank: int, weights: torch.dtype) -> int:
+    """The bytes of B for these channels of a product, in blocks of the product."""
+    return matrix_bytes(channels.start % BLOCK + len(channels), rank, weights)
 
 
 class Adapter:
@@ -72,47 +129,64 @@ class Adapter:
         self.products = products
 
     @classmethod
-    def of(cls, products: Iterable[LowRank | None], library: Library | None) -> Adapter:
+    def of(cls, products: Iterable[LowRank | None], size: int, library: Library | None) -> Adapter:
         """Create an adapter for the library, or for PyTorch if `library` is None.
 
-        Its tensors are contiguous, with the dtype of the rows.
+        Its tensors are contiguous. `size` is the sum of the products' bytes.
         """
-        return Adapter([*products]) if library is None else NativeAdapter(products)
+        return Adapter([*products]) if library is None else NativeAdapter(products, size, library)
 
 
 class NativeAdapter(Adapter):
     """An adapter for the native library; the original tensors are not kept."""
 
-    def __init__(self, products: Iterable[LowRank | None]) -> None:
+    def __init__(self, products: Iterable[LowRank | None], size: int, library: Library) -> None:
         super().__init__([])
-        self.dtypes: set[torch.dtype] = set()
-        self._kept: list[Tensor | ctypes.Array[LowRankPartArgs]] = []  # owns the memory that `args` points to
+        self.dtypes: set[torch.dtype] = set()  # that rows must have
+        # One memory in the order of a pass: with pages of 4 KB the terms take 10% longer.
+        memory = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+        first = -memory.data_ptr() % _HUGE_PAGE
+        self._memory = in_huge_pages(library, memory[first : first + size])
+        self.used_bytes = 0  # all of it, after the products
+        self._parts: list[ctypes.Array[LowRankPartArgs]] = []  # owns memory that `args` points to
         args = [self._args_of(product) for product in products]
         self.args = (LowRankArgs * len(args))(*args)
 
     def _args_of(self, product: LowRank | None) -> LowRankArgs:
         if product is None:
             return LowRankArgs()
-        self.dtypes.add(product.down.dtype)
-        parts = (LowRankPartArgs * len(product.parts))(
-            *(
-                LowRankPartArgs(
-                    *(part.channels.start, len(part.channels), part.ranks.start, len(part.ranks)),
-                    *(self._laid_out(part.up), part.scale),
-                )
-                for part in product.parts
-            )
-        )
-        self._kept.append(parts)
-        return LowRankArgs(self._laid_out(product.down), len(product.down), parts, len(parts))
+        kind: Kind = "int8"
+        if isinstance(product.down, Tensor):
+            self.dtypes.add(product.down.dtype)
+            kind = FLOATS[product.down.dtype]
+        down = self._laid_out(product.down)
+        parts = (LowRankPartArgs * len(product.parts))(*map(self._args_of_part, product.parts))
+        self._parts.append(parts)
+        return LowRankArgs(KINDS[kind], down, len(_rows(product.down)), parts, len(parts))
 
-    def _laid_out(self, matrix: Tensor) -> int:
-        """The address of a matrix [rows, inner] in blocks of rows, as in cpu/low_rank.h."""
-        rows, inner = matrix.shape
-        whole = F.pad(matrix, (0, 0, 0, -rows % BLOCK)).view(num_blocks(rows), BLOCK, inner)
-        blocks = whole.transpose(1, 2).contiguous()
-        self._kept.append(blocks)
-        return blocks.data_ptr()
+    def _args_of_part(self, part: LowRankPart) -> LowRankPartArgs:
+        first, lead = divmod(part.channels.start, BLOCK)
+        blocks = num_blocks(lead + len(part.channels))
+        up = self._laid_out(part.up, lead)
+        return LowRankPartArgs(first, blocks, part.ranks.start, len(part.ranks), up, part.scale)
+
+    def _laid_out(self, matrix: Matrix, lead: int = 0) -> int:
+        """Copy a matrix in blocks of rows, as in cpu/low_rank.h, after `lead` rows of zeros; its address."""
+        rows = _rows(matrix)
+        padding = lead, -(lead + len(rows)) % BLOCK
+        whole = F.pad(rows, (0, 0, *padding))
+        blocks = whole.view(-1, BLOCK, rows.shape[1]).transpose(1, 2).flatten(1)
+        if isinstance(matrix, Int8Rows):
+            scales = F.pad(matrix.scales, padding).view(-1, BLOCK)
+            blocks = torch.cat([scales.view(torch.int8), blocks], 1)
+        to = self._memory[self.used_bytes :][: blocks.nbytes]
+        to.copy_(blocks.view(torch.uint8).flatten())
+        self.used_bytes += blocks.nbytes
+        return to.data_ptr()
+
+
+def _rows(matrix: Matrix) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.values
 
 
 @dataclass(frozen=True, slots=True)

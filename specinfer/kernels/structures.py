@@ -73,8 +73,8 @@ class LowRankPartArgs(ctypes.Structure):
     """An adapter's term for one matrix of a product, as in cpu/low_rank.h."""
 
     _fields_ = (
-        ("first", c_int64),
-        ("channels", c_int64),
+        ("block", c_int64),
+        ("blocks", c_int64),
         ("offset", c_int64),
         ("rank", c_int64),
         ("up", c_void_p),
@@ -86,6 +86,7 @@ class LowRankArgs(ctypes.Structure):
     """An adapter's terms for one product, as in cpu/low_rank.h."""
 
     _fields_ = (
+        ("kind", c_int32),
         ("down", c_void_p),
         ("ranks", c_int64),
         ("parts", POINTER(LowRankPartArgs)),

@@ -41,7 +41,7 @@ def test_an_adapter_of_all_linear_modules(name: str, run_with: str, tmp_path: Pa
     ours = load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), kernels=chosen)
     shelf = AdapterCache(
         ours.config,
-        dtype=ours.dtype,
+        weights=ours.dtype,
         device=ours.device,
         library=chosen.products.library,
         limit=1,

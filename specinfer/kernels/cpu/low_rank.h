@@ -1,10 +1,13 @@
 // Low-rank adapters (LoRA): a row's result is the product plus scale B (A x) for each matrix that the product stacks.
 // Both are added in float32 and rounded once. A row's result depends on that row and its adapter alone.
 //
-// Weights are float32 or bfloat16, as the rows, in blocks of 16 rows of a matrix, padded with zeros:
+// Weights are in blocks of 16 rows of a matrix, padded with zeros; blocks of B are those of the product:
 //
-//   A of all the matrices    [blocks, inner, 16]
-//   B of each of them        [blocks, rank, 16]
+//   A of all the matrices            [blocks, inner, 16]
+//   B of each of them                [blocks, rank, 16]
+//
+// They are float32 or bfloat16, or int8 with a scale for each row of a matrix. The 16 float32 scales of a block of int8
+// are stored before it.
 
 #pragma once
 
@@ -14,14 +17,15 @@ namespace specinfer {
 
 // One matrix of a stacked product, as in kernels/structures.py.
 struct LowRankPart {
-  int64_t first, channels;  // of the product
-  int64_t offset, rank;     // the rows of A used by it
+  int64_t block, blocks;  // first block of the product, and their number
+  int64_t offset, rank;   // the rows of A used by it
   const void* up;           // B
   float scale;
 };
 
 // An adapter's terms for one product, as in kernels/structures.py; without parts there are none.
 struct LowRank {
+  Kind kind;  // of the weights
   const void* down;  // A, for all parts
   int64_t ranks;     // its rows
   const LowRankPart* parts;

@@ -18,7 +18,8 @@ class Pool {
   void resize(int threads);
   int threads() const { return threads_; }
 
-  // Calls f(0), ..., f(pieces - 1), each once, on any thread, in any order; returns when all have returned.
+  // Calls f(0), ..., f(pieces - 1), each once, on any thread; returns when all have returned. They start in that order,
+  // so a call may wait for the end of an earlier one.
   template <typename F>
   void run(int64_t pieces, const F& f) {
     if (pieces <= 1 || threads_ == 1) {
@@ -28,11 +29,16 @@ class Pool {
     share(pieces, [](const void* what, int64_t i) { (*static_cast<const F*>(what))(i); }, &f);
   }
 
-  // Calls f(begin, end) over [0, n), in ranges of at least `least`, a few per thread.
+  // The number of ranges of [0, n), of at least `least`, a few per thread.
+  int64_t ranges(int64_t n, int64_t least) const {
+    const int64_t most = kPiecesPerThread * threads_, some = n / (least < 1 ? 1 : least);
+    return some < 1 ? 1 : some < most ? some : most;
+  }
+
+  // Calls f(begin, end) over [0, n), in ranges of at least `least`.
   template <typename F>
   void split(int64_t n, int64_t least, const F& f) {
-    const int64_t most = kPiecesPerThread * threads_, some = n / (least < 1 ? 1 : least);
-    const int64_t pieces = some < 1 ? 1 : some < most ? some : most;
+    const int64_t pieces = ranges(n, least);
     run(pieces, [&](int64_t i) { f(n * i / pieces, n * (i + 1) / pieces); });
   }
 

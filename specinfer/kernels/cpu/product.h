@@ -79,6 +79,28 @@ struct Product {
   BlockParts blocks;
 };
 
+// Terms added to results of whole rows before they are rounded (low_rank.h).
+struct AddedTerms {
+  const int64_t* places;  // index of each row's terms; below 0: none
+  int64_t count;          // number of rows with terms
+  float* sums;            // [blocks of the product, count, 16]
+  int64_t jobs;           // of all blocks
+
+  // Run a job; each is run once, by any thread.
+  virtual void run(int64_t job) const = 0;
+  // Compute the terms of blocks first .. last - 1, which the calling thread stores next. All jobs have been started, and
+  // this waits for their end.
+  virtual void compute(int64_t first, int64_t last) const = 0;
+
+  // The terms of a row for a block; null: none.
+  const float* of(int64_t row, int64_t block) const {
+    return places[row] < 0 ? nullptr : sums + (block * count + places[row]) * 16;
+  }
+
+ protected:
+  ~AddedTerms() = default;
+};
+
 // Rows of the input: contiguous, [count, inner of the product].
 struct Rows {
   const void* data;
@@ -87,10 +109,7 @@ struct Rows {
   bool partial = false;  // they are parts of rows
   // For parts of rows and int8 weights: the largest values of whole rows, from find_maxima.
   const float* maxima = nullptr;
-  // Terms added to results of whole rows before they are rounded (low_rank.h), [.., channels]; null: none. `places`
-  // has the index of each row's term, below 0: none.
-  const float* added = nullptr;
-  const int64_t* places = nullptr;
+  const AddedTerms* added = nullptr;  // null: none
 };
 
 // Parts of rows give sums instead of results: int32 [count, channels], or with float and int4 weights float32
@@ -143,14 +162,17 @@ class Output {
         partial_(rows.partial),
         rows_(rows.count),
         added_(rows.added),
-        places_(rows.places),
         data_(out) {}
+
+  const AddedTerms* added() const { return added_; }
 
   // Stores the channels from 16 * block on.
   void store(int64_t row, int64_t block, Floats y) const {
     const int64_t first = block * kBlock, n = std::min(kBlock, channels_ - first);
     if (bias_ != nullptr) y = y + load(bias_ + first, n);
-    if (added_ != nullptr) [[unlikely]] y = with_added(row, first, n, y);
+    if (added_ != nullptr) [[unlikely]] {
+      if (const float* const of_row = added_->of(row, block)) y = y + load(of_row);
+    }
     const int64_t at = row * channels_ + first;
     if (halves_) {
       specinfer::store(static_cast<BFloat16*>(data_) + at, y, n);
@@ -178,25 +200,30 @@ class Output {
     specinfer::store(to, sums, std::min(kBlock, channels_ - first));
   }
 
-  [[gnu::noinline]] Floats with_added(int64_t row, int64_t first, int64_t n, Floats y) const {
-    const int64_t place = places_[row];
-    return place < 0 ? y : y + load(added_ + place * channels_ + first, n);
-  }
-
   const float* scales_;  // of int8 channels
   const float* bias_;
   int64_t channels_;
   bool halves_, partial_;
   int64_t rows_;
-  const float* added_;
-  const int64_t* places_;
+  const AddedTerms* added_;
   void* data_;
 };
 
-// Calls f(first, last) for ranges of blocks, each read sequentially by one thread.
+// Calls f(first, last) for ranges of blocks, each read sequentially by one thread; all but the last range have a
+// multiple of `step` blocks.
 template <typename F>
-void share_blocks(int64_t blocks, int64_t block_bytes, const F& f) {
-  Pool::get().split(blocks, kPieceBytes / block_bytes + 1, f);
+void share_blocks(const Output& out, int64_t blocks, int64_t step, int64_t block_bytes, const F& f) {
+  Pool& pool = Pool::get();
+  const AddedTerms* const added = out.added();
+  const int64_t jobs = added == nullptr ? 0 : added->jobs, steps = (blocks + step - 1) / step;
+  const int64_t pieces = pool.ranges(steps, kPieceBytes / (step * block_bytes) + 1);
+  pool.run(jobs + pieces, [&](int64_t i) {
+    if (i < jobs) return added->run(i);
+    const int64_t first = steps * (i - jobs) / pieces * step, end = steps * (i - jobs + 1) / pieces * step;
+    const int64_t last = std::min(end, blocks);
+    if (added != nullptr) added->compute(first, last);
+    f(first, last);
+  });
 }
 
 void multiply_floats(const Product& product, const Rows& rows, const Output& out);

@@ -2,7 +2,7 @@
 //
 //   tile<R, B>(row, block)    R rows from `row` on by B blocks from `block` on
 //   kRows, kPairRows          maximum rows of a tile of one block, and of two; 0: no such tile
-//   block_bytes, blocks, rows
+//   block_bytes, blocks, rows, out
 
 #pragma once
 
@@ -116,10 +116,10 @@ void multiply_in_registers(const Weight& weight) {
   static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
   const int64_t count = (weight.rows + MaxRows - 1) / MaxRows;
   const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly equal height
-  share_blocks((weight.blocks + B - 1) / B, B * weight.block_bytes, [&](int64_t first, int64_t last) {
-    for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
+  share_blocks(weight.out, weight.blocks, B, weight.block_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; block += B) {
       for (int64_t row = 0; row < weight.rows; row += size) {
-        tiles[std::min(size, weight.rows - row) - 1](weight, row, block, std::min(block + B, weight.blocks));
+        tiles[std::min(size, weight.rows - row) - 1](weight, row, block, std::min(block + B, last));
       }
     }
   });

@@ -184,10 +184,11 @@ void all_rows(const TileRows& rows, const Division& division, const uint8_t* wei
 // All rows by all blocks, with tiles of the rows' shape. There are four tiles for sums: a single tile of rows takes
 // four blocks at a time, two take two; more take one, so that weights are read once.
 template <typename Of, typename Store>
-void multiply_on_tiles(const Product& product, const TileRows& rows, const Division& division, const Store& store) {
+void multiply_on_tiles(const Product& product, const TileRows& rows, const Division& division, const Output& out,
+                       const Store& store) {
   const auto* const weights = static_cast<const uint8_t*>(product.weight);
   const int64_t bytes = rows.steps * kTileBytes;
-  share_blocks(blocks_of(product.channels), bytes, [&](int64_t block, int64_t last) {
+  share_blocks(out, blocks_of(product.channels), 1, bytes, [&](int64_t block, int64_t last) {
     const Tiles tiles(static_cast<int>(rows.height));
     if (rows.tiles == 1) {
       for (; block + 4 <= last; block += 4) all_rows<Of, 4>(rows, division, weights, bytes, block, store);
@@ -204,9 +205,10 @@ void multiply_bfloat16(const Product& product, const Rows& given, const Output& 
   const TileRows rows(given.count, steps);
   lay_out(product, given, rows);
   const Division division(product, given);
-  multiply_on_tiles<OfBFloat16>(product, rows, division, [&](int branch, int64_t row, int64_t block, const uint8_t* sums) {
+  const auto store = [&](int branch, int64_t row, int64_t block, const uint8_t* sums) {
     out.store_branch(branch, row, block, load_vector<float>(sums));
-  });
+  };
+  multiply_on_tiles<OfBFloat16>(product, rows, division, out, store);
 }
 
 void multiply_int8_tiles(const Product& product, const Rows& given, const Output& out) {
@@ -216,9 +218,10 @@ void multiply_int8_tiles(const Product& product, const Rows& given, const Output
   auto* const offsets = Scratch::get().take<int32_t>(given.count);
   quantize<Kind::kInt8>(product, given, 2 * steps, Int8Place{rows}, scales, offsets);
   const Division division(product, given);
-  multiply_on_tiles<OfInt8>(product, rows, division, [&](int, int64_t row, int64_t block, const uint8_t* sums) {
+  const auto store = [&](int, int64_t row, int64_t block, const uint8_t* sums) {
     out.store(row, block, load_vector<int32_t>(sums) + offsets[row], scales[row]);
-  });
+  };
+  multiply_on_tiles<OfInt8>(product, rows, division, out, store);
 }
 
 // ---- int4 ----
@@ -324,7 +327,7 @@ void multiply_int4_tiles(const Product& product, const Rows& given, const Output
   const Division division(product, given);
   const TileRows rows(given.count, each_part(division, [](int64_t, int64_t, int64_t) {}));
   lay_out_int4(product, given, division, rows);
-  share_blocks(blocks_of(product.channels), of.groups() * kGroupBytes, [&](int64_t first, int64_t last) {
+  share_blocks(out, blocks_of(product.channels), 1, of.groups() * kGroupBytes, [&](int64_t first, int64_t last) {
     const Tiles shapes(static_cast<int>(rows.height));
     for (int64_t block = first; block < last; ++block) {
       by_turns<kMostTiles>(rows, [&](auto m, int64_t tile) { int4_block<m>(of, rows, division, tile, block, out); });

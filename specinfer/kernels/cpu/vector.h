@@ -221,6 +221,20 @@ inline Words widened(const uint8_t* from) {
   });
 }
 
+inline Ints widened(const int8_t* from) {
+  return load_narrow<int32_t>(from, [](const int8_t* x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+#else
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four)))));
+#endif
+  });
+}
+
 inline Words widened(const uint16_t* from) {
   return load_narrow<uint32_t>(from, [](const uint16_t* x) {
 #if defined(__AVX512F__)
@@ -236,6 +250,8 @@ inline Words widened(const uint16_t* from) {
 inline Floats load(const BFloat16* from) {
   return bits_as<float>(widened(reinterpret_cast<const uint16_t*>(from)) << 16);
 }
+
+inline Floats load(const int8_t* from) { return to_floats(widened(from)); }
 
 inline Floats load(const Half* from) {
   return load_narrow<float>(from, [](const Half* x) {

@@ -16,13 +16,19 @@ from specinfer.kernels.low_rank import PER_LAYER, AdaptedRows, Adapter, Span
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.request import LoRARequest
+from specinfer.speculation_config import Quantization
 
 _MIB: Final = 1 << 20
 
 
-def resident_bytes(folders: Iterable[PeftFolder], dtype: torch.dtype, limit: int) -> int:
+def adapter_dtype(quantization: Quantization, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of adapters in memory: int8 if the weights are quantized, else the model's."""
+    return dtype if quantization == "none" else torch.int8
+
+
+def resident_bytes(folders: Iterable[PeftFolder], weights: torch.dtype, limit: int) -> int:
     """Return the maximum bytes of these adapters in memory, if `limit` of them are there at once."""
-    return sum(sorted((folder.bytes(dtype) for folder in folders), reverse=True)[:limit])
+    return sum(sorted((folder.bytes(weights) for folder in folders), reverse=True)[:limit])
 
 
 class AdapterCache:
@@ -36,19 +42,19 @@ class AdapterCache:
         self,
         config: ModelConfig,
         *,
-        dtype: torch.dtype,
+        weights: torch.dtype,
         device: torch.device,
         library: Library | None,
         limit: int,
         free: Callable[[], int],
         refused: str | None = None,
     ) -> None:
-        """At most `limit` adapters are in memory, in `dtype`; `refused`: why none is supported.
+        """At most `limit` adapters are in memory, in dtype `weights`; `refused`: why none is supported.
 
         `free` returns the bytes of memory that are free; on a CPU the unwritten part of a KV cache is free.
         """
         self._config = config
-        self._dtype, self._device, self._library = dtype, device, library
+        self._weights, self._device, self._library = weights, device, library
         self._limit = limit
         self._free = free
         self._refused = refused
@@ -75,8 +81,8 @@ class AdapterCache:
 
     def _missing_bytes(self, folders: Iterable[PeftFolder]) -> int:
         """Memory that these adapters may take in addition to those in memory."""
-        there = sum(self._folders[name].bytes(self._dtype) for name in self._resident)
-        return max(0, resident_bytes(folders, self._dtype, self._limit) - there)
+        there = sum(self._folders[name].bytes(self._weights) for name in self._resident)
+        return max(0, resident_bytes(folders, self._weights, self._limit) - there)
 
     def add(self, name: str, path: Path) -> None:
         """Register an adapter: check it, and read it if there is room for one more.
@@ -160,4 +166,4 @@ class AdapterCache:
 
     def _loaded(self, folder: PeftFolder) -> Adapter:
         products = PER_LAYER * self._config.num_layers
-        return folder.load(products, self._dtype, self._device, self._library)
+        return folder.load(products, self._weights, self._device, self._library)

@@ -20,8 +20,18 @@ from torch import Tensor
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.model_files import PICKLES, read_json
 from specinfer.kernels.library import Library
-from specinfer.kernels.low_rank import DOWN, OUT, PER_LAYER, QKV, UP, Adapter, LowRank, LowRankPart
-from specinfer.kernels.structures import BLOCK, num_blocks
+from specinfer.kernels.low_rank import (
+    DOWN,
+    OUT,
+    PER_LAYER,
+    QKV,
+    UP,
+    Adapter,
+    LowRank,
+    LowRankPart,
+    matrix_bytes,
+    part_bytes,
+)
 from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
@@ -157,40 +167,42 @@ class PeftFolder:
             found.update(file.read_bytes())
         return found.hexdigest()
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of its matrices in blocks of rows (kernels/low_rank.py); PyTorch's take fewer."""
+    def bytes(self, weights: torch.dtype) -> int:
+        """The bytes of its matrices in blocks of rows (kernels/low_rank.py); `weights` as for `load`."""
         ranks: Counter[tuple[int, int]] = Counter()  # rows of A by product and inner elements
-        elements = 0
+        found = 0
         for one in self._adapters:
             rank, inner = one.down.shape
             ranks[one.module.matrices[0].slot.product, inner] += rank
-            elements += sum(_padded(len(part.slot.channels)) * rank for part in one.module.matrices)
-        elements += sum(_padded(rank) * inner for (_, inner), rank in ranks.items())
-        return elements * dtype.itemsize
+            found += sum(part_bytes(part.slot.channels, rank, weights) for part in one.module.matrices)
+        return found + sum(matrix_bytes(rank, inner, weights) for (_, inner), rank in ranks.items())
 
     def load(
-        self, products: int, dtype: torch.dtype, device: torch.device, library: Library | None
+        self, products: int, weights: torch.dtype, device: torch.device, library: Library | None
     ) -> Adapter:
-        """Read its tensors, for `products` products of a model.
+        """Read its tensors, for `products` products of a model, as int8 or in the dtype of the model.
 
         Raises ModelFileError if a value is not finite, or if files were changed since they were checked.
         """
+        dtype = torch.float32 if weights is torch.int8 else weights
         of_product: dict[int, list[ModuleAdapter]] = {}
         for one in self._adapters:
             of_product.setdefault(one.module.matrices[0].slot.product, []).append(one)
 
         def made(number: int) -> LowRank | None:
+            if number not in of_product:
+                return None
             stack = _Stack()
-            for one in of_product.get(number, ()):
+            for one in of_product[number]:
                 down, up = (
                     self._read(entry, name, dtype, device)
                     for entry, name in zip((one.down, one.up), one.names, strict=True)
                 )
                 stack.add(one, down, up)
-            return stack.made() if number in of_product else None
+            return stack.made().to_int8() if weights is torch.int8 else stack.made()
 
         # Product by product, so that the tensors as read take little memory.
-        adapter = Adapter.of(map(made, range(products)), library)
+        adapter = Adapter.of(map(made, range(products)), self.bytes(weights), library)
         if self._state() != self._initial_state:
             raise ModelFileError(
                 f"adapter {self.name!r} ({self.path}): its files were changed since it was named; "
@@ -286,10 +298,6 @@ class PeftFolder:
                     "adapter for another model"
                 )
         return ModuleAdapter(module, down, up, (names["A"], names["B"]), own.scale_of(raw[1]))
-
-
-def _padded(rows: int) -> int:
-    return BLOCK * num_blocks(rows)
 
 
 def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:

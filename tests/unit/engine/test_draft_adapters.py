@@ -94,7 +94,7 @@ def test_the_drafts_of_a_streamed_target_have_its_bytes(
     drafts = {"drafts": draft if draft == "self" else folder / draft, "draft_quantization": "int4"}
     for lora in ((), folder / "one"):
         open_llm(folder, "base", **drafts, draft_lora=lora).close()
-    adapter = PeftFolder("one", folder / "one", open_model(folder / "base").config).bytes(torch.float32)
+    adapter = PeftFolder("one", folder / "one", open_model(folder / "base").config).bytes(torch.int8)
 
     without, beside = seen
     assert adapter > 0

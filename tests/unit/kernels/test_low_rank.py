@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, NativeAdaptedRows, Span
+from specinfer.kernels.low_rank import (
+    AdaptedRows,
+    Adapter,
+    Int8Rows,
+    LowRank,
+    LowRankPart,
+    Matrix,
+    NativeAdaptedRows,
+    Span,
+)
 from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
@@ -47,22 +56,36 @@ def low_rank(seed: int, ranks: Sequence[int], dtype: torch.dtype) -> LowRank:
     return LowRank(random(offset, INNER, seed=seed + 9).to(dtype), parts)
 
 
-def adapters(chosen: Kernels, dtype: torch.dtype) -> list[Adapter]:
+def adapter_of(chosen: Kernels, *products: LowRank | None) -> Adapter:
+    size = sum(product.nbytes for product in products if product is not None)
+    return Adapter.of(products, size, chosen.library)
+
+
+def adapters(chosen: Kernels, weights: torch.dtype) -> list[Adapter]:
     """Adapters of two products: all matrices, some, and only the second product."""
+    dtype = torch.float32 if weights is torch.int8 else weights
     of = (
         [low_rank(10, (4, 16, 17), dtype), None],
         [low_rank(30, (0, 40, 1), dtype), low_rank(40, (1, 1, 1), dtype)],
         [None, low_rank(50, (2, 0, 0), dtype)],
     )
-    return [Adapter.of(products, chosen.library) for products in of]
+    if weights is torch.int8:
+        of = tuple([None if low is None else low.to_int8() for low in products] for products in of)
+    return [adapter_of(chosen, *products) for products in of]
+
+
+def float64(matrix: Matrix) -> Tensor:
+    if isinstance(matrix, Tensor):
+        return matrix.double()
+    return matrix.values.double() * matrix.scales[:, None].double()
 
 
 def added(low: LowRank | None, x: Tensor) -> Tensor:
     """Return an adapter's addition in float64."""
     found = torch.zeros(len(x), SIZE, dtype=torch.float64)
     for part in () if low is None else low.parts:
-        down = low.down[part.ranks.start : part.ranks.stop].double()
-        sums = x.double() @ down.T @ part.up.double().T
+        down = float64(low.down)[part.ranks.start : part.ranks.stop]
+        sums = x.double() @ down.T @ float64(part.up).T
         found[:, part.channels.start : part.channels.stop] += part.scale * sums
     return found
 
@@ -74,14 +97,16 @@ def run(chosen: Kernels, product: Product, x: Tensor, spans: Sequence[Span], num
 
 @EVERY
 @KINDS
+@pytest.mark.parametrize("rounded", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_row_has_what_its_adapter_adds(name: str, kind: str, dtype: torch.dtype) -> None:
+def test_each_row_has_what_its_adapter_adds(name: str, kind: str, dtype: torch.dtype, rounded: bool) -> None:
     if kind in ("float32", "bfloat16") and kind not in str(dtype):
         pytest.skip("rows have the dtype of float weights")
     chosen = kernels(name)
     product, x = product_of(chosen, kind), random(30, INNER, seed=3).to(dtype)
-    one, other, third = adapters(chosen, dtype)
-    twins = adapters(kernels("torch"), dtype)
+    weights = torch.int8 if rounded else dtype
+    one, other, third = adapters(chosen, weights)
+    twins = adapters(kernels("torch"), weights)
     # Rows of an adapter lie in two places, and some rows have none.
     spans = [
         Span(range(2), one),
@@ -107,11 +132,12 @@ def test_each_row_has_what_its_adapter_adds(name: str, kind: str, dtype: torch.d
 
 @EVERY
 @KINDS
-def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, kind: str) -> None:
+@pytest.mark.parametrize("rounded", [False, True], ids=["", "int8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, kind: str, rounded: bool) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     chosen = kernels(name)
     product, x = product_of(chosen, kind), random(40, INNER, seed=4).to(dtype)
-    one, other, _ = adapters(chosen, dtype)
+    one, other, _ = adapters(chosen, torch.int8 if rounded else dtype)
     whole = run(chosen, product, x, [Span(range(13), other), Span(range(13, 40), one)])
     alone = run(chosen, product, x, [Span(range(40), one)])
     assert torch.equal(whole[13:], alone[13:])
@@ -126,13 +152,27 @@ def test_the_native_sum_is_rounded_once() -> None:
     weight = (0.01 * random(SIZE, INNER, seed=6)).bfloat16()
     product = chosen.products.floats(weight, None)
     low = low_rank(60, (4, 4, 4), torch.bfloat16)
-    [twin] = [Adapter.of([low], None)]
-    got = run(chosen, product, x, [Span(range(64), Adapter.of([low], chosen.library))]).double()
+    twin = adapter_of(kernels("torch"), low)
+    got = run(chosen, product, x, [Span(range(64), adapter_of(chosen, low))]).double()
     want = x.double() @ weight.double().T + added(twin.products[0], x)
     ulp = 2.0 ** (torch.frexp(want).exponent.double() - 8)
     assert float(((got - want).abs() / ulp).max()) < 0.501
     twice = run(kernels("torch"), kernels("torch").products.floats(weight, None), x, [Span(range(64), twin)])
     assert float(((twice.double() - want).abs() / ulp).max()) > 0.51, "twice would be worse than that"
+
+
+def test_rounding_to_int8_changes_terms_by_less_than_one_percent() -> None:
+    low, x = low_rank(70, (16, 16, 16), torch.float32), random(64, INNER, seed=8)
+    want = added(low, x)
+    error = (added(low.to_int8(), x) - want).norm() / want.norm()
+    assert 1e-3 < float(error) < 1e-2
+
+
+def test_int8_rows_of_zeros_and_of_huge_values_stay() -> None:
+    matrix = torch.tensor([[0.0, 0.0], [3e38, -3e38], [127.0, 1.0]])
+    found = Int8Rows.of(matrix)
+    assert found.values.tolist() == [[0, 0], [127, -127], [127, 1]]
+    torch.testing.assert_close(float64(found), matrix.double())
 
 
 def test_rows_of_another_pass_or_dtype_are_refused() -> None:
