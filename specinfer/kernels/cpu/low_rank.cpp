@@ -34,8 +34,8 @@ struct Block {
       : at(static_cast<const char*>(matrix) + block * (scale_bytes() + inner * kBlock * static_cast<int64_t>(sizeof(W)))) {}
 
   static constexpr int64_t scale_bytes() { return kScaled ? kBlock * static_cast<int64_t>(sizeof(float)) : 0; }
-  Floats operator[](int64_t i) const { return load(reinterpret_cast<const W*>(at + scale_bytes()) + i * kBlock); }
-  Floats scaled(Floats sums) const {
+  [[gnu::always_inline]] Floats operator[](int64_t i) const { return load(reinterpret_cast<const W*>(at + scale_bytes()) + i * kBlock); }
+  [[gnu::always_inline]] Floats scaled(Floats sums) const {
     if constexpr (kScaled) return sums * load(reinterpret_cast<const float*>(at));
     return sums;
   }
@@ -54,14 +54,14 @@ struct Sums {
   [[gnu::always_inline]] void add(const Block<W>& block, int64_t first, const float* x, int64_t stride, int64_t n) {
     const auto step = [&](int64_t i, auto p) __attribute__((always_inline)) {
       const Floats w = block[first + i];
-      each<R>([&](auto r) { of[r][p] = fma(w, Floats(x[r * stride + i]), of[r][p]); });
+      each<R>([&](auto r) __attribute__((always_inline)) { of[r][p] = fma(w, Floats(x[r * stride + i]), of[r][p]); });
     };
     int64_t i = 0;
-    for (; i + kSums <= n; i += kSums) each<kSums>([&](auto p) { step(i + p, p); });
+    for (; i + kSums <= n; i += kSums) each<kSums>([&](auto p) __attribute__((always_inline)) { step(i + p, p); });
     if (i < n) step(i, std::integral_constant<int, 0>{});
   }
 
-  Floats operator[](int r) const { return of[r][0] + of[r][1]; }
+  [[gnu::always_inline]] Floats operator[](int r) const { return of[r][0] + of[r][1]; }
 };
 
 // Rows x [inner] -> 16 elements of A x per row.
