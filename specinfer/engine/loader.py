@@ -14,15 +14,18 @@ import torch
 
 from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.engine.drafts import FoundHead, FoundModel
+from specinfer.engine.drafts import AnyDraft, FoundHead, FoundModel
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
+from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import release_free_memory
 from specinfer.kernels.quantized import NativeProducts
+from specinfer.models.adapters.adapter_cache import adapter_dtype
+from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.language_model import LanguageModel, LayeredModel
@@ -224,6 +227,12 @@ class Loader:
             kernels=draft_kernels(self._fitting(found, quantization)),
             quantization=quantization,
         )
+
+    def adapt(self, draft: AnyDraft, adapter: PeftFolder, quantization: Quantization) -> None:
+        """Read a draft's own adapter; `quantization` is that of the draft."""
+        assert isinstance(draft, LanguageModel), "adapters of heads were refused"
+        products, weights = PER_LAYER * draft.config.num_layers, adapter_dtype(quantization, draft.dtype)
+        draft.adapter = adapter.load(products, weights, self.device, draft.kernels.products.library)
 
     def _fitting(self, found: FoundModel | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""

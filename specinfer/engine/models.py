@@ -41,9 +41,8 @@ from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
-from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype, resident_bytes
+from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.hosted.folder import HostedFolder
@@ -136,15 +135,10 @@ def _load_models(
 ) -> Models:
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
-    folders: list[PeftFolder] = []
     if isinstance(target.model, HostedFolder):
         _check_hosted(config, target)
         _report(f"{_name(target)}: {target.model.summary}", show)
-    else:  # before the weights are read, which takes longer; AdapterCache registers them afterwards
-        folders = [
-            PeftFolder(name, Path(folder).expanduser().resolve(), target.config)
-            for name, folder in config.adapters.items()
-        ]
+    adapters = _adapters(config, target, device, dtype, kernels)
     path = target.files.path  # hashed before it is read; the hash does not depend on the path
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
     if target.config.extends(longest or 0):
@@ -177,7 +171,7 @@ def _load_models(
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     needs = replace(
         _memory_needs(target, drafts, kinds, adapted, config, dtype, device, kernels),
-        adapters=resident_bytes(folders, adapter_dtype(of_target, dtype), config.max_loras),
+        adapters=adapters.max_bytes,
     )
     layout: Layout | None = None
     reads_table = needs.reads_table or target in drafts.values()
@@ -243,30 +237,10 @@ def _load_models(
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
     for name, adapter in adapted.items():
-        model = loaded_drafts[name]
-        assert isinstance(model, LanguageModel), "adapters of heads were refused"
-        library = model.kernels.products.library
-        products = PER_LAYER * model.config.num_layers
-        weights = adapter_dtype(kinds[name], model.dtype)
-        model.adapter = adapter.load(products, weights, device, library)
-    refused: str | None = None
-    if not loaded.takes_adapters:
-        refused = f"models of {loaded.config.family} run without; merge it into the model"
-    if ranks is not None:
-        refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
-    adapters = AdapterCache(
-        loaded.config,
-        weights=adapter_dtype(of_target, loaded.dtype),
-        device=device,
-        library=loaded.kernels.products.library,
-        limit=config.max_loras,
-        free=partial(free_bytes, device, config.memory),
-        refused=refused,
-    )
-    for name, folder in config.adapters.items():
-        adapters.add(name, Path(folder))
-    if folders:
-        count = f"{len(folders)} named, at most {config.max_loras} in memory"
+        loader.adapt(loaded_drafts[name], adapter, kinds[name])
+    adapters.load()
+    if adapters.names:
+        count = f"{len(adapters.names)} named, at most {config.max_loras} in memory"
         _report(f"{_name(target)}: adapters take up to {gib(needs.adapters)} of memory ({count})", show)
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
@@ -292,6 +266,29 @@ def _report(line: str, show: Progress) -> None:
 
 def _name(found: FoundModel) -> str:
     return Path(found.files.name).name or found.files.name
+
+
+def _adapters(
+    config: EngineConfig, target: FoundModel, device: torch.device, dtype: torch.dtype, kernels: Kernels
+) -> AdapterCache:
+    """The adapters that a config names, checked before the weights are read, which takes longer."""
+    refused: str | None = None
+    if isinstance(target.model, HostedFolder):
+        refused = f"models of {target.config.family} run without; merge it into the model"
+    if config.ranks > 1:
+        refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
+    adapters = AdapterCache(
+        target.config,
+        weights=adapter_dtype(config.quantization, dtype),
+        device=device,
+        library=kernels.library,
+        limit=config.max_loras,
+        free=partial(free_bytes, device, config.memory),
+        refused=refused,
+    )
+    for name, folder in config.adapters.items():
+        adapters.register(name, Path(folder))
+    return adapters
 
 
 def _check_hosted(config: EngineConfig, target: FoundModel) -> None:

@@ -31,8 +31,6 @@ from specinfer.models.weight_memory import Weights
 class Decoder(LayeredModel):
     """A decoder-only transformer."""
 
-    takes_adapters = True
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         stage = config.stage

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -60,7 +60,6 @@ class LanguageModel(ABC):
     A pass is `read`, then `logits`.
     """
 
-    takes_adapters: ClassVar[bool] = False  # True if rows may have adapters (PassContext.adapted)
     table: EmbeddingTable  # token embeddings
     output: Product  # computes logits
 

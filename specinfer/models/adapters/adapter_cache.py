@@ -26,11 +26,6 @@ def adapter_dtype(quantization: Quantization, dtype: torch.dtype) -> torch.dtype
     return dtype if quantization == "none" else torch.int8
 
 
-def resident_bytes(folders: Iterable[PeftFolder], weights: torch.dtype, limit: int) -> int:
-    """Return the maximum bytes of these adapters in memory, if `limit` of them are there at once."""
-    return sum(sorted((folder.bytes(weights) for folder in folders), reverse=True)[:limit])
-
-
 class AdapterCache:
     """Registers and checks adapters, and loads those that passes use. Thread-safe.
 
@@ -75,20 +70,41 @@ class AdapterCache:
         return {name: folder.digest() for name, folder in self._folders.items()}
 
     @property
+    def max_bytes(self) -> int:
+        """The maximum bytes of the registered adapters in memory."""
+        return self._max_bytes(self._folders.values())
+
+    @property
     def missing_bytes(self) -> int:
         """Memory that registered adapters may still take."""
         return self._missing_bytes(self._folders.values())
 
+    def _max_bytes(self, folders: Iterable[PeftFolder]) -> int:
+        return sum(sorted((folder.bytes(self._weights) for folder in folders), reverse=True)[: self._limit])
+
     def _missing_bytes(self, folders: Iterable[PeftFolder]) -> int:
         """Memory that these adapters may take in addition to those in memory."""
         there = sum(self._folders[name].bytes(self._weights) for name in self._resident)
-        return max(0, resident_bytes(folders, self._weights, self._limit) - there)
+        return max(0, self._max_bytes(folders) - there)
+
+    def register(self, name: str, path: Path) -> None:
+        """Check an adapter and register it; `load` reads it.
+
+        Raises ModelError if it is not supported, and a subclass if it is damaged or for another model.
+        """
+        with self._guard:
+            self._folders[name] = self._checked(name, path.expanduser().resolve())
+
+    def load(self) -> None:
+        """Read registered adapters while there is room; raises ModelError as `PeftFolder.load`."""
+        with self._guard:
+            self._load_missing([*self._folders][: self._limit])
 
     def add(self, name: str, path: Path) -> None:
-        """Register an adapter: check it, and read it if there is room for one more.
+        """Register an adapter that a request names: check it, and read it if there is room for one more.
 
-        Raises ModelError if it is not supported, a subclass if it is damaged or for another model, and if the
-        name is used for another folder. Raises CapacityError if it does not fit into the free memory.
+        Raises as `register`, and ModelError if the name is used for another folder. Raises CapacityError if
+        it does not fit into the free memory.
         """
         path = path.expanduser().resolve()
         with self._guard:
@@ -97,9 +113,7 @@ class AdapterCache:
                 raise ModelError(f"adapter {name!r} is {known.path}; give {path} another name")
             if known is not None:
                 return
-            if self._refused is not None:
-                raise ModelError(f"adapter {name!r} cannot be used: {self._refused}")
-            folder = PeftFolder(name, path, self._config)
+            folder = self._checked(name, path)
             lacking, free = self._missing_bytes([*self._folders.values(), folder]), self._free()
             if lacking > free:
                 raise CapacityError(
@@ -109,6 +123,11 @@ class AdapterCache:
             if len(self._resident) < self._limit:
                 self._resident[name] = self._loaded(folder)
             self._folders[name] = folder
+
+    def _checked(self, name: str, path: Path) -> PeftFolder:
+        if self._refused is not None:
+            raise ModelError(f"adapter {name!r} cannot be used: {self._refused}")
+        return PeftFolder(name, path, self._config)
 
     def named(self, request: LoRARequest) -> str:
         """The name of a request's adapter, which is registered if the request has a path.
