@@ -203,10 +203,14 @@ class RowByRow:
         axes = [_axis(one, count) for one in given]
         named_axes = {name: _axis(one, count) for name, one in named.items()}
         found = []
-        for row in range(count):
-            of_row = [_row(one, axis, row) for one, axis in zip(given, axes, strict=True)]
-            named_of_row = {name: _row(one, named_axes[name], row) for name, one in named.items()}
-            found.append(self.forward(*of_row, **named_of_row))
+        self._rows.count = 1  # modules below get one row, whose other dimensions may have any size
+        try:
+            for row in range(count):
+                of_row = [_row(one, axis, row) for one, axis in zip(given, axes, strict=True)]
+                named_of_row = {name: _row(one, named_axes[name], row) for name, one in named.items()}
+                found.append(self.forward(*of_row, **named_of_row))
+        finally:
+            self._rows.count = count
         usual = next((axis for axis in (*axes, *named_axes.values()) if axis is not None), None)
         return found[0] if usual is None else _joined(found, usual)
 

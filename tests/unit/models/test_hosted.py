@@ -309,6 +309,13 @@ def test_row_by_row_cuts_what_has_as_many_rows_as_the_pass() -> None:
     assert seen[-1] == (1, 3, 4, 1, 1, 2, 2)
 
 
+def test_row_by_row_gives_a_row_whole_to_modules_below() -> None:
+    rows, x = PassRows(8), torch.arange(64.0).view(8, 8)
+    inner = RowByRow(lambda row: row.flip(-1), rows)  # its input, [1, 8], has the pass's size in columns
+    assert torch.equal(RowByRow(lambda row: inner(row) + row, rows)(x), x.flip(-1) + x)
+    assert rows.count == 8
+
+
 def test_functions_of_single_elements_round_alike_wherever_these_stand() -> None:
     x = torch.randn(37, 10, generator=torch.Generator().manual_seed(0)) * 4
 
