@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specinfer.check.promise import Effort, check_promise
 from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.llm import LLM
 from specinfer.models.hosted.skeleton import without_memory
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
+from tests.engines import ENGINE
+from tests.tiny_models import write_byte_tokenizer
 
 # Sizes under their names in configs. Heads and MLPs are whole or half vectors of 64 elements, as in published
 # models.
@@ -46,6 +52,28 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "is_decoder": True,
     "num_kv_shared_layers": 0,
+    "attention_multiplier": 32**-0.5,
+    "default_language": "en_XX",
+}
+# Values of single kinds, whose defaults do not fit these sizes or describe no published model.
+_OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 16},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"ffn_hidden_size": 256, "zero_expert_num": 2},
+    "mamba2": {"head_dim": 64},
+    "reformer": {"axial_pos_embds_dim": [64, 64]},
+    "xlm": {"emb_dim": 128, "causal": True},
+    "zamba2": {"num_hidden_layers": 54},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -58,7 +86,7 @@ def tiny_config(kind: str, **more: Any) -> Any:
     sizes = {**SIZES, **more}
     if "kv_lora_rank" in known:  # latent attention makes keys and values of every head
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    return made(**{name: value for name, value in sizes.items() if name in known})
+    return made(**{**{name: value for name, value in sizes.items() if name in known}, **_OWN.get(kind, {})})
 
 
 def save_tiny(kind: str, folder: Path, **more: Any) -> Any:
@@ -87,6 +115,27 @@ def save_tiny(kind: str, folder: Path, **more: Any) -> Any:
     return model
 
 
+def failed_check(folder: Path) -> str | None:
+    """Return what fails first in `specinfer check` on a folder of `save_tiny`, or None.
+
+    The target is in bfloat16; the drafts are `self`, in int4, and lookups. A step or speculator that fails
+    is a failure, too, though the engine goes on. Writes a tokenizer to the folder.
+    """
+    write_byte_tokenizer(folder, SIZES["vocab_size"])
+    options: dict[str, Any] = {**ENGINE, "dtype": "bfloat16", "drafts": ("self",), "lookup": True}
+    errors = BufferingHandler(1 << 10)
+    errors.setLevel(logging.ERROR)
+    logging.getLogger("specinfer").addHandler(errors)
+    try:
+        with LLM(folder, model_impl="transformers", **options) as llm:
+            for verdict in check_promise(llm, _PROMPTS, _EFFORT):
+                if not verdict.passed or errors.buffer:
+                    return errors.buffer[0].getMessage() if errors.buffer else verdict.name
+    finally:
+        logging.getLogger("specinfer").removeHandler(errors)
+    return None
+
+
 def load_hosted(folder: Path, kernels: Kernels = TORCH, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """Load our model of a folder, through transformers' code."""
     opened = open_model(folder, "transformers")
@@ -94,6 +143,8 @@ def load_hosted(folder: Path, kernels: Kernels = TORCH, dtype: torch.dtype = tor
 
 
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
+_PROMPTS = [[7, 8, 9, 7] * 5, [*range(30, 40)], PROMPT]  # the first is longer than a block
+_EFFORT = Effort(max_tokens=24, samples=16, num_single=2)
 _BLOCK = 4
 _TABLE = [6, 2, 9, 1, 5, 0, 3, 4, 7, 8]
 _OUTPUT = 4  # output tokens of a text

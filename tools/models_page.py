@@ -2,8 +2,8 @@
 
 With `--try` every decoder of transformers, or each named one, is made from a tiny config with random weights.
 It is saved, loaded through transformers' code and compared with transformers itself in float32. In float32
-and bfloat16, rows of a tree must equal those of a text. This takes some minutes. Without `--try` only the
-column of native families is rewritten.
+and bfloat16, rows of a tree must equal those of a text. `specinfer check` must pass in an engine. Each kind
+takes some seconds. Without `--try` only the column of native families is rewritten.
 """
 
 from __future__ import annotations
@@ -75,15 +75,18 @@ def tried(kind: str) -> Tried:
 
     from specinfer.errors import ModelError
     from specinfer.models.hosted.library import UnhostedError, transformers
-    from specinfer.models.hosted.skeleton import check_config
-    from tests.hosted import difference, load_hosted, same_with_a_tree, save_tiny, tiny_config
+    from specinfer.models.hosted.skeleton import Skeleton
+    from tests.hosted import difference, failed_check, load_hosted, same_with_a_tree, save_tiny, tiny_config
     from tests.kernels import kernels
 
     transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     with tempfile.TemporaryDirectory(prefix="it-") as place:
         folder = Path(place) / "it"
         try:
-            check_config(tiny_config(kind, is_decoder=True))
+            config = tiny_config(kind)
+            Skeleton.of(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], torch.float32)
             theirs = save_tiny(kind, folder)
         except UnhostedError as error:
             return Tried(kind, False, "", str(error))
@@ -100,6 +103,12 @@ def tried(kind: str) -> Tried:
             return Tried(kind, False, f"{differs:.0e}", "has other logits")
         if not (same_with_a_tree(ours) and same_with_a_tree(rounded)):
             return Tried(kind, False, f"{differs:.0e}", "has other logits in a tree")
+        try:
+            failed = failed_check(folder)
+        except Exception as error:
+            return Tried(kind, False, f"{differs:.0e}", f"ends the check: {_line(error)}")
+        if failed is not None:
+            return Tried(kind, False, f"{differs:.0e}", f"fails the check: {failed}")
         return Tried(kind, True, f"{differs:.0e}", "")
 
 

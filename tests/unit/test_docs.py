@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from specinfer.engine import target_laws
+from tests.flights import accept_everything, each_tree
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = ROOT / "README.md"
@@ -65,6 +68,19 @@ def test_the_table_of_models_has_the_families_that_there_are() -> None:
     assert sum(row.runs for row in tool["rows_of"](page)) >= 80
     if f"transformers {'.'.join(importlib.metadata.version('transformers').split('.')[:2])} " in page:
         assert [row.kind for row in tool["rows_of"](page)] == tool["kinds"]()
+
+
+def test_a_model_that_fails_the_check_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"))
+    rows = {row.kind: row for row in tool["rows_of"](tool["PAGE"].read_text(encoding="utf-8"))}
+    row = tool["tried"]("phi")
+    assert (row.runs, row.remark) == (rows["phi"].runs, rows["phi"].remark) == (True, "")
+    monkeypatch.setattr(target_laws, "verify_trees", each_tree(accept_everything))
+    assert tool["tried"]("phi")[1:] == (
+        False,
+        row.differs,
+        "fails the check: greedy, with and without speculation",
+    )
 
 
 @pytest.mark.slow
