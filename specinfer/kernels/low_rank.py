@@ -37,7 +37,7 @@ QKV, OUT, UP, DOWN = range(4)
 PER_LAYER: Final = 4
 _NONE: Final = -1  # a row without an adapter
 _HUGE_PAGE: Final = 1 << 21  # bytes, as in cpu/memory.h
-_MIN_SCALE: Final = 2.0**-24  # of a row of int8
+_MIN_SCALE: Final = 2.0**-126  # smallest normal float32, for a row of int8
 _SCALE_BYTES: Final = 4 * BLOCK  # of a block of int8
 
 
@@ -132,7 +132,8 @@ class Adapter:
     def of(cls, products: Iterable[LowRank | None], size: int, library: Library | None) -> Adapter:
         """Create an adapter for the library, or for PyTorch if `library` is None.
 
-        Its tensors are contiguous. `size` is the sum of the products' bytes.
+        The products' tensors are contiguous. `size` is the sum of their bytes, which the library's adapter
+        takes in one piece.
         """
         return Adapter([*products]) if library is None else NativeAdapter(products, size, library)
 
@@ -151,6 +152,7 @@ class NativeAdapter(Adapter):
         self._parts: list[ctypes.Array[LowRankPartArgs]] = []  # owns memory that `args` points to
         args = [self._args_of(product) for product in products]
         self.args = (LowRankArgs * len(args))(*args)
+        assert self.used_bytes == size, "the size is that of the products"
 
     def _args_of(self, product: LowRank | None) -> LowRankArgs:
         if product is None:

@@ -84,7 +84,7 @@ struct AddedTerms {
   const int64_t* places;  // index of each row's terms; below 0: none
   int64_t count;          // number of rows with terms
   float* sums;            // [blocks of the product, count, 16]
-  int64_t jobs;           // of all blocks
+  int64_t jobs;           // that compute A x, for all blocks
 
   // Run a job; each is run once, by any thread.
   virtual void run(int64_t job) const = 0;

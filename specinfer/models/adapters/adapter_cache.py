@@ -98,7 +98,8 @@ class AdapterCache:
     def load(self) -> None:
         """Read registered adapters while there is room; raises ModelError as `PeftFolder.load`."""
         with self._guard:
-            self._load_missing([*self._folders][: self._limit])
+            for name, folder in [*self._folders.items()][: self._limit]:
+                self._resident[name] = self._loaded(folder)
 
     def add(self, name: str, path: Path) -> None:
         """Register an adapter that a request names: check it, and read it if there is room for one more.

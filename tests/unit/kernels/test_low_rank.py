@@ -168,6 +168,13 @@ def test_rounding_to_int8_changes_terms_by_less_than_one_percent() -> None:
     assert 1e-3 < float(error) < 1e-2
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-20, 1e20])
+def test_int8_rows_keep_small_and_large_values(size: float) -> None:
+    matrix = size * random(4, 64, seed=9)
+    error = (float64(Int8Rows.of(matrix)) - matrix.double()).norm() / matrix.double().norm()
+    assert float(error) < 1e-2
+
+
 def test_int8_rows_of_zeros_and_of_huge_values_stay() -> None:
     matrix = torch.tensor([[0.0, 0.0], [3e38, -3e38], [127.0, 1.0]])
     found = Int8Rows.of(matrix)
