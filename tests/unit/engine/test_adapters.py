@@ -199,8 +199,13 @@ def test_a_damaged_adapter_is_refused_before_weights_are_read(
         open_llm(folder, lora={"sql": tmp_path / "nowhere"})
 
 
+@pytest.mark.parametrize(("quantization", "weights"), [("none", torch.float32), ("int8", torch.int8)])
 def test_the_plan_of_memory_has_the_largest_adapters(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    quantization: str,
+    weights: torch.dtype,
 ) -> None:
     """ "one" is the largest, then "third"."""
     seen: list[MemoryNeeds] = []
@@ -209,12 +214,13 @@ def test_the_plan_of_memory_has_the_largest_adapters(
         seen.append(needs)
 
     monkeypatch.setattr(loading, "plan_memory", plan)
-    options = {"lora": {name: folder / name for name in ("one", "other", "third")}, "kernels": "native"}
+    named = {name: folder / name for name in ("one", "other", "third")}
+    options = {"lora": named, "kernels": "native", "quantization": quantization}
     for most in (1, 2, 3, 8):
         with caplog.at_level("INFO"), open_llm(folder, **options, max_loras=most) as llm:
             adapters = llm.models.adapters
             assert adapters is not None
-            sizes = {name: one.bytes(torch.float32) for name, one in adapters._folders.items()}
+            sizes = {name: one.bytes(weights) for name, one in adapters._folders.items()}
             assert sizes["one"] > sizes["third"] > sizes["other"]
             missing = adapters.missing_bytes
         needs = seen[-1]
