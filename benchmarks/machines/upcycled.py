@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machines.experts import CPU, choices_of
+from benchmarks.replay.replay import speedup
 from benchmarks.study import (
     REQUIRED,
     Study,
@@ -61,7 +62,6 @@ from specinfer.models.weight_memory import Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress
-from specinfer.replay.replay import speedup
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization

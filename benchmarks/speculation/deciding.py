@@ -24,14 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.replay.drafts import CostTable, NoModel, TracedDraft, num_rows
+from benchmarks.replay.engine import path_along
 from benchmarks.study import natural, provenance_lines, row, run
 from specinfer import SamplingParams
 from specinfer.files import write_whole
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import load_library
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.replay.drafts import CostTable, NoModel, num_rows
-from specinfer.replay.engine import path_along
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
@@ -109,12 +109,12 @@ class Play:
         self._requests = [Request(str(n), tuple(t), params, n) for n, t in enumerate(self._written)]
         config = SpeculationConfig(lookup=True, expansion=EXPANSION)
         looking_up = build_speculators(config, library)
-        by_levels = DraftModel(
+        by_levels = TracedDraft(
+            watch.timed("model", self._draw),
             "draft",
             NoModel(16, 1 << 20),
             Shape(EXPANSION, DrawRule.POINT_MASS),
             max_rows=4096,
-            draw=watch.timed("model", self._draw),
         )
         drafts: list[DraftModel | Head] = []
         if draft != "none":

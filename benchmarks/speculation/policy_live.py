@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.replay.replay import speedup
 from benchmarks.speculation.policy_traces import Question, build, questions_of, ratio_text
 from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of, without_speculation
 from specinfer import LLM, RequestOutput
 from specinfer.engine.intake import Prompt
 from specinfer.errors import UserError
-from specinfer.replay.replay import speedup
 from specinfer.report.dataset import read_dataset
 from specinfer.speculation_config import SpeculationConfig
 

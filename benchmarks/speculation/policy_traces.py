@@ -3,7 +3,7 @@
     python -m benchmarks.speculation.policy_traces --model TARGET --draft DRAFT --quantization int8 \
         --chat alpaca.jsonl --code humaneval.jsonl --maths gsm8k.jsonl --traces FOLDER --out RESULT.md
 
-Traces are recorded once (specinfer/replay/recorder.py), each kind in files of a few texts, so that an
+Traces are recorded once (benchmarks/replay/recorder.py), each kind in files of a few texts, so that an
 interrupted run continues after the last file. Nothing is loaded if all exist:
 
     chat, code, maths   the prompts of a data set each, greedy
@@ -34,16 +34,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.speculation.prediction import LONGEST_PROMPT, read_edits
-from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of
-from specinfer import LLM, SamplingParams
-from specinfer.engine.intake import Prompt
-from specinfer.progress import ProgressBar
-from specinfer.replay.baselines import best_fixed
-from specinfer.replay.choices import Choices, mean_choices
-from specinfer.replay.oracle import play_oracle
-from specinfer.replay.recorder import record
-from specinfer.replay.replay import (
+from benchmarks.replay.baselines import best_fixed
+from benchmarks.replay.choices import Choices, mean_choices
+from benchmarks.replay.oracle import play_oracle
+from benchmarks.replay.recorder import record
+from benchmarks.replay.replay import (
     POLICIES,
     Kind,
     Phase,
@@ -55,7 +50,12 @@ from specinfer.replay.replay import (
     speedup,
     whole,
 )
-from specinfer.replay.trace import Trace, read_trace, write_trace
+from benchmarks.replay.trace import Trace, read_trace, write_trace
+from benchmarks.speculation.prediction import LONGEST_PROMPT, read_edits
+from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of
+from specinfer import LLM, SamplingParams
+from specinfer.engine.intake import Prompt
+from specinfer.progress import ProgressBar
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
 from specinfer.speculate.drafts.growth import Shape

@@ -29,14 +29,13 @@ GROUPS: Final = {
     "Models and drafts": {
         "pull": "Fetch a model.",
         "tune": "Train drafts on a model's own answers.",
-        "policy": "Show and reset learned acceptance rates; compare policies.",
+        "policy": "Show and reset learned acceptance rates.",
     },
     "Measurements and checks": {
         "demo": "Show speculation at work on three prompts.",
         "bench": "Time a model without and with speculation, or a server.",
         "check": "Test that speculation does not change the output.",
         "doctor": "Print versions, CPU, kernels and speeds, for a bug report.",
-        "trace": "Record texts with the proposals of every draft.",
         "view": "Show the token trees of a trace file in a browser.",
     },
     "Shell": {

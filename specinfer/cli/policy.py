@@ -1,30 +1,23 @@
-"""`specinfer policy`: shows and resets the learned acceptance rates, and replays traces under policies."""
+"""`specinfer policy`: shows and resets the learned acceptance rates."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
 from itertools import pairwise
 from math import log
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.help import Command
 
 if TYPE_CHECKING:
-    from specinfer.replay.replay import Phase, Played
     from specinfer.speculate.policy.memory import StoredPolicy
-    from specinfer.speculation_config import SpeculationConfig
-
-_NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
 
 
 @click.group()
 def policy() -> None:
-    """Show, reset and compare the policies that size trees."""
+    """Show and reset the learned acceptance rates, by which trees are sized."""
 
 
 @policy.command(cls=Command)
@@ -113,131 +106,3 @@ def _depth(levels: object) -> int:
     """Number of levels with counts in a file."""
     of_all = levels.get("all") if isinstance(levels, dict) else None
     return len(of_all) if isinstance(of_all, list) else 0
-
-
-@policy.command(cls=Command)
-@click.argument("traces", nargs=-1, required=True, type=FILE, metavar="TRACE...")
-@click.option(
-    "--policy",
-    "names",
-    multiple=True,
-    type=click.Choice(_NAMES),
-    show_default="off, fixed and cost",
-    help="Policy to replay; repeatable.",
-)
-@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Largest tree of one request, in nodes.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Texts in a batch.")
-@click.option("--mixed", is_flag=True, help="Take texts of several traces in turns.")
-@click.option(
-    "--plot",
-    type=FILE,
-    metavar="FILE",
-    help="Plot the choices of cost over time (.png, .svg, .pdf).",
-)
-@click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
-def replay(
-    traces: tuple[Path, ...],
-    names: tuple[str, ...],
-    nodes: int | None,
-    batch: int,
-    mixed: bool,
-    plot: Path | None,
-    json_output: bool,
-) -> None:
-    """Replay the texts of each TRACE under policies, without a model.
-
-    Times are computed from the cost curves in the trace, so they are the same at every run and on every
-    machine. The policy `off` has no speculation. `fixed` verifies whole configured trees. `cost` is the
-    engine's policy, with nothing learned at the start. `best-fixed` is the fastest policy that does the same
-    in every step, found by trying all. `oracle` has the texts. The ratio to off has a 95% interval.
-    `partly_read` is the number of trees from heads that had missed the beginning of a text. The replay treats
-    them as if the heads had read it.
-    """
-    from specinfer.replay.replay import mixed as in_turns
-    from specinfer.replay.replay import speedup, whole, with_nodes
-    from specinfer.replay.trace import read_trace
-
-    if plot is not None:
-        from specinfer.report.files import check_plot
-
-        check_plot(plot)
-    read = [read_trace(path) for path in traces]
-    parts = in_turns(read, batch) if mixed else whole(read, batch)
-    speculation = with_nodes(read[0], nodes)
-    rows = {name: _play(name, parts, speculation) for name in names or ("off", "fixed", "cost")}
-    plain = rows["off"][0] if "off" in rows else _play("off", parts, speculation)[0]
-    if plot is not None:
-        kinds = {id(trace): _kind(path) for trace, path in zip(read, traces, strict=True)}
-        _draw(parts, speculation, kinds, plot)
-    if json_output:
-        policies = {name: _as_json(played, plain, notes) for name, (played, notes) in rows.items()}
-        click.echo(
-            json.dumps({"traces": [str(path) for path in traces], "batch": batch, "policies": policies})
-        )
-        return
-    click.echo(
-        f"{'policy':12}{'tokens':>9}{'steps':>9}{'tokens/step':>13}{'seconds':>10}{'over none':>11}  interval"
-    )
-    for name, (played, notes) in rows.items():
-        gain = speedup(plain.of_texts, played.of_texts)
-        if played.partly_read:
-            notes = {**notes, "partly_read": played.partly_read}
-        click.echo(
-            f"{name:12}{played.tokens:9}{played.steps:9}{played.tokens_per_step:13.3f}{played.seconds:10.2f}"
-            f"{gain.ratio:11.3f}  {gain.low:.3f}-{gain.high:.3f}"
-            f"{'  ' if notes else ''}{' '.join(f'{k}={v}' for k, v in notes.items())}"
-        )
-
-
-def _play(name: str, parts: list[Phase], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
-    """Replay the parts under a policy; returns the result and the policy's choice, if it has one."""
-    from specinfer.replay.baselines import best_fixed
-    from specinfer.replay.oracle import play_oracle
-    from specinfer.replay.replay import POLICIES, play, play_without, speculation_of
-
-    if name == "off":
-        return play_without(parts), {}
-    if name == "oracle":
-        return play_oracle(parts, speculation), {}
-    if name == "best-fixed":
-        choice, played = best_fixed(parts, speculation)
-        if choice is None or played is None:
-            return play_without(parts), {}
-        return played, {
-            "speculators": "+".join(choice.speculators),
-            "depth": choice.depth,
-            "nodes": choice.nodes,
-        }
-    speculation = speculation_of(name, speculation)
-    return play(parts, POLICIES[name](parts[0].texts[0][0], speculation), speculation=speculation), {}
-
-
-def _draw(parts: list[Phase], speculation: SpeculationConfig, kinds: dict[int, str], path: Path) -> None:
-    """Plot the choices of the policy `cost`; `kinds` has the kind of each trace by its id()."""
-    from specinfer.replay.choices import Choices, draw_choices
-    from specinfer.replay.replay import POLICIES, play, speculation_of
-
-    speculation = speculation_of("cost", speculation)
-    choices = Choices()
-    texts = [trace for part in parts for trace, _ in part.texts]
-    play(parts, POLICIES["cost"](texts[0], speculation), speculation=speculation, on_step=choices)
-    draw_choices(choices.steps, [kinds[id(trace)] for trace in texts], path)
-
-
-def _kind(path: Path) -> str:
-    """Kind of a trace by its file name: "code" for code-00.npz and code-01.npz."""
-    return re.sub(r"-\d+$", "", path.stem)
-
-
-def _as_json(played: Played, plain: Played, notes: dict[str, Any]) -> dict[str, Any]:
-    from specinfer.replay.replay import speedup
-
-    gain = speedup(plain.of_texts, played.of_texts)
-    return {
-        **asdict(played),
-        "tokens_per_step": played.tokens_per_step,
-        "tokens_per_second": played.tokens_per_second,
-        "over_none": gain.ratio,
-        "over_none_interval": [gain.low, gain.high],
-        **notes,
-    }

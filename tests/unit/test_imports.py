@@ -37,7 +37,7 @@ ORDER: list[set[str]] = [
     {"engine", "speculators"},
     {"llm"},
     {"check"},
-    {"bench", "replay", "tune"},
+    {"bench", "tune"},
     {"serve.http"},
     {"serve.config"},
     {"serve.backend", "serve.dialect"},

@@ -14,7 +14,7 @@ pass reads the committed tokens that the draft did not guess.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -263,9 +263,6 @@ def frontier_rows(growth: Growth, nodes: Sequence[int], root: int, block_table: 
     )
 
 
-Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
-
-
 class DraftModel(LevelDraft):
     """A draft that is a language model with the target's tokens."""
 
@@ -278,7 +275,6 @@ class DraftModel(LevelDraft):
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
         reads: int | None = None,
-        draw: Pass | None = None,
     ) -> None:
         """Make a draft over `runner`.
 
@@ -290,13 +286,11 @@ class DraftModel(LevelDraft):
             vocabulary: the tokens that the model has logits for; None: all.
             reads: first token id that the draft has no embedding for, or None. Such ids are padding, and the
                 draft reads the id before `reads` instead.
-            draw: replaces passes and draws, to replay or to record them.
         """
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
         self._runner = runner
         self._vocabulary = vocabulary
         self._last_id = None if reads is None else reads - 1
-        self._stand_in = draw
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of committed guesses; drop the state of requests that ended."""
@@ -343,7 +337,4 @@ class DraftModel(LevelDraft):
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
         rows = [part for _, part in parts]
-        if self._stand_in is not None:
-            self._stand_in(rows, sites)
-        else:
-            draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
+        draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.replay.trace import Trace
 from specinfer import LLM, SamplingParams
 from specinfer.engine.steps import Stage
 from specinfer.errors import UserError
-from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
 from tests.unit.benchmarks.conftest import Run
 

@@ -29,7 +29,6 @@ SCRIPTS = (
         "latency",
         "lm_eval_parity",
         "lora",
-        "matching_length",
         "neighbour",
         "offload",
         "overhead",

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from specinfer import LLM, SamplingParams
 from specinfer.engine.drafts import timing_key
 from specinfer.errors import ConfigError
-from specinfer.replay.recorder import record, shapes_of
 from specinfer.tree.token_tree import TokenTree
 from tests.engines import ENGINE, assert_idle
 from tests.tiny_models import write_similar_llama, write_tiny_llama
@@ -111,14 +110,7 @@ def test_of_common_tokens_those_are_named_that_the_draft_has(folder: Path, targe
     assert guessed <= {token for token in (3, 7, 50, 61, target - 1) if token < draft}
 
 
-def test_they_are_recorded_and_need_no_exchange(folder: Path) -> None:
-    with engine(folder, 80, 64) as llm:
-        params = SamplingParams(max_tokens=12, temperature=1.5, seed=3)
-        [[admitted]] = llm.intake.prompts([[9, 70, 8]], params)
-        trace = record(llm, [admitted.request], shapes=shapes_of(llm.config.speculation))
-        roots = trace.drafts["draft"].guesses.roots
-        assert len(roots) == 12
-        assert int(roots[1:-1].min()) >= 0, "it guessed wherever something comes"
+def test_they_need_no_exchange_of_tokens(folder: Path) -> None:
     with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
         engine(folder, 72, 64, draft_tokens="shared")
 

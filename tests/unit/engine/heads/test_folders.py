@@ -13,10 +13,9 @@ from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.llm import LLM
-from specinfer.replay.recorder import check
 from specinfer.runtime.cost_curve import CostCurve
 from tests.engines import ENGINE, Tiny
-from tests.unit.engine.heads.head_engines import PROMPTS, AnyHead, engine
+from tests.unit.engine.heads.head_engines import PROMPTS, AnyHead
 
 
 @pytest.mark.parametrize(
@@ -87,17 +86,3 @@ def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
         LLM(str(folder / "target"), **ENGINE, drafts=[str(folder / "head0")], draft_vocabulary=20)
     with pytest.raises(ModelError, match="name it in drafts"):
         LLM(str(folder / "head0"), **ENGINE)
-
-
-@pytest.mark.parametrize(
-    ("head", "what"),
-    [("eagle", "guesses no block"), ("medusa", "guesses no block")],
-)
-def test_traces_of_heads_that_are_not_kept_are_refused(
-    tiny: Tiny, heads: dict[str, AnyHeadModel], head: str, what: str
-) -> None:
-    with (
-        engine(tiny, heads[head]) as llm,
-        pytest.raises(ConfigError, match=f"draft is .*{what}.*leave it out"),
-    ):
-        check(llm, [])

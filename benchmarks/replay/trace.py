@@ -23,11 +23,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.replay.guess_trie import GuessTrie
 from specinfer.config import new_names
 from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
 from specinfer.heads.config import BlockRows
-from specinfer.replay.guess_trie import GuessTrie
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
@@ -149,9 +149,7 @@ def read_trace(path: Path) -> Trace:
         reason = f"it lacks {error}"
     except _DAMAGED as error:
         reason = " ".join(str(error).split())
-    raise UserError(
-        f"{path} is not a policy trace: {reason}; give a file that `specinfer trace record` wrote"
-    )
+    raise UserError(f"{path} is not a policy trace: {reason}; give a file that `policy_traces` wrote")
 
 
 def _head(trace: Trace) -> dict[str, Any]:

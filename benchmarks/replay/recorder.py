@@ -14,6 +14,10 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.replay.baselines import RootsOnly
+from benchmarks.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees, TracedDraft
+from benchmarks.replay.engine import ReplayEngine, num_blocks
+from benchmarks.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.engine.build import measure_curves
 from specinfer.engine.drafts import embedding_limit
 from specinfer.engine.models import Models
@@ -23,16 +27,11 @@ from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
-from specinfer.replay.baselines import RootsOnly
-from specinfer.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees
-from specinfer.replay.engine import ReplayEngine, num_blocks
-from specinfer.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
@@ -270,13 +269,13 @@ def _guess(
         for number, shape in enumerate(shapes):
             runner = ModelRunner(model, num_blocks=blocks, block_size=engine.block_size)
             speculators.append(
-                DraftModel(
+                TracedDraft(
+                    RecordedPasses(runner, name, vocabulary, notes[name]),
                     f"{name}.{number}",
                     runner,
                     shape,
                     max_rows=engine.max_step_tokens,
                     reads=embedding_limit(model, vocabulary),
-                    draw=RecordedPasses(runner, name, vocabulary, notes[name]),
                 )
             )
     states = LocalExecutor(llm.models.target, num_blocks=blocks, block_size=engine.block_size)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
+from benchmarks.replay.replay import Phase, Played, play
+from benchmarks.replay.trace import DEPTH
 from specinfer.errors import TraceTooSmallError
 from specinfer.plan import PlanEntry
-from specinfer.replay.replay import Phase, Played, play
-from specinfer.replay.trace import DEPTH
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree

@@ -16,6 +16,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from benchmarks.replay.drafts import AnyReplayed, CostTable, ReplayClock
+from benchmarks.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -25,8 +27,6 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
 from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
-from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock
-from specinfer.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Executor

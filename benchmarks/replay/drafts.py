@@ -13,16 +13,17 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
+from benchmarks.replay.trace import RecordedDraft, Trace
 from specinfer.errors import IntegrityError
 from specinfer.heads.block import BlockText
 from specinfer.heads.config import BlockRows
 from specinfer.heads.runner import HeadPass
-from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
-from specinfer.replay.trace import RecordedDraft, Trace
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.flight import Flight
@@ -89,6 +90,21 @@ class RecordedTrees:
             for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
                 tokens = [tree.token_ids[draw.node] for draw in draws]
                 self.notes.note(tree.path_tokens(parent), WIDTH, tokens, draws)
+
+
+Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
+
+
+class TracedDraft(DraftModel):
+    """A draft model whose passes are recorded, or answered from a recording."""
+
+    def __init__(self, draw: Pass, *options: Any, **named: Any) -> None:
+        """Make a draft that draws by `draw`; the other arguments are those of DraftModel."""
+        super().__init__(*options, **named)
+        self._pass = draw
+
+    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
+        self._pass([rows for _, rows in parts], sites)
 
 
 class CostTable:
@@ -329,7 +345,7 @@ def speculator_of(replayed: AnyReplayed, speculation: SpeculationConfig, trace: 
             taps=(0,),
         )
     runner = NoModel(engine.block_size, trace.drafts[name].max_context)
-    return DraftModel(name, runner, shape, max_rows=engine.max_step_tokens, draw=replayed)
+    return TracedDraft(replayed, name, runner, shape, max_rows=engine.max_step_tokens)
 
 
 def num_rows(rows: Sequence[Rows]) -> int:

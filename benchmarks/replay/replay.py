@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final
 
 import numpy as np
 
+from benchmarks.replay.drafts import ReplayClock, ReplayedHead, replayed_drafts, speculator_of
+from benchmarks.replay.engine import PlayedStep, ReplayEngine
+from benchmarks.replay.trace import Trace
 from specinfer.errors import ConfigError
-from specinfer.replay.drafts import ReplayClock, ReplayedHead, replayed_drafts, speculator_of
-from specinfer.replay.engine import PlayedStep, ReplayEngine
-from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.table import build_speculators
@@ -139,11 +139,6 @@ def play_without(parts: Sequence[Phase]) -> Played:
     batch = max(part.at_once for part in parts)
     engine = ReplayEngine(first, (), SpeculationPolicy(), NO_SPECULATION, batch=batch)
     return _count(engine, parts, None)
-
-
-def with_nodes(trace: Trace, nodes: int | None) -> SpeculationConfig:
-    """Return the trace's speculation with at most `nodes` nodes per tree; None: the recorded maximum."""
-    return trace.speculation if nodes is None else replace(trace.speculation, max_nodes=nodes)
 
 
 def _first(parts: Sequence[Phase]) -> Trace:

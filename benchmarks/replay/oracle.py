@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.replay.baselines import RootsOnly
+from benchmarks.replay.drafts import CostTable
+from benchmarks.replay.engine import path_along
+from benchmarks.replay.replay import Phase, Played, play, play_without
+from benchmarks.replay.trace import Trace
 from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.replay.baselines import RootsOnly
-from specinfer.replay.drafts import CostTable
-from specinfer.replay.engine import path_along
-from specinfer.replay.replay import Phase, Played, play, play_without
-from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
