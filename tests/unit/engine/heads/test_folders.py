@@ -47,7 +47,7 @@ def test_a_folder_is_a_draft(
         assert set(output.figures.proposed_by) == {f"draft{i}" for i in range(1, 1 + len(heads))}
 
 
-@pytest.mark.usefixtures("own_cache")  # of cost curves
+@pytest.mark.usefixtures("own_cache", "heads")  # the cache of cost curves, the files of heads
 def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
     heads = [str(folder / f"head{number}") for number in (0, 2, 3, 6)]
     params = SamplingParams(max_tokens=30, temperature=0)
@@ -81,6 +81,7 @@ def test_a_heads_pass_is_timed_behind_its_targets(
     }
 
 
+@pytest.mark.usefixtures("heads")
 def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="all drafts are heads"):
         LLM(str(folder / "target"), **ENGINE, drafts=[str(folder / "head0")], draft_vocabulary=20)
