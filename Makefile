@@ -20,14 +20,16 @@ DEV := $(VENV)/.installed-dev
 
 # In tests PyTorch's threads sleep while they wait instead of spinning: several runs may share the cores, and a
 # spinning thread can block the thread it waits for (docs/log.md). The native kernels' threads sleep soon anyway.
-test test-fast test-clients: export OMP_WAIT_POLICY ?= PASSIVE
+test test-all test-clients: export OMP_WAIT_POLICY ?= PASSIVE
 # Each test process imports every test, so bytecode is kept even if the environment says otherwise.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-all: export PYTHONDONTWRITEBYTECODE =
 # A process per core; each starts with its own part of the tests, so that fixtures are made once.
-SHARED_OUT := --numprocesses logical --dist worksteal
+SHARED_OUT := --numprocesses logical --dist worksteal --durations=30
+# Each test runs in one of two targets: quick ones and the named smokes in `test`, the others in `test-all`.
+QUICK := not slow and not thorough or smoke
 
-.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel release docs peers-env pin clean
-.PHONY: distclean
+.PHONY: help demo serve test test-all test-gpu test-aarch64 test-clients lint types prose format wheel release docs
+.PHONY: peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,11 +41,11 @@ demo: $(RUN) ## install, fetch a small model, and show speculation at work
 serve: $(RUN) ## serve that model to OpenAI clients at http://127.0.0.1:8000
 	@$(BIN)/specinfer serve $(ARGS)
 
-test: lint ## lint, types and the whole test suite, as in CI
-	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
+test: lint types ## lint, types, quick tests and smokes: at most 6 minutes on 2 cores
+	$(BIN)/python -m pytest -m "$(QUICK)" $(SHARED_OUT) $(ARGS)
 
-test-fast: $(DEV) ## quick tests without real models, a process per core
-	$(BIN)/python -m pytest -m "not slow and not thorough" $(SHARED_OUT) $(ARGS)
+test-all: prose ## the tests that `make test` leaves out, and the English: at most 18 minutes
+	$(BIN)/python -m pytest -m "not ($(QUICK))" $(SHARED_OUT) $(ARGS)
 
 test-aarch64: $(DEV) ## kernels for aarch64; on other machines with g++-aarch64-linux-gnu and qemu-user
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)
@@ -51,10 +53,14 @@ test-aarch64: $(DEV) ## kernels for aarch64; on other machines with g++-aarch64-
 test-clients: $(DEV) ## published clients against one server; ARGS="openai dspy" selects some (minutes, gigabytes)
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-lint: $(DEV) ## ruff, mypy --strict and the English of pages and comments
+lint: $(DEV) ## ruff
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+
+types: $(DEV) ## mypy --strict
 	$(BIN)/python -m mypy --strict
+
+prose: $(DEV) ## the English of pages and comments
 	$(BIN)/python tools/prose.py
 
 format: $(DEV) ## let ruff format and sort

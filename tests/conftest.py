@@ -29,9 +29,29 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("repeatable")
 
 
+# The end-to-end tests of `make test`, whatever marks they have.
+SMOKES = {
+    "a real answer with trees": "real/test_answer.py::test_trees_save_steps_and_leave_the_text",
+    "a server with a client": "unit/serve/test_openai_client.py::test_chat_equals_offline[1.0]",
+    "a kill": "unit/serve/test_faults.py::test_streams_go_on_where_they_were_when_the_engine_is_killed",
+    "two ranks": "unit/parallel/test_processes.py::test_two_processes_say_what_one_says_and_leave_nothing",
+    "a streamed model": "unit/engine/test_offload.py::test_texts_with_every_draft[similar]",
+    "a quantized folder": "unit/models/quantized/test_checkpoint.py"
+    "::test_quantized_models_equal_floats[gptq]",
+    "an adapter": "unit/engine/test_adapters.py::test_a_text_is_the_merged_models[native]",
+    "the page": "unit/serve/page/test_chat.py"
+    "::test_an_answer_is_streamed_and_tokens_are_marked_by_speculator",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long tests first, so that no worker ends with one while the others are idle."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Mark the smokes, and run long tests first, so that no worker ends with one while others are idle."""
+    names = {f"tests/{test}": name for name, test in SMOKES.items()}
+    for item in items:
+        if item.nodeid in names:
+            item.add_marker(pytest.mark.smoke(names[item.nodeid]))
+    items.sort(key=lambda item: not any(item.get_closest_marker(mark) for mark in ("slow", "smoke")))
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_conversation_is_answered_as_offline(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
+def test_chat_equals_offline(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=5, n=2, max_tokens=30)
     [offline] = llm.chat(HI, params)
     options = {

@@ -105,7 +105,7 @@ def test_int4_has_the_same_numbers_where_it_can(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "w8a8", "fp8-block", "nf4"])
-def test_models_of_all_kinds_are_those_of_the_floats(name: str, tmp_path: Path) -> None:
+def test_quantized_models_equal_floats(name: str, tmp_path: Path) -> None:
     floats = write_quantized(tmp_path / "quantized", FORMATS[name])
     plain = write_tiny_llama(
         tmp_path / "plain", hidden_size=64, intermediate_size=96, spread=0.1, tie_embeddings=False

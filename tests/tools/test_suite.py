@@ -1,0 +1,37 @@
+"""The targets of the Makefile run each test once, and the eight smokes are tests that exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMOKES
+
+pytestmark = pytest.mark.thorough  # pytest is started twice
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_smokes_exist_and_only_make_test_runs_them() -> None:
+    assert len(SMOKES) == 8
+    collect = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+    ]
+    tests = [f"tests/{test}" for test in SMOKES.values()]
+    [quick] = [
+        line.split(":= ")[1] for line in (ROOT / "Makefile").read_text().splitlines() if "QUICK :=" in line
+    ]
+    for marks, expected in ((quick, set(tests)), (f"not ({quick})", set())):
+        ran = subprocess.run([*collect, marks, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert {line for line in ran.stdout.splitlines() if line.startswith("tests/")} == expected, ran.stdout
