@@ -44,13 +44,28 @@ SMOKES = {
 }
 
 
+def spread(count: int, chosen: int) -> set[int]:
+    """Return `chosen` of `count` places: evenly apart, and at changing places of a product of parameters."""
+    step = max(1, count // chosen)
+    return {min(count - 1, n * count // chosen + n % step) for n in range(chosen)}
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the smokes, and run long tests first, so that no worker ends with one while others are idle."""
+    """Apply the marks `smoke` and `few`, and run long tests first, so that no worker ends with one alone."""
     names = {f"tests/{test}": name for name, test in SMOKES.items()}
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.nodeid in names:
             item.add_marker(pytest.mark.smoke(names[item.nodeid]))
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        few = same[0].get_closest_marker("few")
+        assert few is not None
+        for place, item in enumerate(same):
+            if place not in spread(len(same), *few.args):
+                item.add_marker("thorough")
     items.sort(key=lambda item: not any(item.get_closest_marker(mark) for mark in ("slow", "smoke")))
 
 

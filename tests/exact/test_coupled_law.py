@@ -126,19 +126,6 @@ def test_choices_follow_the_law_over_positions_and_over_seeds(params, over):
     assert chi_square(counts[p > 0], 6000 * p[p > 0]) > 1e-3
 
 
-@pytest.mark.thorough
-def test_choices_follow_the_law_where_the_vocabulary_is_screened():
-    logits = np.random.default_rng(0).normal(size=40_000).astype(np.float32) * 3
-    law = target_law(logits, SamplingParams(temperature=1.2))
-    bins = np.argsort(np.argsort(logits)) // 2000  # by rank: 20 bins from the unlikely to the likely
-    expected = np.bincount(bins, weights=law.dense()) * 4000
-    counts = np.bincount(bins[[coupled_choice(law, 5, i) for i in range(4000)]], minlength=20)
-    likely = expected > 5
-    counts = np.append(counts[likely], counts[~likely].sum())
-    expected = np.append(expected[likely], expected[~likely].sum())
-    assert chi_square(counts, expected) > 1e-3
-
-
 def test_neighbouring_positions_choose_independently():
     law = target_law(np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32)), SamplingParams())
     choices = np.array([coupled_choice(law, 17, i) for i in range(9001)])

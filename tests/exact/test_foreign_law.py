@@ -87,15 +87,6 @@ def test_the_law_of_the_text_is_the_targets(how, rule, params, monkeypatch):
     assert distance(law, expected(world, 2)) < EXACT
 
 
-def test_text_reaches_deeper_than_shared_tokens_and_is_drawn_without_chance(monkeypatch):
-    world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
-    retokenized = ForeignGuesser("a", IID, (6,), "text", monkeypatch).grow(world, (0,), None)
-    paths = {retokenized.path_tokens(node) for node in range(1, retokenized.num_nodes)}
-    assert {(0, 1), (0, 1, 2)} <= paths  # AB and ABC, at one level of the draft
-    assert {draw.rule for draw in retokenized.draws} == {POINT}
-    assert {draw.law for draw in retokenized.draws} == {None}
-
-
 def test_declaring_the_law_of_all_the_drafts_tokens_would_change_it(monkeypatch):
     # The mutant: drawn from the restricted law, declared as the draft's law, whatever the target lacks.
     world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)

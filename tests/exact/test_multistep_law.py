@@ -79,14 +79,6 @@ def test_under_sampling_parameters_too(params, rule):
     assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(3))
-def test_with_five_tokens_and_sharp_laws(seed):
-    world = World(vocab=5, seed=seed, sharpness=4.0)
-    guessers = [Guesser("a", IID, (1, 1)), Guesser("b", WITHOUT, (1,)), Guesser("c", POINT, (2,))]
-    assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
-
-
 def test_a_speculator_equal_to_the_target_is_always_accepted():
     world = World(vocab=4)
     law = step_law(world, [Guesser("target", IID, (1, 1))], ())
@@ -146,10 +138,6 @@ def grid_law(coin_type):
         return tree.token_ids[acceptance.path[0]] if acceptance.path else acceptance.next_token
 
     return outcomes(play)
-
-
-def test_the_strict_comparison_is_exact_on_a_grid_of_uniforms_that_holds_zero():
-    assert grid_law(Coin) == {0: 0.5, 1: 0.5}
 
 
 def test_a_comparison_that_is_not_strict_accepts_a_token_of_probability_zero():

@@ -188,6 +188,7 @@ def enumerated(head, step, most, monkeypatch):
     return law, steps
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(("temperature", "most"), [(0.7, 1), (1.3, 2), (1.3, 5)])
 def test_the_law_of_the_text_is_the_targets(folder, name, temperature, most, monkeypatch):

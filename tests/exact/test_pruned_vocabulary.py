@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
-from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, first_tokens
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
@@ -68,17 +68,6 @@ def test_the_law_of_the_text_is_the_targets(rule, kept, params, monkeypatch):
     expected = own_law(lambda text: processed_law(world.logits("target", text), params), VOCAB, 2)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     assert distance(law, expected) < EXACT
-
-
-@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
-def test_a_draft_that_lacks_an_id_of_the_text_leaves_its_law(rule, monkeypatch):
-    # As where a target has logits for more ids than its draft (speculate/drafts/draft.py).
-    world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
-    vocabulary = first_tokens(VOCAB - 1, VOCAB)
-    draft = PrunedDraft("a", rule, (2, 1), vocabulary.ids, monkeypatch, reads=VOCAB - 1)
-    expected = own_law(lambda text: processed_law(world.logits("target", text), world.params), VOCAB, 3)
-    assert min(expected.values()) > 0, "the id is in some texts"
-    assert distance(text_law(world, [draft], 3), expected) < EXACT
 
 
 def test_declaring_the_law_of_the_whole_head_would_change_it(monkeypatch):

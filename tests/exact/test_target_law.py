@@ -22,10 +22,8 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.tree.token_tree import TokenTree
 from tests.adapters import write_adapter
 from tests.engines import ENGINE, runner_of
-from tests.gguf_blocks import write_blocks
 from tests.hosted import load_hosted, save_tiny
 from tests.kernels import kernels
-from tests.offloading import load_experts
 from tests.switched import SWITCHED, build
 from tests.tiny_models import write_pair, write_tiny_mixture
 
@@ -102,26 +100,10 @@ def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_experts_from_the_disk(tmp_path: Path, quantization: str) -> None:
-    """Layers share the slots, so each layer's experts replace those of another."""
-    folder = write_tiny_mixture(tmp_path, experts=8, per_token=2, num_layers=3)
-    model = load_experts(folder, 8, quantization=quantization)
-    assert model.stream is not None
-    with model.stream:
-        assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_gpt_oss(tmp_path: Path, quantization: str) -> None:
     """Sinks, windows, and experts with biases and clamped gates."""
     save_tiny("gpt_oss", tmp_path)
     assert differing(loaded(tmp_path, tmp_path / "kept", quantization)) == []
-
-
-def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
-    # Random blocks have large weights, so texts end in one of few states.
-    path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
-    assert differing(loaded(path, tmp_path / "kept", "gguf"), distinct=7) == []
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "cohere2", "deepseek_v3"])

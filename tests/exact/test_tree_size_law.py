@@ -6,21 +6,19 @@ a level is guessed may depend on every draw before it, never on the draws that a
 
 import pytest
 
-from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate import shared_tree
 from specinfer.speculate.policy import cost_policy
 from specinfer.tree.draw import DrawRule
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
-from .sized_trees import PARAMS, TARGET, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
+from .sized_trees import PARAMS, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
 LENGTH = 2  # tokens, so that both levels of a tree count
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
 
-DEAR = CostCurve((1, 4), (1.0, 2.0))  # a row for a third of a token
 DRAFTS = {
     "a chain": [("a", IID, (1, 1))],
     "i.i.d. draws": [("a", IID, (2, 1))],
@@ -51,16 +49,6 @@ def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
     assert play(drafts, pass_, monkeypatch, points=points)[1] < EXACT
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("max_nodes", [2, 4, 32])
-@pytest.mark.parametrize("points", ["first", "last"])
-@pytest.mark.parametrize("target", [TARGET, DEAR], ids=["rows are cheap", "rows are dear"])
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_guesses_may_go_for_want_of_room_or_for_their_price(drafts, target, points, max_nodes, monkeypatch):
-    sizes = {"points": points, "target": target, "max_nodes": max_nodes}
-    assert play(drafts, 0.01, monkeypatch, **sizes)[1] < EXACT
-
-
 @pytest.mark.parametrize("points", ["no", "first"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(drafts, points, monkeypatch):
@@ -79,13 +67,6 @@ def test_results_of_guesses_for_others_leave_the_law_as_it_is(drafts, points, mo
     [right, wrong] = (sized.behind[1, begins]["a"] for begins in (True, False))
     assert right == {True}, "a draft is run behind one text"
     assert wrong == {False}, "and behind others as long it is not"
-
-
-def test_what_is_left_of_guesses_depends_on_samples(monkeypatch):
-    for room in ({"max_nodes": 4}, {"target": DEAR}):
-        sized, far = play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, points="first", **room)
-        assert len({points for points, _ in sized.proposed}) > 1
-        assert far < EXACT
 
 
 LEARNED = {
@@ -123,23 +104,6 @@ def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
     monkeypatch.setattr(cost_policy, "pinned_nodes", only_samples)
     sizes = {"points": "first", "max_nodes": 4}
     assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_whether_a_level_is_drawn_depends_on_the_draws_above_it(drafts, monkeypatch):
-    assert play(drafts, 0.2, monkeypatch)[0].depths == {1, 2}
-
-
-def test_below_which_samples_a_draft_goes_on_depends_on_them(monkeypatch):
-    sized, far = play(DRAFTS["i.i.d. draws"], 0.2, monkeypatch)
-    assert any(0 < some < all_ for some, all_ in sized.parts)
-    assert far < EXACT
-
-
-def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
-    sized, _ = play(DRAFTS["two drafts"], 0.2, monkeypatch)
-    assert sized.starts == {"a": {True}, "b": {True, False}}
 
 
 @pytest.mark.thorough

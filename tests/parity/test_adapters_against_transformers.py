@@ -23,6 +23,7 @@ RANK, ALPHA = 3, 5
 PREFIX = "base_model.model."
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("run_with", NAMES)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -53,6 +51,7 @@ def logits_of(theirs, token_ids):
     return theirs(torch.tensor([token_ids])).logits[0]
 
 
+@pytest.mark.few(57)
 def test_a_whole_prompt(both):
     theirs, ours = both
     rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
@@ -90,6 +89,7 @@ def test_every_path_of_a_tree(both, block_table):
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.few(57)
 def test_two_requests_in_one_pass(both):
     theirs, ours = both
     runner = runner_of(ours)
@@ -97,32 +97,6 @@ def test_two_requests_in_one_pass(both):
     rows = [chain_rows(PROMPT, 0, [6, 2, 9], logits=True), chain_rows(other, 0, [0, 1], logits=True)]
     want = torch.stack([logits_of(theirs, PROMPT)[-1], logits_of(theirs, other)[-1]])
     torch.testing.assert_close(runner.forward(rows), want, atol=TOLERANCE, rtol=0)
-
-
-def test_a_folder_in_several_files(tmp_path):
-    theirs = save_random("qwen2", tmp_path / "whole", tied=False)
-    theirs.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
-    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
-    ours = load_model(tmp_path / "parts", dtype=torch.float32, device=torch.device("cpu"))
-    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
-    torch.testing.assert_close(
-        runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
-    )
-
-
-def test_a_config_as_transformers_4_wrote_it(tmp_path):
-    """rope_theta and rope_scaling at the top level, where transformers 5 writes rope_parameters."""
-    theirs = save_random("llama-llama3-rope", tmp_path, tied=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    scaling = config.pop("rope_parameters")
-    config["rope_theta"] = scaling.pop("rope_theta")
-    config["rope_scaling"] = scaling
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ours = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
-    torch.testing.assert_close(
-        runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
-    )
 
 
 @pytest.mark.parametrize("run", NAMES)

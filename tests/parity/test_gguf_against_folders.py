@@ -48,6 +48,7 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", NAMES)
 def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def check(theirs, path, tolerance=1e-4):
     torch.testing.assert_close(logits_of(path), want, atol=tolerance, rtol=0)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "name",

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
@@ -83,6 +82,7 @@ def check_all_ways(runner, want):
     check(runner.forward([Rows(tokens, before, TABLE, 0, parents)])[[0, 2, 3, 4]], want[before:])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_yarn(scaling, run, tmp_path):
@@ -90,12 +90,6 @@ def test_yarn(scaling, run, tmp_path):
     model, runner = ours_of(tmp_path, run)
     assert model.config.max_context == 128
     check_all_ways(runner, at_once(theirs))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_yarn_of_every_family(family, tmp_path):
-    theirs = save_random(family, tmp_path, tied=False, rope_parameters=dict(YARN))
-    check(ours_of(tmp_path)[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
 
 
 @pytest.mark.parametrize("run", NAMES)
@@ -108,19 +102,7 @@ def test_yarn_of_the_layers_of_gemma_that_see_everything(run, tmp_path):
     check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
 
 
-@pytest.mark.parametrize("scaling", ["yarn-mscale", "dynamic"])
-def test_as_transformers_4_wrote_it(scaling, tmp_path):
-    parameters = dict(SCALINGS.get(scaling, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}))
-    theirs = save_random(
-        "llama", tmp_path, tied=True, rope_parameters=parameters, max_position_embeddings=ORIGINAL
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    old = config.pop("rope_parameters")
-    config |= {"rope_theta": old.pop("rope_theta"), "rope_scaling": old | {"type": old.pop("rope_type")}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check(ours_of(tmp_path)[1].forward([Rows(TEXT, 0, TABLE, 0)]), one_by_one(theirs))
-
-
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dynamic(family, run, tmp_path):
@@ -141,27 +123,6 @@ def test_dynamic(family, run, tmp_path):
     assert behind > 100 * TOLERANCE, "one call of theirs rotates the whole text in another way"
 
 
-@pytest.mark.parametrize("run", NAMES)
-def test_dynamic_is_one_call_of_theirs_whose_rotations_are_of_each_position(run, tmp_path):
-    """The one-shot forward at that length, with the rotations that transformers makes for each length."""
-    theirs = save_random(
-        "llama",
-        tmp_path,
-        tied=True,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
-        max_position_embeddings=ORIGINAL,
-    )
-    rotary = theirs.model.rotary_emb
-
-    class ByPosition(torch.nn.Module):
-        def forward(self, x, position_ids):
-            made = [rotary(x, position_ids[:, [i]]) for i in range(position_ids.shape[1])]
-            return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
-
-    theirs.model.rotary_emb = ByPosition()
-    check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
-
-
 LONGROPE = {
     "rope_parameters": {
         "rope_type": "longrope",
@@ -180,6 +141,7 @@ def for_texts_of(tokens, path, run="torch"):
     return ModelRunner(model, num_blocks=14, block_size=4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", NAMES)
 def test_longrope(run, tmp_path):
     """The short factors apply until a text is longer than the original context."""
@@ -268,6 +230,7 @@ def phi3(tmp_path, share, **more):
     return theirs, split_phi3(theirs, tmp_path / "llama", share)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.875])
 def test_a_part_of_each_head(share, run, tmp_path):
@@ -275,55 +238,6 @@ def test_a_part_of_each_head(share, run, tmp_path):
     model, runner = ours_of(tmp_path / "llama", run)
     assert model.config.rope.rotated == 16 * share
     check_all_ways(runner, at_once(theirs))
-
-
-@pytest.mark.parametrize("run", NAMES)
-def test_a_part_of_each_head_scaled_by_yarn(run, tmp_path):
-    scaling = {**YARN, "partial_rotary_factor": 0.5}
-    theirs, config = phi3(tmp_path, 0.5)
-    # Phi3's config takes no YaRN, its layers do; the field beside the parameters wins.
-    theirs.config.original_max_position_embeddings = ORIGINAL
-    theirs.config.rope_parameters = dict(scaling)
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
-    (tmp_path / "llama" / "config.json").write_text(json.dumps(config | {"rope_parameters": scaling}))
-    check_all_ways(ours_of(tmp_path / "llama", run)[1], at_once(theirs))
-
-
-@pytest.mark.parametrize("run", NAMES)
-def test_int8_matrices_of_a_part_of_each_head(run, tmp_path):
-    """Quantized matrices are made of the same rows."""
-    theirs, _ = phi3(tmp_path, 0.5)
-    model = load_model(
-        tmp_path / "llama",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=kernels(run),
-        quantization="int8",
-        cache=tmp_path / "kept",
-    )
-    got = ModelRunner(model, num_blocks=14, block_size=4).forward([Rows(TEXT, 0, TABLE, 0)])
-    want = at_once(theirs)
-    assert (got - want).abs().max() < 0.1 * want.abs().max()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_gguf_with_yarn(family, tmp_path):
-    theirs = save_random(family, tmp_path, tied=True, rope_parameters=dict(YARN))
-    write_gguf(theirs, tmp_path / "model.gguf", more=yarn_keys(theirs))
-    check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
-
-
-def test_gguf_with_yarn_and_the_ends_of_its_ramp(tmp_path):
-    scaling = {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 0.9}
-    theirs = save_random("llama", tmp_path, tied=True, rope_parameters=scaling)
-    usual = 1 + 0.1 * torch.log(torch.tensor(4.0)).item()
-    own = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "attn_factor": 0.9 / usual}
-    write_gguf(theirs, tmp_path / "model.gguf", more=yarn_keys(theirs) | own)
-    check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
-
-
-def yarn_keys(theirs):
-    return {"type": "yarn", "factor": 4.0, "original_context_length": ORIGINAL}
 
 
 @pytest.mark.parametrize("run", NAMES)
@@ -336,17 +250,3 @@ def test_gguf_that_rotates_a_part_of_each_head(architecture, run, tmp_path):
     )
     assert open_model(tmp_path / "model.gguf").config.rope.rotated == 8
     check_all_ways(ours_of(tmp_path / "model.gguf", run)[1], at_once(theirs))
-
-
-@pytest.mark.slow  # a library is compiled
-@pytest.mark.parametrize("level", [level.name for level in levels_here()[1:]])
-def test_a_lesser_cpu_rotates_alike(level, tmp_path, monkeypatch):
-    """Rotations are a table and an order of rows, which no level of the kernels knows of."""
-    monkeypatch.setenv(VARIABLE, level)
-    assert kernels("native").library.level.name == level, "a level that cannot be had would test nothing"
-    for share in (0.25, 0.875):
-        (tmp_path / str(share)).mkdir()
-        theirs, _ = phi3(tmp_path / str(share), share)
-        check_all_ways(ours_of(tmp_path / str(share) / "llama", "native")[1], at_once(theirs))
-    theirs = save_random("qwen3", tmp_path / "yarn", tied=True, rope_parameters=dict(SCALINGS["yarn-ramp"]))
-    check_all_ways(ours_of(tmp_path / "yarn", "native")[1], at_once(theirs))

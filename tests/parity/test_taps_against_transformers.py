@@ -57,6 +57,7 @@ def every(model: LanguageModel) -> range:
     return range(model.config.num_layers + 1)
 
 
+@pytest.mark.few(5)
 def test_taps_of_a_prompt_in_chunks_are_the_hidden_states_and_not_their_neighbours(both: Both) -> None:
     theirs, ours = both
     want = hidden_states(theirs, PROMPT)
@@ -70,6 +71,7 @@ def test_taps_of_a_prompt_in_chunks_are_the_hidden_states_and_not_their_neighbou
         assert ((got[:, 1:] - want[:, :-1]).abs().amax(dim=(0, 2)) > 100 * TOLERANCE).all()
 
 
+@pytest.mark.few(5)
 def test_taps_of_a_tree_are_the_hidden_states_of_its_paths(both: Both) -> None:
     theirs, ours = both
     passes, before = Passes(ours), len(PROMPT) - 1

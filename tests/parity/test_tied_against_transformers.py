@@ -62,6 +62,7 @@ def write(family, folder, flag, tensor):
     )
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("tensor", ["absent", "equal", "another"])
 @pytest.mark.parametrize("flag", [True, False, None])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -71,6 +71,7 @@ def difference(folder: Path, want: torch.Tensor, change: dict[str, Any]) -> floa
     return float((got - want).abs().max())
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", CASES)
 def test_each_switch_of_a_config_shows(name: str, base: Path) -> None:
     folder, want = folder_of(name, base)
@@ -79,6 +80,7 @@ def test_each_switch_of_a_config_shows(name: str, base: Path) -> None:
     assert {switch: size for switch, size in found.items() if not size > SEEN} == {}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", CASES)
 def test_each_order_of_rows_shows(name: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, want = folder_of(name, base)

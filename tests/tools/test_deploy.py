@@ -179,10 +179,3 @@ def test_the_images_options_exist() -> None:
     words = dict(steps("Dockerfile"))
     assert understood(json.loads(words["CMD"])) == {"host": "0.0.0.0"}
     assert words["EXPOSE"] == str(ServeConfig().port)
-
-
-def test_prometheus_scrapes_the_servers_port() -> None:
-    [config] = yaml_documents("prometheus.yaml")
-    [job] = config["scrape_configs"]
-    assert job["metrics_path"] == "/metrics"
-    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeConfig().port}"]}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tarfile
@@ -13,10 +12,9 @@ from typing import Final
 import pytest
 from packaging.metadata import Metadata
 
-from specinfer.kernels.machine import LEVELS, architecture
 from specinfer.version import VERSION
 from tests.tools.sources import REPOSITORY, bare_environment, copy_sources
-from tools.release import package_version, release_notes, required_levels
+from tools.release import package_version, release_notes
 
 BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 SUFFIXES: Final = {
@@ -108,13 +106,6 @@ def test_the_metadata_is_valid_and_has_the_readme(dist: Path) -> None:
     assert "specinfer = specinfer.cli:main" in scripts
 
 
-def test_the_page_of_the_installation_names_every_extra(dist: Path) -> None:
-    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
-    raw = wheel_of(dist).read(f"specinfer-{VERSION}.dist-info/METADATA")
-    extras = Metadata.from_email(raw, validate=True).provides_extra
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(extras or ())
-
-
 def test_the_newest_version_of_the_changelog_is_the_packages() -> None:
     changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
     version = package_version(REPOSITORY / "specinfer" / "version.py")
@@ -123,32 +114,3 @@ def test_the_newest_version_of_the_changelog_is_the_packages() -> None:
     assert notes.startswith(f"# specinfer {version} - ")
     assert "### Added\n" in notes
     assert "\n## " not in notes
-
-
-@pytest.mark.parametrize(
-    "changelog", ["# Changelog\n", "## 9.9.9 - 2026-01-01\n- x\n", f"## {VERSION}\n- x\n"]
-)
-def test_a_changelog_without_a_dated_section_of_the_version_is_refused(changelog: str) -> None:
-    with pytest.raises(SystemExit, match=f"expected '{VERSION} - YYYY-MM-DD'"):
-        release_notes(changelog, VERSION)
-
-
-def test_entries_of_the_changelog_have_a_line_each_under_a_kind() -> None:
-    kinds, kind = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}, ""
-    for line in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            kind = ""
-        elif line.startswith("### "):
-            kind = line.removeprefix("### ")
-            assert kind in kinds
-        elif kind and line:
-            assert line.startswith(("- ", "#### "))
-            assert len(line) <= 130, line
-
-
-@pytest.mark.parametrize("given", ["", "all"])
-def test_a_release_names_every_level_so_that_none_may_be_left_out(given: str) -> None:
-    here = {level.name for level in LEVELS if level.architecture == architecture()}
-    assert here
-    assert set(required_levels(given).split()) == here
-    assert required_levels("amx,avx2") == "amx,avx2"

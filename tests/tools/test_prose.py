@@ -38,29 +38,5 @@ def test_sentences_of_python_are_docstrings_comments_and_messages(tmp_path: Path
     ]
 
 
-def test_sentences_of_markdown_are_without_code(tmp_path: Path) -> None:
-    path = tmp_path / "a.md"
-    path.write_text(
-        "# Title\n\nOne `x` [link](y). Two\nlines.\n\n```\ncode\n```\n\n| a | b |\n|---|---|\n| c | d |\n"
-    )
-    found = [(one.line, one.text) for passage in prose.passages(path) for one in prose.sentences(passage)]
-    assert found[:3] == [(1, "Title"), (3, "One CODE link."), (3, "Two lines.")]
-    assert [text for _, text in found[3:]] == ["a", "b", "c", "d"]
-
-
-def test_problems_name_their_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.md"
-    path.write_text(
-        "Fine.\n\nA text that\nnobody reads. The the end.\n\n"
-        + " ".join(f"word{n}" for n in range(36))
-        + ".\n"
-    )
-    assert [(one.line, one.advice) for one in prose.problems(path)] == [
-        (3, "name the actor: the caller, a request, a draft"),
-        (4, "There's a lexical illusion in 'The the' - a phrase is repeated."),
-        (6, "36 words; at most 35"),
-    ]
-
-
 def test_the_repository_has_no_problems() -> None:
     assert prose.main(()) == 0

@@ -114,21 +114,6 @@ def test_by_default_the_best_level_of_this_cpu_that_compiles_is_in_it(sources: P
     assert [line.split()[2] for line in said][-1] == best
 
 
-def test_a_level_that_does_not_exist_is_refused(sources: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "bdist_wheel"],
-        cwd=sources,
-        env=bare_environment(SPECINFER_WHEEL_LEVELS="mmx"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert done.stderr.strip().splitlines()[-1] == (
-        f"SPECINFER_WHEEL_LEVELS names 'mmx'; allowed here: {', '.join([*HERE, 'all'])}"
-    )
-
-
 def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(OLD)
@@ -145,13 +130,6 @@ def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp
     names = zipfile.ZipFile(wheel).namelist()
     assert "specinfer/kernels/cpu/library.cpp" in names, "for levels that are left out, and other machines"
     assert "specinfer/of_yesterday.py" not in names
-
-
-def test_an_editable_install_compiles_nothing(sources: Path, tmp_path: Path) -> None:
-    options = ("--no-deps", "--no-build-isolation", "--target", str(tmp_path / "site"))
-    said = pip("install", "--verbose", *options, "--editable", str(sources), CXX="/no/such/compiler")
-    assert "native kernels" not in said
-    assert not list(sources.rglob("*.so"))
 
 
 def test_it_compiles_where_nothing_is_installed() -> None:

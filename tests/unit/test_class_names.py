@@ -26,12 +26,3 @@ def test_no_public_class_name_is_defined_twice() -> None:
     paths = sorted(PACKAGE.rglob("*.py"))
     found = classes_by_name({str(p.relative_to(PACKAGE)): p.read_text(encoding="utf-8") for p in paths})
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
-
-
-def test_classes_are_found_wherever_they_stand() -> None:
-    sources = {
-        "a": "class One: ...\nclass _Own: ...\n",
-        "b": "def f():\n    class One: ...\n",
-        "c": "class Two:\n    class Three: ...\n",
-    }
-    assert classes_by_name(sources) == {"One": ["a", "b"], "Two": ["c"], "Three": ["c"]}

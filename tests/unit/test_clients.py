@@ -26,14 +26,6 @@ def test_every_script_is_a_clients() -> None:
     assert {client.script for client in CLIENTS.values()} == set(SCRIPTS.glob("use_*"))
 
 
-def test_packages_are_told_from_versions() -> None:
-    client = Client("x", "npm", ["@ai-sdk/openai@3.0.1", "ai@6.0"], [], "2026-01-01", "pip==26.3")
-    assert client.versions == {"@ai-sdk/openai": "3.0.1", "ai": "6.0"}
-    assert Client("x", "pip", ["lm-eval[api,hf]==0.4"], [], "2026-01-01", "pip==26.3").versions == {
-        "lm-eval": "0.4"
-    }
-
-
 def test_the_page_names_versions_and_failures() -> None:
     client = Client("x", "pip", ["openai==3.57.0"], [], "2026-01-01", "pip==26.3")
     done = Visit([Check("it asks", True, ""), Check("it hears", False, "TypeError: deaf")], 3, 1)

@@ -5,7 +5,7 @@ import pytest
 
 from specinfer import LLM
 from specinfer import llm as llm_module
-from specinfer.progress import NoProgress, ProgressBar, default_progress, format_bytes
+from specinfer.progress import NoProgress, ProgressBar, default_progress
 
 
 class Clock:
@@ -47,27 +47,6 @@ def test_quick_work_shows_nothing():
         assert stream.getvalue() == ""
 
 
-def test_an_unknown_total_gets_a_line_every_ten_seconds_and_a_last_one():
-    stream, clock = io.StringIO(), Clock()
-    bar = ProgressBar(stream, clock=clock)
-    bar.start(None, "pip")
-    for second in range(1, 16):
-        clock.now = second
-        bar.advance(1000)
-    bar.finish()
-    assert lines_of(stream) == ["pip: 2.0 kB", "pip: 12.0 kB", "pip: 15.0 kB, finished"]
-
-
-def test_units_other_than_bytes_are_named():
-    stream, clock = io.StringIO(), Clock()
-    bar = ProgressBar(stream, clock=clock)
-    bar.start(8, "bench", "prompts")
-    clock.now = 5
-    bar.advance(4)
-    bar.finish()
-    assert lines_of(stream) == ["bench: 50% of 8 prompts", "bench: 4 prompts, finished"]
-
-
 def test_a_terminal_gets_a_bar_that_is_taken_away():
     stream, clock = Terminal(), Clock()
     bar = ProgressBar(stream, clock=clock)
@@ -94,16 +73,6 @@ def test_progress_bar_closes_when_the_work_fails(capsys):
     except Broken:
         pass
     assert capsys.readouterr().err.splitlines() == ["work: 25% of 4 steps", "work: 1 steps, finished"]
-
-
-def test_bytes_are_written_for_people():
-    assert [format_bytes(n) for n in (0, 999, 1000, 98_362_432, 2_500_000_000)] == [
-        "0 B",
-        "999 B",
-        "1.0 kB",
-        "98.4 MB",
-        "2.5 GB",
-    ]
 
 
 @pytest.mark.parametrize(

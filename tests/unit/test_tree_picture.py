@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -27,23 +26,6 @@ def test_a_step_has_two_frames_and_its_tokens() -> None:
         ["".join(g.itertext()) for g in frame.iter(f"{SVG}g") if g.get("class") == "good"] for frame in frames
     ]
     assert green == [[], ['" b"', '" c"'], [], []]  # accepted guesses alone: the root is text already
-
-
-def test_one_guess_and_one_token_are_singular() -> None:
-    drawn = TOOL["picture"]([TOOL["Step"](["a"], [-1], [], "b"), TOOL["Step"](["b", "c"], [-1, 0], [1], "d")])
-    assert "0 guesses accepted and one token of the model&#x27;s own; 1 token so far<" in drawn
-    assert "pass 2: 1 guess<" in drawn
-    assert "1 guess accepted and one token of the model&#x27;s own; 3 tokens so far<" in drawn
-
-
-def test_the_accepted_path_is_the_first_row_and_no_two_nodes_share_a_place() -> None:
-    step = TOOL["Step"](list("abcdef"), [-1, 0, 0, 1, 2, 2], [2, 5], "g")
-    rows, depths = TOOL["_rows"](step), TOOL["_depths"](step)
-    assert rows == [0, 2, 0, 2, 1, 0]
-    assert depths == [0, 1, 1, 2, 2, 2]
-    frame = TOOL["_frame"](step, "", "", verified=True)
-    places = re.findall(r'<rect class="node" x="(\d+)" y="(\d+)"', frame)
-    assert len(places) == len(set(places)) == 7
 
 
 def test_every_picture_of_the_pages_is_xml_with_a_title_and_colours_for_dark_pages() -> None:

@@ -83,26 +83,12 @@ def test_heads(backend, heads, kv_heads, head_dim, extras, dtype, tolerance):
     check(backend, layer, BATCHES["requests of all kinds"], tolerance)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("extras", OTHERWISE, ids=str)
 def test_caps_biases_and_sinks(backend: AttentionBackend, extras: dict[str, Any], window: int | None) -> None:
     for rows in BATCHES.values():
         check(backend, Layer(6, 2, 16, window=window, **extras), rows, 1e-5)
-
-
-@pytest.mark.parametrize("extras", OTHERWISE, ids=str)
-def test_caps_biases_and_sinks_in_bfloat16(backend: AttentionBackend, extras: dict[str, Any]) -> None:
-    layer = Layer(14, 2, 20, torch.bfloat16, rope=not extras.get("alibi"), **extras)
-    check(backend, layer, BATCHES["requests of all kinds"], 2e-2)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
-def test_norms_of_whole_rows(
-    backend: AttentionBackend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    layer = Layer(heads, kv_heads, head_dim, dtype, norms=True, whole_norms=True, rope=True)
-    check(backend, layer, BATCHES["requests of all kinds"], tolerance)
 
 
 @pytest.mark.parametrize("extras", OTHERWISE, ids=str)
@@ -122,23 +108,6 @@ def test_rows_together_under_a_mask_find_what_each_finds_alone(extras: dict[str,
             *(places_TS[t : t + 1, seen], lengths_T1[t : t + 1]),
         )
         torch.testing.assert_close(together[t], alone[0], atol=1e-6, rtol=1e-5)
-
-
-def test_parts_of_other_sizes_are_refused() -> None:
-    backend, paths = kernels("native").attention, paths_of(Rows([1], 3, scattered(0, 1), 0))
-    layer = Layer(4, 2, 16, norms=True, alibi=True, sinks=True)
-    heads, (k, v) = layer.heads, layer.caches()
-    assert heads.alibi is not None
-    wrong = {
-        r"a head norm's weight must be \[64\] of torch.float32, got \[16\]": replace(heads, whole_norms=True),
-        r"sinks must be \[4\] of torch.float32, got \[3\]": replace(heads, sinks_N=torch.ones(3)),
-        r"slopes must be \[4\] of float32, got \[2\]": replace(
-            heads, alibi=replace(heads.alibi, slopes_N=torch.ones(2))
-        ),
-    }
-    for words, one in wrong.items():
-        with pytest.raises(ValueError, match=words):
-            backend.over([k], [v]).bind(paths)(one, torch.zeros(1, 128), None)
 
 
 def test_nan_propagates(backend: AttentionBackend) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionBackend
 from specinfer.runtime.batch import Rows
 from tests.kernels import kernels
-from tests.unit.attention.paths import Layer, paths_of, scattered, with_blocks_of, written
+from tests.unit.attention.paths import Layer, paths_of, scattered, written
 
 #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the middle one is the text
 #             +- 4 - 7 - 10
@@ -94,18 +94,6 @@ def test_a_tree_level_by_level_and_at_once(backend, layer, start):
         qkv, rotation = layer.inputs(paths)
         level = backend.over([k], [v]).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
         assert torch.equal(level[: last - first], at_once[first:last])
-
-
-@pytest.mark.parametrize("block", [1, 2, 8, 16])
-def test_in_blocks_of_any_size(backend, layer, block):
-    parts = [Rows([1] * 12, 121, TABLE, 0, PARENTS), Rows([1] * 33, 60, scattered(20, 6), 0)]
-    paths = paths_of(*parts)
-    for window in (None, 50):
-        layer.window = window
-        for got, want in zip(
-            layer.run(backend, with_blocks_of(block, paths)), layer.run(backend, paths), strict=True
-        ):
-            assert torch.equal(got, want)
 
 
 def test_alone_and_in_a_batch(backend, layer):

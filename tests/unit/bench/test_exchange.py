@@ -56,14 +56,6 @@ def test_chunks_are_read(name: str) -> None:
     assert exchange.error == ""
 
 
-def test_speculation_figures_of_the_server_are_kept() -> None:
-    report = {"num_spec_steps": 3}
-    assert (
-        taken(text("a"), {"choices": [], "metrics": {"speculative_decoding": report}}).speculation == report
-    )
-    assert taken(text("a"), {"choices": [], "metrics": {"speculative_decoding": None}}).speculation is None
-
-
 @pytest.mark.parametrize(
     ("chunk", "error"),
     [
@@ -110,16 +102,3 @@ def read(data: bytes, size: int) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_events_are_the_same_however_bytes_are_cut(end: str, size: int) -> None:
     assert read(STREAM.replace("\n", end).encode(), size) == EVENTS
-
-
-def test_an_event_is_given_with_the_packet_that_completes_it() -> None:
-    stream = EventStream()
-    assert stream.feed(b"data: a\n") == []
-    assert stream.feed(b"\ndata: b\r\n\r\nda") == ["a", "b"]
-    assert stream.feed(b"ta: c") == []
-    assert stream.close() == ["c"]
-    assert stream.close() == []
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_field() -> None:
-    assert read(b"\xef\xbb\xbfdata: a\n\n", 1) == ["a"]

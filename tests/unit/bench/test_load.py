@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 
 import pytest
 
 from specinfer.bench.exchange import Exchange
 from specinfer.bench.load import Messages, Traffic, arrival_times, first_requests, send
-from specinfer.errors import ConfigError
 from specinfer.report.dataset import Conversation, Dataset
 from tests.virtual_time import run_virtual
 
@@ -29,12 +27,6 @@ TALKS = Dataset("made up", (Conversation(("a",)), Conversation(("b", "c", "d")),
 )
 def test_the_last_conversation_is_cut_short(count: int | None, turns: list[tuple[str, ...]]) -> None:
     assert [talk.turns for talk in first_requests(TALKS, count).conversations] == turns
-
-
-@pytest.mark.parametrize("count", [0, -1, 6])
-def test_other_counts_are_refused(count: int) -> None:
-    with pytest.raises(ConfigError, match=f"is {count}; made up has 5, and repeated ones would be"):
-        first_requests(TALKS, count)
 
 
 SINGLE = [Conversation((name,)) for name in "abcde"]
@@ -76,17 +68,6 @@ def test_arrivals_do_not_wait_for_earlier_answers() -> None:
     assert [exchange.sent for exchange in exchanges] == [time for time, _ in log]
 
 
-def test_a_turn_follows_the_answer_to_the_one_before() -> None:
-    log: list[tuple[float, int]] = []
-    talks = [Conversation(("a", "b", "c")), Conversation(("d",)), Conversation(("e", "f"))]
-    exchanges, _ = run_virtual(send(talks, Traffic(concurrency=3), server(log, {})))
-    assert log == [(0, 0), (0, 3), (0, 4), (1, 1), (1, 5), (2, 2)]
-    assert [exchange.text for exchange in exchanges] == [
-        *("a", "a+a+b", "a+a+b+a+a+b+c"),
-        *("d", "e", "e+e+f"),
-    ]
-
-
 def test_behind_a_failed_turn_the_conversation_is_over() -> None:
     asked = []
 
@@ -99,31 +80,3 @@ def test_behind_a_failed_turn_the_conversation_is_over() -> None:
     assert asked == [0, 1, 4]
     unasked = "not asked, as turn 2 failed"
     assert [exchange.error for exchange in exchanges] == ["", "HTTP 429: slow down", unasked, unasked, ""]
-
-
-def test_arrivals_are_seeded_and_keep_the_mean_rate() -> None:
-    times = arrival_times(400, 4.0, seed=1)
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(100)
-    assert arrival_times(400, 4.0, seed=1) == times
-    assert arrival_times(400, 8.0, seed=1) == pytest.approx([time / 2 for time in times])
-    assert arrival_times(400, 4.0, seed=2) != times
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    # A share of exp(-1) of exponential gaps with mean 1/4 is longer than the mean.
-    assert sum(gap > 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, "give one of --concurrency and --rate"),
-        ({"concurrency": 1, "rate": 1.0}, "give one of --concurrency and --rate"),
-        ({"concurrency": 0}, "concurrency is 0; allowed: an integer >= 1"),
-        ({"rate": 0.0}, "rate is 0.0; allowed: a number of conversations per second, above 0"),
-        ({"rate": float("inf")}, "rate is inf"),
-        ({"rate": float("nan")}, "rate is nan"),
-    ],
-)
-def test_other_traffic_is_refused(options: dict[str, float], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Traffic(**options)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.load_figures import figures, lines, table, times_table
+from specinfer.bench.load_figures import figures, lines, table
 
 # Four requests, in seconds of one clock; two answered with usage, one without, one failed.
 ANSWERED = [
@@ -50,12 +50,6 @@ def test_without_usage_chunks_are_counted_and_reported() -> None:
     assert ("tokens in / out", "not known / 9") in table(result)
     [said] = lines(result)
     assert said.startswith("1 answers came without usage: their chunks are counted")
-
-
-def test_requests_that_end_as_others_begin_were_not_at_work_together() -> None:
-    times = [(0, 2), (1, 2), (2, 4), (2, 3), (3, 4), (3.5, 4)]
-    result = figures([Exchange(float(begin), ended=float(end)) for begin, end in times], duration=4.0)
-    assert result["max_concurrent_requests"] == 3
 
 
 def test_without_answers_figures_are_zero_and_the_first_error_is_shown() -> None:
@@ -101,25 +95,3 @@ def test_speculation_is_added_up_over_answers() -> None:
         "speculation: 2.67 tokens per step, 10 of 20 drafted tokens accepted (50%) in 6 steps, "
         "as 2 of 4 answers report"
     )
-
-
-def test_rates_are_zero_without_guesses() -> None:
-    idle = Exchange(0.0, [1.0], 1.0, completion_tokens=1, speculation=report(0, 0, 0))
-    speculation = figures([idle], duration=1.0)["speculative_decoding"]
-    assert (speculation["mean_acceptance_length"], speculation["draft_acceptance_rate"]) == (0, 0)
-    assert "acceptance_histogram" not in speculation
-
-
-def test_tables_show_the_figures() -> None:
-    result = figures(ANSWERED, duration=4.0)
-    assert table(result) == [
-        ("requests completed / failed", "2 / 0"),
-        ("most at once", "2"),
-        ("duration, s", "4.00"),
-        ("tokens in / out", "30 / 6"),
-        ("requests/s", "0.50"),
-        ("output tokens/s", "1.5"),
-        ("tokens/s, prompts included", "9.0"),
-    ]
-    assert times_table(result)[0] == ("time to first token (ttft)", "750.0", "750.0", "250.0", "995.0")
-    assert lines(result) == []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
 
-from specinfer.bench import openai_client
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request, server_root
+from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request
 from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
 from tests.fake_openai_server import DONE, FakeServer, Reply, chat, error, event, usage
@@ -79,26 +77,6 @@ def test_a_mishap_is_the_exchanges_error(name: str) -> None:
     assert exchange.ended >= exchange.sent > 0
 
 
-@pytest.mark.parametrize("end", [[], [DONE[:-2]], [DONE[:-1]]])
-def test_a_whole_answer_may_end_without_a_word(end: list[bytes]) -> None:
-    exchange = exchange_of(Reply([*WHOLE, *end]))
-    assert (exchange.error, exchange.text) == ("", "Good day")
-
-
-def test_one_connection_serves_one_request_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "_IDLE_SECONDS", 60.0)  # however slow the machine is
-    refused = error("429 Too Many Requests", "slow down")
-    replies = iter([Reply([*WHOLE, DONE]), refused, Reply([*WHOLE, DONE, chat("more")]), Reply([chat("a")])])
-
-    async def work(url: str) -> list[str]:
-        async with connect(url, None) as http:
-            return [(await send_request(http, OPTIONS, "m", n, HELLO)).text for n in range(4)]
-
-    with FakeServer(lambda request: next(replies)) as server:
-        assert asyncio.run(work(server.url)) == ["Good day", "", "Good day", "a"]
-    assert server.connections == 1
-
-
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with FakeServer(lambda request: Reply([])) as server:
         url = server.url
@@ -140,23 +118,6 @@ def timed(*packets: tuple[float, bytes], options: RequestOptions = OPTIONS) -> E
     return run_virtual(work())
 
 
-def test_chunks_are_timed_when_their_packet_arrives() -> None:
-    second, third = chat("b"), chat("c")
-    exchange = timed(
-        (0.25, chat("")),  # the role, no text
-        (0.25, chat("a")),
-        (1.0, b": idle\n\n"),
-        (1.0, second[:9]),
-        (0.5, second[9:] + third),  # two chunks in one packet
-        (0.25, chat("", "length")),
-        (5.0, usage(3, 4)),
-        (5.0, DONE),
-    )
-    assert (exchange.error, exchange.text) == ("", "abc")
-    assert (exchange.ttft, exchange.itls, exchange.e2el) == (1.0, [2.5, 0.0], 3.75)
-    assert exchange.tpot == pytest.approx(2.75 / 3)
-
-
 def test_an_answer_that_takes_too_long_is_failed() -> None:
     options = RequestOptions(params=GREEDY, timeout=2.0)
     exchange = timed((1.0, chat("a")), (1.0, chat("b")), (1.0, DONE), options=options)
@@ -164,58 +125,6 @@ def test_an_answer_that_takes_too_long_is_failed() -> None:
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), options=options).error == ""
     # The client does not wait for bytes after [DONE].
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), options=options).error == ""
-
-
-def test_the_body_of_requests() -> None:
-    talk = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
-    plain = {"model": "m", "max_tokens": 8, "temperature": 0, "seed": 8, "stream": True}
-    plain["stream_options"] = {"include_usage": True}
-    assert OPTIONS.request(3, "m", talk) == {**plain, "messages": talk}
-    raw = RequestOptions(params=GREEDY, endpoint="completions", ignore_eos=True)
-    prompt = "Hello\n\nHi\n\nAnd?"
-    assert raw.request(3, "m", talk) == {**plain, "prompt": prompt, "ignore_eos": True}
-    warm = SamplingParams(temperature=0.5, top_p=0.9, top_k=4, max_tokens=8)
-    body = {"speculation": False, "max_tokens": None, "max_completion_tokens": 9, "stream_options": None}
-    assert RequestOptions(params=warm, body=body).request(0, "m", HELLO) == {
-        **{"model": "m", "messages": HELLO, "temperature": 0.5, "seed": 0, "stream": True},
-        **{"top_p": 0.9, "top_k": 4, "speculation": False, "max_completion_tokens": 9},
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"endpoint": "chats"}, "endpoint is 'chats'; allowed: chat, completions"),
-        ({"timeout": 0.0}, "timeout is 0.0; allowed: a number of seconds above 0"),
-        (
-            {"body": {"stream": False, "prompt": ""}},
-            "body has prompt, stream, which the benchmark sets",
-        ),
-        ({"body": {"n": 2}}, "body has n = 2; one text per request is measured"),
-    ],
-)
-def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        RequestOptions(params=GREEDY, **options)
-
-
-@pytest.mark.parametrize(
-    ("url", "root"),
-    [
-        ("http://localhost:8000", "http://localhost:8000"),
-        ("http://localhost:8000/", "http://localhost:8000"),
-        ("https://host/api/v1/", "https://host/api"),
-        ("localhost:8000", None),
-        ("http://", None),
-        ("ftp://host", None),
-    ],
-)
-def test_urls_with_and_without_v1_are_taken(url: str, root: str | None) -> None:
-    if root is None:
-        with pytest.raises(ConfigError, match="allowed: like http://localhost:8000"):
-            server_root(url)
-    else:
-        assert server_root(url) == root
 
 
 def models(reply: Reply, api_key: str | None = None) -> str:
@@ -229,22 +138,3 @@ def models(reply: Reply, api_key: str | None = None) -> str:
 
 def test_the_first_model_is_taken() -> None:
     assert models(Reply([b'{"data": [{"id": "a"}, {"id": "b"}]}'])) == "a"
-
-
-@pytest.mark.parametrize(
-    ("reply", "says"),
-    [
-        (Reply([b'{"data": []}']), "lists no model; give --model"),
-        (Reply([b"hello"]), "lists no model; give --model"),
-        (error("401 Unauthorized", "no key"), "answered HTTP 401: no key; give --model, or --api-key"),
-    ],
-)
-def test_a_server_without_models_is_refused(reply: Reply, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        models(reply)
-
-
-def test_an_invalid_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--url needs httpx; .* pip install 'specinfer\[serve\]'"):
-        connect("http://localhost:1", None)

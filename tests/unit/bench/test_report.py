@@ -10,19 +10,15 @@ import pytest
 
 from specinfer.bench import report as plot
 from specinfer.bench.report import (
-    acceptance_per_depth,
     as_json,
     lines,
-    milliseconds,
     table,
 )
 from specinfer.bench.run import Load, compare
 from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
-from tests.flights import accept_everything, each_tree
 
 GREEDY = Load(params=SamplingParams(temperature=0, max_tokens=12), chat=False)
-SEEDED = Load(params=SamplingParams(temperature=1, seed=7, max_tokens=12), chat=False)
 
 
 def result_of(pair: Any, dataset: Dataset, load: Load, **options: Any) -> dict[str, Any]:
@@ -68,32 +64,6 @@ def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: An
     assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in text
 
 
-def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) -> None:
-    result = result_of(pair, dataset, SEEDED, verifier="mss")
-    assert (result["promised"], result["identity_promised"]) == ("law", False)
-    assert result["identical"] < 6
-    assert "keeps the law of the text, not the text" in "\n".join(lines(result))
-    assert result_of(pair, dataset, SEEDED)["identity_promised"] is True
-    assert result_of(pair, dataset, GREEDY, verifier="mss")["identical"] == 6
-
-
-def test_a_text_that_differs_is_shown_with_its_first_difference(
-    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specinfer.engine.target_laws.verify_trees", each_tree(accept_everything))
-    result = result_of(pair, dataset, GREEDY, drafts=["stranger"])
-    assert result["identical"] == 0
-    first = result["differences"][0]
-    assert first["request"] == "1.1"
-    assert first["index"] == 1  # the first token comes with the prompt, from no tree
-    assert first["expected"] != first["got"]
-    assert first["gap"] > first["tolerance"]
-    assert not first["explained"]
-    assert {"request": "2.2", "follows": "an answer that differs"} in result["differences"]
-    assert "0 of 5 first differences are within rounding" in "\n".join(lines(result))
-    assert "please report" in "\n".join(lines(result))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("promised", "explained", "words"),
@@ -123,21 +93,6 @@ def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
     assert ("please report" in text) == (explained != [] and not excused)
 
 
-def test_cpu_use_of_other_programs_is_reported(pair: Any, dataset: Dataset) -> None:
-    result = result_of(pair, dataset, GREEDY)
-    result["hardware"]["cores"] = 4
-    result["busy_elsewhere_cores"] = 1.5
-    assert "other programs used 1.5 of 4 cores" in "\n".join(lines(result))
-    result["busy_elsewhere_cores"] = 0.2
-    assert "other programs" not in "\n".join(lines(result))
-
-
-def test_figures_as_literals() -> None:
-    assert milliseconds([0.001, 0.002, 0.009]) == pytest.approx({"mean": 4, "median": 2, "p99": 8.86})
-    assert milliseconds([]) == {"mean": 0, "median": 0, "p99": 0}
-    assert acceptance_per_depth([3, 1], [4, 4, 2]) == [0.75, 0.25, 0]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix: str, start: bytes) -> None:
@@ -148,12 +103,3 @@ def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix:
     plot.draw(result, path)
     assert path.read_bytes().startswith(start)
     assert path.stat().st_size > 5000
-
-
-def test_a_run_without_guesses_has_a_plot(pair: Any, dataset: Dataset, tmp_path: Path) -> None:
-    plain, speculative = pair()
-    load = Load(params=SamplingParams(temperature=0, max_tokens=1), chat=False)
-    result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)
-    assert result["speculative"]["acceptance_per_depth"] == []
-    plot.draw(result, tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").exists()

@@ -12,7 +12,6 @@ from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.sampling_params import SamplingParams
-from tests.engines import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=40, max_tokens=12)
@@ -44,12 +43,6 @@ def test_both_engines_answer_everything_alike(
     assert len(comparison.group_speedups) == len(baseline.group_rates)
 
 
-def test_seeds_differ_by_request_and_are_equal_in_both_runs(pair: Any, dataset: Dataset) -> None:
-    comparison = compare(*pair(), dataset, Load(params=SEEDED, chat=False))
-    for run in (comparison.baseline, comparison.speculative):
-        assert [run.outputs[key].seed for key in sorted(run.outputs)] == [40, 41, 42, 43, 44, 45]
-
-
 def test_a_second_turn_follows_the_models_own_answer(pair: Any, dataset: Dataset) -> None:
     plain, speculative = pair()
     comparison = compare(plain, speculative, dataset, Load(params=GREEDY, chat=False))
@@ -57,18 +50,6 @@ def test_a_second_turn_follows_the_models_own_answer(pair: Any, dataset: Dataset
         first, second = run.outputs[1, 0], run.outputs[1, 1]
         asked = f"a question\n\n{first.text}\n\nanother"
         assert list(second.prompt_token_ids) == plain.tokenizer.encode(asked)
-
-
-def test_the_batch_size_is_the_number_of_requests_in_flight(
-    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, speculative = pair(max_batch_size=8)  # the engines would take all of them at once
-    seen: list[int] = []
-    engine = engine_of(plain)
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: (seen.append(len(engine._scheduler.running)), step())[1])
-    compare(plain, speculative, dataset, Load(params=GREEDY, batch_size=2, chat=False))
-    assert max(seen) == 2
 
 
 def test_a_refused_request_fails_with_the_later_turns(pair: Any) -> None:
@@ -81,11 +62,6 @@ def test_a_refused_request_fails_with_the_later_turns(pair: Any) -> None:
         assert sorted(run.outputs) == [(1, 0)]
     with pytest.raises(RequestError, match="no request could be served; the first: the prompt has 200"):
         compare(*pair(), replace(dataset, conversations=conversations[:1]), Load(params=GREEDY, chat=False))
-
-
-def test_a_batch_has_at_least_one_request() -> None:
-    with pytest.raises(RequestError, match="batch size is 0; allowed: an integer >= 1"):
-        Load(params=GREEDY, batch_size=0)
 
 
 def test_the_warm_up_leaves_no_answer_to_look_up(

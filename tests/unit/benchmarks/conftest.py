@@ -10,9 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from click.testing import CliRunner
 
-from specinfer.cli import cli
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -73,30 +71,3 @@ def dataset(tmp_path: Path) -> str:
     rows = [{"prompt": f"What is {n}?", "reference": f"{n} is a number."} for n in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.fixture
-def traces(run: Run, pair: tuple[str, str], dataset: str, tmp_path: Path) -> list[Path]:
-    """Two traces of the pair, played.npz and other.npz, whose texts differ by their seeds."""
-    made = [tmp_path / "played.npz", tmp_path / "other.npz"]
-    for seed, out in enumerate(made):
-        done = CliRunner().invoke(
-            cli,
-            [
-                *(
-                    "trace",
-                    "record",
-                    "--model",
-                    pair[0],
-                    "--draft",
-                    pair[1],
-                    "--no-lookup",
-                    "--prompts",
-                    dataset,
-                ),
-                *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
-                *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
-            ],
-        )
-        assert done.exit_code == 0, done.output
-    return made

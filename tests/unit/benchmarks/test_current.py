@@ -63,19 +63,3 @@ def test_every_command_of_a_page_leads_to_a_script() -> None:
     scripts = {moved[Path(one).stem] if one.endswith(".py") else one for one in commands}
     assert len(scripts) > 20
     assert {one for one in scripts if importlib.util.find_spec(one) is None} == set()
-
-
-def test_a_page_that_is_not_current_is_named() -> None:
-    text = "- command: `python benchmarks/speed.py --model m`"
-    pages = {f"speed_m_box_{day}": text for day in ("2026-01-01", "2026-01-02")}
-    pages |= {"speed_n_box_2026-05-01": text, "gone_m_box_2026-05-01": text.replace("speed", "gone")}
-    listed = {"speed": ["speed_m_box_2026-01-01", "speed_n_box_2026-05-01", "speed_o_box_2026-05-01"]}
-    assert stale(listed, pages, {"speed"}) == [
-        "gone_m_box_2026-05-01 is not in CURRENT.toml: list it, or delete it",
-        "gone_m_box_2026-05-01 was made by gone, which is gone: delete it",
-        "speed_m_box_2026-01-01 is more than 60 days older than the newest page: measure again",
-        "speed_m_box_2026-01-01 is replaced by speed_m_box_2026-01-02: delete it",
-        "speed_m_box_2026-01-02 is more than 60 days older than the newest page: measure again",
-        "speed_m_box_2026-01-02 is not in CURRENT.toml: list it, or delete it",
-        "speed_o_box_2026-05-01 is in CURRENT.toml, and there is no such page",
-    ]

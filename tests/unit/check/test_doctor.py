@@ -20,7 +20,6 @@ from specinfer.check.doctor import (
     machine_facts,
     pass_bytes,
     pass_cost,
-    tree_pass,
 )
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
@@ -29,10 +28,9 @@ from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import RefusedLevel
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.speculation_config import Quantization
 from tests.streaming import Streaming
-from tests.tiny_models import write_tiny_llama, write_tiny_mixture
+from tests.tiny_models import write_tiny_llama
 
 LEVEL = {level.name: level for level in LEVELS}
 X86 = ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
@@ -84,28 +82,6 @@ def test_what_became_of_each_level(
     assert standings(used, refused) == dict(zip(X86, expected.split(", "), strict=True))
 
 
-def test_each_level_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "x86-64", V4 + "avx512_bf16 amx_tile", "avx512")
-    assert level_facts(LEVEL["avx2"], [RefusedLevel(LEVEL["avx512"], "it crashed")]) == [
-        LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8, avx512_fp16"),
-        LevelFact(
-            "avx512bf16", "AVX-512 with VNNI and bfloat16", "not selected", "SPECINFER_CPU is 'avx512'"
-        ),
-        LevelFact("avx512", "AVX-512 with VNNI", "refused", "it crashed"),
-        LevelFact("avxvnni", "AVX2 with VNNI", "not on this CPU", "it lacks avx_vnni"),
-        LevelFact("avx2", "AVX2", "used", None),
-    ]
-    pretend(monkeypatch, "x86-64", V3, "avx9")
-    assert level_facts(None, [])[-1].reason == "SPECINFER_CPU is 'avx9', which this CPU does not support"
-
-
-def test_levels_are_those_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "aarch64", "asimd asimddp")
-    assert standings("dotprod") == {"i8mm": "not on this CPU", "dotprod": "used", "neon": "not needed"}
-    pretend(monkeypatch, "riscv64", "")
-    assert standings(None) == {}
-
-
 # ---- kernels ----
 
 
@@ -138,24 +114,6 @@ def test_a_cpu_without_any_level_and_a_wrong_wish_are_findings(monkeypatch: pyte
     assert found.fault.startswith("SPECINFER_CPU is 'amx', which this CPU lacks; allowed here: avx2")
 
 
-@pytest.mark.parametrize(("folder", "origin"), [("lib", "wheel"), ("cache", "cache")])
-def test_where_the_library_came_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, origin: str
-) -> None:
-    pretend(monkeypatch, "x86-64", V3)
-    monkeypatch.setattr(doctor, "packaged_library", lambda level: tmp_path / "lib" / f"{level.name}.so")
-    threads: list[int] = []
-    library: Any = SimpleNamespace(
-        path=tmp_path / folder / "avx2.so", level=LEVEL["avx2"], set_threads=threads.append
-    )
-    monkeypatch.setattr(doctor, "find_best", lambda progress: (library, []))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    facts = machine_facts(find_kernels(), None)
-    assert (facts.kernels, facts.library_from, facts.kernels_fault) == ("native", origin, None)
-    assert facts.library == str(tmp_path / folder / "avx2.so")
-    assert threads == [1], "the bandwidth is that of the threads that are used"
-
-
 # ---- speeds ----
 
 
@@ -180,32 +138,6 @@ def test_the_output_layer_is_read_once_and_the_embeddings_are_not(
     plain = 4 * (NORMS + HEAD + sum(out * inner for out, inner in MATRICES))
     int8 = 4 * NORMS + int8_bytes(64, 32) + sum(int8_bytes(*shape) for shape in MATRICES)
     assert pass_bytes(folder, model, quantization, 7) == (plain if quantization == "none" else int8) + KV
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_of_a_mixture_a_node_reads_its_own_experts(tmp_path: Path, quantization: Quantization) -> None:
-    shape: dict[str, Any] = {"num_layers": 1, "tie_embeddings": False, "expert_size": 16}
-    folder = write_tiny_mixture(tmp_path / "m", experts=8, per_token=3, **shape)
-    model: Any = SimpleNamespace(
-        config=open_model(folder).config, dtype=torch.float32, kernels=SimpleNamespace(library=object())
-    )
-    read = pass_bytes(folder, model, quantization, 7)
-    wider = write_tiny_mixture(tmp_path / "w", experts=16, per_token=3, **shape)
-    model.config = open_model(wider).config
-    assert pass_bytes(wider, model, quantization, 7) == read + 8 * 32 * 4, "the router alone is larger"
-    more = write_tiny_mixture(tmp_path / "more", experts=8, per_token=5, **shape)
-    model.config = open_model(more).config
-    of_one = 3 * 16 * 32 * 4 if quantization == "none" else 2 * int8_bytes(16, 32) + int8_bytes(32, 16)
-    assert pass_bytes(more, model, quantization, 7) == read + 2 * of_one
-
-
-def test_a_tree_pass_gives_the_logits_of_all_nodes_every_time(tmp_path: Path) -> None:
-    folder = write_tiny_llama(tmp_path / "m")
-    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-    call: Any = tree_pass(model, 40, 5)
-    first = call()
-    assert first.shape == (5, 64)
-    assert torch.equal(call(), first)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -76,27 +76,6 @@ def test_rounding_excuses_a_difference_only_where_identical_texts_are_not_promis
     assert found.details["promised"] == ("identical" if device == "cpu" else "rounding")
 
 
-def test_the_words_tell_what_differs_what_rounding_explains_and_what_is_promised() -> None:
-    assert compared("cpu", SAME).words == "1 of 1 texts identical, 1 of 3 guesses accepted"
-    assert compared("cpu", EXPLAINED, EXPLAINED, UNEXPLAINED).words == (
-        "0 of 3 texts identical, 3 of 9 guesses accepted; 3 differ, rounding explains 2 of them; text 3, at "
-        "output token 1: 1 became 2; the target prefers the first by 13.25, rounding is up to 0.25"
-    )
-    assert compared("cpu", SAME, EXPLAINED).words.endswith(
-        "; 1 differ, rounding explains 1 of them; text 2, at output token 1: 1 became 0; the target prefers "
-        "the first by 0.25, rounding is up to 0.25"
-    )
-    promised = "; identical texts are not promised on cuda, differences within rounding pass"
-    assert compared("cuda", SAME).words == f"1 of 1 texts identical, 1 of 3 guesses accepted{promised}"
-    assert compared("cuda", EXPLAINED).words == (
-        "0 of 1 texts identical, 1 of 3 guesses accepted; 1 differ, rounding explains 1 of them" + promised
-    )
-    assert compared("cuda:1", SAME, UNEXPLAINED).words.endswith(
-        "text 2, at output token 1: 1 became 2; the target prefers the first by 13.25, rounding is up to 0.25"
-        + promised
-    )
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_same_tokens_in_other_words_fail_everywhere(device: str) -> None:
     target: Any = Fixed(device)
@@ -168,15 +147,3 @@ def test_a_cached_prefix_that_is_not_the_requests_own_fails(
     assert not found.passed
     assert found.decided
     assert "differ, rounding explains" in found.words
-
-
-def test_prompts_too_short_to_be_cached_leave_it_open(tiny: Tiny) -> None:
-    found = repeated(tiny.llm(drafts=["similar"], lookup=True), [[1, 2, 3, 1, 2, 3]])
-    assert (found.passed, found.decided) == (False, False)
-    assert "nothing came from the cache: give prompts longer than a block of 16 tokens" in found.words
-
-
-def test_an_engine_without_prefix_reuse_is_asked_twice_all_the_same(tiny: Tiny) -> None:
-    found = repeated(tiny.llm(drafts=["similar"], lookup=True, prefix_reuse=False), LONG)
-    assert found.passed, found.words
-    assert "prefix_reuse is off" in found.words

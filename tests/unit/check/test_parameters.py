@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.check import parameters
 from specinfer.check.difference import PlainTarget, Verdict
-from specinfer.check.parameters import MIN_TOKENS, ProcessedTarget, check_parameters, params_of, settings_for
+from specinfer.check.parameters import MIN_TOKENS, ProcessedTarget, check_parameters, settings_for
 from specinfer.check.promise import Effort
 from specinfer.processors.changes import Penalties, RowChanges
 from specinfer.sampling_params import SamplingParams
@@ -64,15 +64,6 @@ def test_a_penalty_that_forgets_a_trees_path_is_found(tiny: Tiny, monkeypatch: p
     assert found["temperature 0"].passed
 
 
-def test_a_setting_that_the_engine_refuses_is_open(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endless = write_tiny(tmp_path_factory.mktemp("endless"), vocab_size=256, max_context=160)
-    found = check(endless, monkeypatch, "regex", "temperature 0")
-    assert found["temperature 0"].passed
-    assert str(found["regex"]).startswith("open  regex: refused: regex needs a model with an end-of-text")
-
-
 def test_logits_are_judged_as_parameters_leave_them(tiny: Tiny) -> None:
     llm, prompt, text = tiny.llm(), [5, 6, 7], [9, 9, 4]
     alone = PlainTarget(tiny.target).logits_after([[*prompt, *text]])[0]
@@ -84,10 +75,3 @@ def test_logits_are_judged_as_parameters_leave_them(tiny: Tiny) -> None:
     np.testing.assert_allclose(processed[0], expected, rtol=1e-6)
     barred = ProcessedTarget(llm, banned, prompt).logits_after([[*prompt, *text]])[0]
     assert np.flatnonzero(np.isneginf(barred)).tolist() == [66]
-
-
-def test_every_request_has_a_seed_of_its_own() -> None:
-    first, second = params_of({"temperature": 0.3}, 2, 50)
-    assert (first.seed, second.seed) == (1, 2)
-    assert (first.temperature, first.max_tokens) == (0.3, 50)
-    assert params_of({}, 1, 50)[0].temperature == 0.8

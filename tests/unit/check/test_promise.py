@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
+from specinfer.check.promise import Effort, check_bookkeeping, check_promise
 from specinfer.engine import target_laws
 from specinfer.speculate.drafts import draft as drafting
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import most_likely
@@ -123,11 +122,3 @@ def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
     lost = check_bookkeeping([llm])
     assert not lost.passed
     assert "an invariant is broken" in lost.words
-
-
-def test_each_verifier_gets_draws_it_can_treat() -> None:
-    iid = SpeculationConfig(verifier="mss", draw="iid")
-    assert with_verifier(iid, "mss") == iid
-    assert with_verifier(iid, "coupled") == SpeculationConfig()
-    top_k = SpeculationConfig(draw="top_k", lookup=True)
-    assert with_verifier(top_k, "mss") == SpeculationConfig(verifier="mss", draw="top_k", lookup=True)

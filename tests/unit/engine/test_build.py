@@ -20,15 +20,11 @@ from specinfer.engine.models import Models, load_models, threads_of_torch
 from specinfer.engine.variant import variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
-from specinfer.llm import LLM
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
-from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE
-from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.kernels import kernels
-from tests.offloading import LAYERS, OPTIONS, count_models_alone, write_large
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_pair, write_tiny_llama
 
@@ -66,12 +62,6 @@ def test_heads_that_native_attention_cannot_serve_run_in_pytorch(
     )
 
 
-def test_native_attention_that_is_asked_for_must_serve(large_heads: Path) -> None:
-    kernels("native")
-    with pytest.raises(ConfigError, match=f"kernels is 'native', whose .*/large: {REASON}; use auto"):
-        load_models(config(large_heads, kernels="native"))
-
-
 @pytest.mark.parametrize(
     ("model", "chosen", "in_a_step"),
     [
@@ -102,21 +92,6 @@ def test_pytorch_keeps_its_threads_only_where_it_has_work(
         assert threads_of_torch(wanted, models) == in_a_step
     finally:
         library.set_threads(before)
-
-
-def test_a_program_keeps_its_threads_of_pytorch(folder: Path) -> None:
-    kernels("native")
-    before = torch.get_num_threads()
-    seen: list[int] = []
-    torch.set_num_threads(3)
-    try:
-        with LLM(config(folder / "target", kernels="native", threads=2)) as llm:
-            assert torch.get_num_threads() == 3
-            llm.on_step = lambda requests: seen.append(torch.get_num_threads())
-            llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3))
-        assert (set(seen), torch.get_num_threads()) == ({1}, 3)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
@@ -226,15 +201,6 @@ def test_one_model_run_in_two_ways_has_two_curves(
     assert [every_row for *_, every_row in asked] == [False, True], "a draft asks for all rows of its levels"
 
 
-def test_no_curve_is_measured_past_a_models_context(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = write_tiny_llama(tmp_path / "short", max_context=48, tokenizer=True)
-    engine = config(folder / "target", drafts=(str(short),), tree_size="cost")
-    asked = curves_asked_for(load_models(engine), engine, monkeypatch)
-    assert [rows for _, rows, _ in asked] == [256, 48]
-
-
 def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:
     """For the target and for drafts."""
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -276,48 +242,3 @@ def test_auto_is_what_rows_cost(folder: Path, curve: CostCurve, nodes: int, rows
     numbers = config(folder / "target", max_nodes=9, max_step_tokens=99)
     assert resolved(numbers, curve) == numbers
     assert asked.speculation.node_limit == asked.scheduler.row_limit == 2048, "until it is known"
-
-
-def test_a_step_of_auto_has_a_row_for_each_request_and_for_a_tree(folder: Path) -> None:
-    dear = CostCurve((1, 2), (1.0, 2.0))
-    many = config(folder / "target", max_step_tokens="auto", max_batch_size=200)
-    assert resolved(many, dear).scheduler.max_step_tokens == 200
-    large = config(folder / "target", max_step_tokens="auto", max_nodes=700)
-    assert resolved(large, dear).scheduler.max_step_tokens == 700
-
-
-@pytest.mark.usefixtures("own_cache")  # of the policy
-@pytest.mark.parametrize("tree_size", ["cost", "fixed"])
-def test_an_llm_takes_auto_and_tells_the_numbers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tree_size: str
-) -> None:
-    monkeypatch.setattr(
-        "specinfer.runtime.executor.cost_curve", lambda *_, **__: CostCurve((1, 80, 160), (1.0, 1.0, 2.0))
-    )
-    options = {"drafts": str(folder / "draft"), "tree_size": tree_size}
-    auto = LLM(config(folder / "target", max_nodes="auto", max_step_tokens="auto", **options))
-    numbers = LLM(config(folder / "target", max_nodes=120, max_step_tokens=160, **options))
-    assert auto.config == numbers.config
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    [one], [other] = (llm.generate(["to be"], params) for llm in (auto, numbers))
-    assert one.token_ids == other.token_ids
-    for llm in (auto, numbers):
-        llm.check_integrity()
-        llm.close()
-
-
-def test_a_head_is_timed_without_waiting_for_the_targets_weights(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count_models_alone(monkeypatch)
-    config = medusa_config(
-        taps=(LAYERS,), target_hidden_size=128, vocab_size=128, draft_vocab_size=128, depth=2
-    )
-    head = write_medusa(tiny_medusa(config, spread=0.1), tmp_path / "head")
-    target = str(write_large(tmp_path / "large"))
-    with LLM(target, drafts=[str(head)], lookup=False, **OPTIONS) as llm:
-        plan, done = llm.models.plan, llm.statistics()
-        assert plan is not None
-        assert plan.placement.streamed
-        # All of it was read once, to be checked, and the readers may be two layers ahead.
-        assert done.streamed_bytes <= plan.placement.streamed_bytes + 2 * max(plan.placement.layers)

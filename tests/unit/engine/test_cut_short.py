@@ -56,19 +56,6 @@ def test_another_stream_goes_on_with_the_same_text(
     assert_idle(llm)
 
 
-def test_a_trace_that_cannot_be_written_does_not_harm_another_stream(tiny: Tiny) -> None:
-    whole = [list(o.token_ids) for o in tiny.llm(["similar"]).generate(PROMPTS, LONG)]
-    llm = tiny.llm(["similar"])
-    cut, other = (llm.stream(prompt, LONG) for prompt in PROMPTS)
-    for stream in (cut, other):
-        next(stream)
-    llm.on_tree = raise_at(1, lambda event: None)
-    with pytest.raises(KeyboardInterrupt):
-        list(cut)
-    *_, last = other
-    assert list(last.token_ids) == whole[1]
-
-
 def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

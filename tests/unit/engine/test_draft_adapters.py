@@ -17,8 +17,6 @@ from specinfer.models.open_model import open_model
 from specinfer.request import RequestOutput
 from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE
-from tests.heads import block_config, tiny_head, write_tiny_head
-from tests.hosted import save_tiny
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 
@@ -104,17 +102,6 @@ def test_the_drafts_of_a_streamed_target_have_its_bytes(
     assert sum(beside.draft_weights.values()) - sum(without.draft_weights.values()) == adapter
 
 
-def test_one_of_several_drafts_has_one(folder: Path) -> None:
-    base, given = str(folder / "base"), {"draft2": folder / "one"}
-    with open_llm(folder, drafts=(base, base), draft_lora=given) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY)
-        assert accepted(outputs, "draft2") > 2 * accepted(outputs, "draft1")
-        with llm.variant(lookup=True) as variant:
-            assert accepted(variant.generate(PROMPTS, GREEDY), "draft2") > 0
-        with pytest.raises(ConfigError, match=r"draft_lora is \(\), and a variant shares weights"):
-            llm.variant(draft_lora=())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -153,20 +140,6 @@ def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_pat
     ):
         with pytest.raises(kind, match=message):
             open_llm(folder, drafts=folder / "base", draft_lora=lora)
-
-
-def test_a_draft_through_transformers_has_none(folder: Path, tmp_path: Path) -> None:
-    save_tiny("phi", tmp_path / "phi", vocab_size=256)
-    for file in folder.glob("base/tokenizer*"):
-        (tmp_path / "phi" / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match="phi an adapter, and it is a model that runs through transformers"):
-        open_llm(folder, drafts=tmp_path / "phi", draft_lora=folder / "one")
-
-
-def test_a_head_has_none(folder: Path, tmp_path: Path) -> None:
-    write_tiny_head(tiny_head(block_config()), tmp_path / "head")
-    with pytest.raises(ConfigError, match="head an adapter, and it is a head"):
-        open_llm(folder, "base", drafts=tmp_path / "head", draft_lora=folder / "one")
 
 
 def test_beside_ranks_the_first_process_has_the_draft(folder: Path) -> None:

@@ -169,28 +169,6 @@ def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_whoever_counts_steps_and_fails_ends_nobodys_request(
-    tiny: Tiny, caplog: pytest.LogCaptureFixture, threaded: bool
-) -> None:
-    want, called = expected(tiny), list[int]()
-
-    def count(ids: Sequence[str]) -> None:
-        called.append(len(ids))
-        raise ValueError("a counter's own bug")
-
-    llm = tiny.llm()
-    llm.on_step = count
-    if threaded:
-        llm.loop.start()
-    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
-    assert len(called) == llm.statistics().steps, "no step was tried again"
-    assert [record.message for record in caplog.records] == [
-        "on_step failed; steps continue, and later failures are not logged"
-    ]
-    llm.close()
-
-
 def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -> None:
     llm = tiny.llm(["similar"])
     streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
@@ -206,22 +184,3 @@ def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -
     llm.on_tree = None
     assert [[*stream][-1].token_ids for stream in streams[1:]] == expected(tiny)[1:]
     llm.check_integrity()
-
-
-def test_a_request_that_wants_no_token_is_cleared_when_its_prompt_is_computed(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm, failed = tiny.llm(), [0]
-
-    def fails_thrice(rows: Sequence[Rows], flight: Flight) -> Flight:
-        failed[0] += 1
-        if failed[0] <= 3:
-            raise RuntimeError("a pass that fails")
-        return flight
-
-    spoil(llm, monkeypatch, fails_thrice)
-    none = SamplingParams(max_tokens=0)
-    outputs = llm.generate(PROMPTS, [none, PARAMS, none, PARAMS])
-    assert [output.finish_reason for output in outputs] == ["length"] * 4
-    want = expected(tiny)
-    assert [output.token_ids for output in outputs] == [(), want[1], (), want[3]]

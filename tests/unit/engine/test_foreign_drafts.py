@@ -78,26 +78,6 @@ def test_the_text_is_that_of_the_target_alone(
 
 
 @HOW
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0, max_tokens=16, regex="[0-9]{12}"),
-        SamplingParams(**SAMPLED, max_tokens=16, repetition_penalty=1.3, bad_words=["12"]),
-        SamplingParams(**SAMPLED, max_tokens=16, min_tokens=8, logit_bias={50: 4.0, 30: 3.0}),
-    ],
-    ids=["form", "penalty", "bias"],
-)
-def test_parameters_that_change_laws_change_no_text(
-    llms: dict[str, LLM], how: str, params: SamplingParams
-) -> None:
-    plain = llms[how].variant(drafts=())
-    alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
-    outputs = llms[how].generate(PROMPTS, params)
-    assert [output.token_ids for output in outputs] == alone
-    assert sum(output.figures.proposed_by.get("draft", 0) for output in outputs) > 0
-
-
-@HOW
 def test_multistep_sampling_takes_what_they_draw(llms: dict[str, LLM], how: str) -> None:
     params = SamplingParams(**SAMPLED, max_tokens=16)
     with llms[how].variant(verifier="mss") as llm:
@@ -108,21 +88,6 @@ def test_multistep_sampling_takes_what_they_draw(llms: dict[str, LLM], how: str)
         assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
     asked = SamplingParams(**SAMPLED, max_tokens=16, speculation={"verifier": "mss"})
     assert all(output.error is None for output in llms[how].generate(PROMPTS, asked))
-
-
-def test_it_guesses_beside_a_draft_of_the_targets_family(folder: Path) -> None:
-    drafts = (str(folder / "draft"), str(folder / "similar"))
-    params = SamplingParams(temperature=0, max_tokens=24)
-    with engine(folder, "shared", drafts=drafts, draft_vocabulary=40) as llm:
-        assert list(llm.models.foreign) == ["draft1"]
-        assert len(llm.models.foreign["draft1"].vocabulary.ids) == 39  # it lacks one of 40 tokens
-        alone = llm.variant(drafts=(), draft_vocabulary=None).generate(PROMPTS, params)
-        outputs = llm.generate(PROMPTS, params)
-        assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
-        names = {name for one in outputs for name, count in one.figures.accepted_by.items() if count}
-        assert names == {"draft1", "draft2"}
-        with llm.variant(drafts=drafts[1:]) as own:
-            assert own.models.foreign == {}
 
 
 def test_what_cannot_be_is_refused(folder: Path, llms: dict[str, LLM]) -> None:

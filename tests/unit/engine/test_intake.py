@@ -121,14 +121,6 @@ def test_a_seed_is_drawn_where_none_is_given(full: Intake) -> None:
     assert len(seeds) == 8
 
 
-@pytest.mark.parametrize(
-    "prompts", ["ab", [97, 98], np.array([97, 98]), ["ab"], [[97, 98]], [np.array([97, 98])]]
-)
-def test_one_prompt_or_several_however_they_are_written(full: Intake, prompts: Any) -> None:
-    [[request]] = full.prompts(prompts)
-    assert request.request.prompt_token_ids == (97, 98)
-
-
 def test_conversations_go_through_the_template(full: Intake) -> None:
     both = [HI, [*HI, {"role": "assistant", "content": "yo"}]]
     texts = [bytes(group[0].request.prompt_token_ids) for group in full.conversations(both)]
@@ -316,14 +308,6 @@ def test_every_refusal_names_its_parameter(models: dict[str, Intake]) -> None:
         if caught.value.parameter != parameter or "\n" in str(caught.value):
             wrong.append((parameter, caught.value.parameter, str(caught.value)))
     assert wrong == []
-
-
-def test_as_many_figures_of_a_prompt_as_are_allowed(models: dict[str, Intake]) -> None:
-    assert 4189 * 1001 <= admission.MAX_PROMPT_LOGPROBS < 4191 * 1001
-    [[one]] = models["long"].prompts("a" * 4189, SamplingParams(prompt_logprobs=1000))
-    assert one.transcript.prompt_logprobs is not None
-    with pytest.raises(RequestError, match=r"are 4195191 figures; allowed: at most 4194304; lower"):
-        LONG["prompt_logprobs"][0](models["long"])
 
 
 def test_the_parameters_are_those_there_are() -> None:

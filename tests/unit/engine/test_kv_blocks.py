@@ -122,25 +122,6 @@ def test_requests_one_after_another_touch_a_few_times_what_one_needs() -> None:
     assert pool.num_touched == (1 + MAX_KEPT_PER_OWNED) * 20
 
 
-def test_without_texts_to_keep_no_more_is_touched_than_was_owned_at_once() -> None:
-    pool = BlockPool(1000, block_size=4)
-    for _ in range(50):
-        first: list[int] = []
-        second: list[int] = []
-        assert pool.extend(first, 40)
-        assert pool.extend(second, 28)
-        pool.release(first)
-        pool.release(second)
-    assert pool.num_touched == 17
-
-
-def test_a_shared_beginning_stays_however_many_requests_come() -> None:
-    pool = BlockPool(300, block_size=4)
-    found = [answered(pool, "system:" + unrelated(number, 4)) for number in range(100)]
-    assert found == [0] + [len("system:")] * 99
-    assert pool.num_touched <= (1 + MAX_KEPT_PER_OWNED) * 11
-
-
 def test_a_conversation_finds_its_turns_between_other_requests() -> None:
     pool = BlockPool(1000, block_size=4)
     text = "hello"
@@ -166,18 +147,6 @@ def test_texts_that_are_asked_for_again_are_given_the_memory_to_stay() -> None:
     assert pool.num_touched <= touched + 10, "what comes once is given no more"
 
 
-def test_what_is_remembered_of_forgotten_texts_is_bounded() -> None:
-    pool = BlockPool(40, block_size=4)
-    for number in range(100):
-        answered(pool, unrelated(number, 2))
-    assert pool.num_touched <= (1 + MAX_KEPT_PER_OWNED) * 2
-    assert len(pool._forgotten) <= 40 - pool.num_touched
-    table: list[int] = []
-    assert pool.extend(table, 160), "all of it can be had"
-    pool.check_integrity([table])
-    assert not pool._forgotten
-
-
 @pytest.mark.parametrize(
     "tables",
     [
@@ -193,16 +162,3 @@ def test_tables_that_disagree_with_the_pool_are_noticed(tables: list[list[int]])
     pool.check_integrity([table])
     with pytest.raises(IntegrityError, match="4 blocks, but 2 are free, 0 kept"):
         pool.check_integrity(tables)
-
-
-def test_the_lowest_blocks_are_handed_out_first_so_that_they_lie_in_a_row() -> None:
-    pool = BlockPool(6, block_size=4)
-    first: list[int] = []
-    second: list[int] = []
-    assert pool.extend(first, 5)
-    assert pool.extend(second, 4)
-    pool.release(first)
-    assert pool.extend(second, 12)
-    assert (second, pool.num_free) == ([2, 0, 1], 3)
-    assert not pool.extend(second, 40)
-    assert second == [2, 0, 1]

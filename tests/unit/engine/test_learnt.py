@@ -55,15 +55,6 @@ def test_what_one_engine_has_learnt_the_next_one_adds_to(folder: Path) -> None:
     assert learnt().outcomes > once
 
 
-def test_the_file_names_models_and_no_folder(folder: Path) -> None:
-    answered(folder)
-    [(file, stored, _)] = stored_policies()
-    assert stored is not None
-    assert stored.key["target"].startswith("target, none, ")
-    assert stored.key["drafts"] == ["draft: draft, none, by coupled"]
-    assert str(folder) not in file.read_text()
-
-
 def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
     answered(folder, clock="curve")
     assert stored_policies() == []
@@ -73,11 +64,6 @@ def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
     with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
         assert engine_of(llm)._memory is None
     assert learnt().outcomes == kept
-
-
-def test_trees_of_a_fixed_size_learn_nothing(folder: Path) -> None:
-    answered(folder, tree_size="fixed")
-    assert stored_policies() == []
 
 
 def test_a_second_process_speculates_from_its_first_step(

@@ -52,17 +52,6 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize("name", ["lookup", "ngram", "suffix"])
-def test_lookups_that_are_asked_for_are_refused_without_a_library(folder: Path, name: str) -> None:
-    with pytest.raises(KernelBuildError) as caught:
-        guessed(folder, kernels="torch", **{name: True})
-    assert str(caught.value) == (
-        "lookup is True, and needs native kernels: no compiler here; install one; or leave lookups off: "
-        "lookup=False, --no-lookup"
-    )
-
-
-@pytest.mark.usefixtures("no_library")
 def test_lookups_by_default_are_left_off_without_a_library(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import IntegrityError, RequestError
+from specinfer.errors import RequestError
 from specinfer.request import Delta, FinishReason, RequestOutput
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
@@ -43,28 +43,6 @@ def test_a_stream_of_ended_requests_makes_one_output_of_each(
     assert [(one.request_id, one.finished) for one in found] == [("b", True), ("a", True)]
     assert made == ["b", "a"]
     assert said(found) == [counted("b", 2)[-1], counted("a")[-1]], "they are the last ones of a whole stream"
-
-
-def test_streams_of_one_thread_take_turns_and_share_steps(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
-    one, two = loop.stream([make("a")]), loop.stream([make("b")])
-    next(one)
-    next(two)
-    assert said(one) == counted("a")[1:]
-    assert said(two) == counted("b")[1:]  # some of it came in the steps of `one`
-    assert engine.happened.count("step") == 4
-
-
-def test_a_request_of_somebody_else_in_the_engine_harms_nobody(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
-    engine.add(make("foreign", 2))
-    assert said(loop.stream([make("a")])) == counted("a")
-    engine.add(make("foreign", 9))
-    with pytest.raises(IntegrityError, match="the engine has work, but the loop has no live request"):
-        loop.check_integrity()
-    engine.abort("foreign")
 
 
 def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
@@ -112,21 +90,6 @@ def test_what_is_cancelled_within_a_step_takes_part_in_no_other(
     engine.script = lambda step: dropped.close()
     assert said(kept) == counted("a")[1:]
     assert engine.happened == ["add a", "step", "add b", "step", "step", "abort b"]
-
-
-def test_a_receiver_hears_that_its_request_was_cancelled_once(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
-    heard: list[Delta] = []
-    one, ended = make("a"), make("b", 1)
-    loop.submit([one], heard.append)
-    loop.submit([ended], lambda output: None)
-    loop.wait_until(lambda: heard)
-    loop.cancel([one, ended, make("never submitted")])
-    loop.cancel([one])
-    assert [o.finish_reason for o in heard] == [None, FinishReason.ABORT]
-    assert [o.token_ids for o in heard] == [(1,), ()]
-    assert engine.happened == ["add a", "add b", "step", "abort a"]
 
 
 def test_a_request_cancelled_before_its_first_step_never_runs(
@@ -195,18 +158,3 @@ def test_a_thread_that_leaves_hands_the_driving_over(
     assert [reader.result() for reader in readers] == [counted("b"), counted("c")]
     assert "abort a" in engine.happened
     assert len(set(engine.steppers)) > 1
-
-
-def test_integrity_is_asked_between_two_steps_of_another_thread(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
-) -> None:
-    begun = waits(loop)
-    engine.script = pause = Pause()
-    driver = threads(lambda: said(loop.stream([make("a", 2)])))
-    pause.reached.wait()
-    asked = threads(loop.check_integrity)
-    begun.acquire()
-    pause.go_on.set()
-    asked.result()
-    assert driver.result() == counted("a", 2)
-    assert engine.happened == ["add a", "step", "check", "step"]

@@ -12,9 +12,9 @@ import pytest
 
 from specinfer.engine import loop as loop_module
 from specinfer.engine.loop import EngineLoop
-from specinfer.errors import IntegrityError, UserError
+from specinfer.errors import UserError
 from specinfer.request import Delta, FinishReason
-from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
+from tests.scripted_engine import ScriptedEngine, counted, said
 from tests.unit.engine.conftest import Make
 
 
@@ -38,28 +38,6 @@ def test_a_step_that_raises_ends_the_streams_of_its_thread_alone_and_loses_no_ou
     assert said(loop.stream([make("c")])) == counted("c")
 
 
-def test_a_step_that_raises_in_one_thread_leaves_the_driving_to_another(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
-) -> None:
-    begun = waits(loop)
-    pause = Pause()
-
-    def fail_first(step: int) -> None:
-        if step == 1:
-            pause(step)
-            raise RuntimeError("out of memory")
-
-    engine.script = fail_first
-    broken = threads(lambda: said(loop.stream([make("a")])))
-    pause.reached.wait()
-    other = threads(lambda: said(loop.stream([make("b")])))
-    begun.acquire()
-    pause.go_on.set()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        broken.result()
-    assert other.result() == counted("b")
-
-
 def test_a_request_the_engine_cannot_take_fails_alone(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
@@ -78,18 +56,6 @@ def test_a_request_the_engine_loses_is_an_error_and_no_endless_wait(
     assert last["b"].finish_reason is FinishReason.ERROR
     assert "the engine lost the request" in (last["b"].error or "")
     assert last["b"].internal_error
-
-
-def test_to_wait_for_what_cannot_come_is_an_error_and_no_endless_wait(loop: EngineLoop) -> None:
-    with pytest.raises(IntegrityError, match="the loop, which has no request left"):
-        loop.wait_until(lambda: False)
-
-
-def test_time_runs_out_between_steps(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
-    assert loop.wait_until(lambda: True, timeout=0)
-    loop.submit([make("a")], lambda output: None)
-    assert not loop.wait_until(lambda: False, timeout=0)
-    assert engine.happened == []
 
 
 @pytest.mark.parametrize("what", ["wait_until", "stream", "close", "check_integrity"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from typing import Any
 
@@ -20,28 +19,6 @@ from tests.unit.engine.conftest import Make
 def running(loop: EngineLoop) -> EngineLoop:
     loop.start()
     return loop
-
-
-def test_with_a_thread_of_its_own_the_others_only_wait(
-    running: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
-) -> None:
-    running.start()  # it has one
-    answers = [threads(lambda n=n: said(running.stream([make(f"{n}", 2 + n)]))) for n in range(6)]
-    assert [a.result() for a in answers] == [counted(f"{n}", 2 + n) for n in range(6)]
-    running.check_integrity()
-    assert len(set(engine.steppers)) == 1
-    assert engine.steppers[0] != threading.get_ident()
-    assert [t.name for t in threading.enumerate()].count("specinfer-engine") == 1
-
-
-def test_who_drove_before_the_thread_came_gets_the_rest_from_it(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
-    stream = loop.stream([make("a", 4)])
-    next(stream)
-    loop.start()
-    assert said(stream) == counted("a", 4)[1:]
-    assert len(set(engine.steppers)) == 2
 
 
 def test_the_thread_sleeps_where_there_is_nothing_to_do(
@@ -110,12 +87,6 @@ def test_a_lost_rank_ends_all_requests_at_once_and_is_one_line_of_the_log(
     ]
 
 
-def test_the_thread_answers_and_closes(running: EngineLoop, make: Make) -> None:
-    assert said(running.stream([make("a")])) == counted("a")
-    running.close()
-    assert "specinfer-engine" not in [t.name for t in threading.enumerate()]
-
-
 def test_close_in_the_middle_of_a_step_of_the_thread(
     running: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
 ) -> None:
@@ -130,19 +101,3 @@ def test_close_in_the_middle_of_a_step_of_the_thread(
     closing.result()
     assert engine.happened.count("step") == 1
     running.close()
-
-
-def test_a_receiver_that_waits_in_the_threads_own_time_is_told_so(
-    running: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended = threading.Event()
-
-    def wait(delta: Delta) -> None:
-        if delta.finished:
-            ended.set()
-        else:
-            running.wait_until(lambda: False)
-
-    running.submit([make("a")], wait)
-    ended.wait()
-    assert "called within one of its own steps" in caplog.text

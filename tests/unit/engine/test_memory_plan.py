@@ -59,13 +59,6 @@ def test_the_fastest_plan_is_taken(memory: int, rate: float, names: tuple[str, .
     assert best_plan([plan(memory, rate), plan(memory, rate, TWIN)]).drafts.names == names
 
 
-def test_wider_limits_are_worth_a_tenth_of_the_speed() -> None:
-    wide, narrow = STREAM_LIMITS[0], STREAM_LIMITS[-1]
-    assert best_plan([plan(8 * GB, 2e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == wide
-    assert best_plan([plan(8 * GB, 1.85e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == wide
-    assert best_plan([plan(8 * GB, 1.75e9, limits=wide), plan(8 * GB, 2e9, limits=narrow)]).limits == narrow
-
-
 def test_a_line_says_what_was_decided() -> None:
     assert str(plan(8 * GB, 2e9)) == (
         "5 of 10 layers streamed, 5.0 GB a pass at 2.0 GB/s from /disk, about 2.5 s a pass; about 0.4 "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,7 +13,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.speculator import LevelSpeculator, Speculator
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from tests.engines import Tiny, assert_idle, slow_generate, write_tiny
 
@@ -96,24 +95,6 @@ class Odd(Knowing, Speculator):
         return [self._tree(entry, DEEP) for entry in plan.tree_entries]
 
 
-class OddByLevels(Knowing, LevelSpeculator):
-    """The same, level by level."""
-
-    def begin(self, plan: StepPlan) -> list[int]:
-        self._plan = plan.entries
-        self._depths = [0] * len(plan.entries)
-        return [1] * len(plan.entries)
-
-    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        for i in below:
-            self._depths[i] += 1
-        leaves = {i: self.tree(i).num_nodes - 1 for i in below}
-        return {i: (leaf,) for i, leaf in leaves.items() if leaf == self._depths[i] < DEEP}
-
-    def tree(self, entry: int) -> TokenTree:
-        return self._tree(self._plan[entry], self._depths[entry])
-
-
 def beside(tiny: Tiny, speculator: Knowing) -> LLM:
     """An engine that answers one request at a time with this speculator."""
     options = {"tree_size": "cost", "clock": "curve", "max_batch_size": 1}
@@ -171,36 +152,6 @@ def test_one_that_hits_or_misses_comes_or_goes_costs_no_text_and_little_time(
     assert seconds <= most_seconds  # the guard alone would allow 300 + 64, and some
     said = [record.getMessage() for record in caplog.records if record.name.startswith("specinfer.speculate")]
     assert [line[: len(start)] for line, start in zip(said, logged, strict=True)] == logged
-
-
-@pytest.mark.parametrize(
-    ("confidence", "logged"),
-    [
-        (0, []),
-        (1, []),
-        (math.nan, ["nan; confidences are from 0 to 1, so it counts as 0;"]),
-        (-math.inf, ["-inf; confidences are from 0 to 1, so it counts as 0;"]),
-        (math.inf, ["inf; confidences are from 0 to 1, so it counts as 1;"]),
-        (1.5, ["1.5; confidences are from 0 to 1, so it counts as 1;"]),
-        (10**400, ["an int of 1329 bits; confidences are from 0 to 1, so it counts as 1;"]),
-    ],
-)
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("kind", [Odd, OddByLevels])
-def test_one_that_hits_gains_whatever_it_says_of_its_guesses(
-    tiny: Tiny,
-    answers: dict[SamplingParams, list[list[int]]],
-    caplog: pytest.LogCaptureFixture,
-    kind: type[Knowing],
-    law: SamplingParams,
-    confidence: float,
-    logged: list[str],
-) -> None:
-    with caplog.at_level(logging.INFO, "specinfer.speculate"):
-        seconds = seconds_with(tiny, answers[law], law, kind, right, right, confidence)
-    assert seconds < 100
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("specinfer.speculate")]
-    assert [line.partition(" gave a confidence of ")[2].partition(" more ")[0] for line in said] == logged
 
 
 def test_statistics_tell_what_was_guessed_and_whether_anybody_may(

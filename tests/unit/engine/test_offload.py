@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from specinfer.models.open_model import open_model
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
-from specinfer.runtime import executor
 from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
 from tests.kernels import kernels
@@ -97,16 +95,6 @@ def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, n
     assert sum(guessed.guessed_tokens.values()) > 100
 
 
-@pytest.mark.parametrize("drafts", [("similar",), ("self",)])
-def test_texts_of_trees_that_grow_ahead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[str, ...]
-) -> None:
-    names = tuple(one if one == "self" else str(folder / one) for one in drafts)
-    want = texts(resident(folder / "target"))
-    options: dict[str, Any] = {"tree_size": "cost", "clock": "curve", "drafts": names, "max_batch_size": 4}
-    assert texts(streamed(folder / "target", monkeypatch, **options)) == want
-
-
 def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"verifier": "mss", "expansion": "2,2,1", "drafts": (str(folder / "similar"),)}
     options |= {"max_nodes": 16, "max_step_tokens": 64}
@@ -151,35 +139,12 @@ def test_a_self_draft_of_a_resident_model(folder: Path) -> None:
         assert llm.models.drafts["draft"] is not llm.models.target
 
 
-def test_a_self_draft_in_memory_leaves_a_whole_prepared_file(
-    folder: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with resident(folder / "target", dtype="bfloat16", drafts=("self",)):
-        [made] = (own_cache / "prepared").glob("target-int4-*.safetensors")
-    bytes_ = made.read_bytes()
-    with resident(folder / "target", dtype="bfloat16", quantization="int4"):
-        assert made.read_bytes() == bytes_
-    assert "made again" not in caplog.text
-
-
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
 def test_a_self_draft_no_smaller_than_its_target_is_refused_with_what_would_work(
     folder: Path, options: dict[str, str]
 ) -> None:
     with pytest.raises(ConfigError, match="name a smaller model or a head, or leave it out"):
         resident(folder / "target", **{"quantization": "int8", **options}, drafts=("self",), offload="auto")
-
-
-def test_a_self_draft_refuses_options_it_does_not_heed(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
-        resident(folder / "target", drafts=("self",), draft_tokens="text")
-
-
-def test_a_folder_called_self(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(folder / "similar", tmp_path / "self")
-    monkeypatch.chdir(tmp_path)
-    with resident(folder / "target", drafts=("./self",), quantization="int4") as llm:
-        assert texts(llm.variant()) == texts(resident(folder / "target", quantization="int4"))
 
 
 def test_what_fits_is_not_streamed(folder: Path) -> None:
@@ -262,14 +227,6 @@ def test_an_llm_that_is_closed_waits_for_no_collector(
             gc.enable()
 
 
-def test_an_llm_that_is_let_go_reads_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = streamed(folder / "target", monkeypatch, Planned(self_draft=True))
-    answers(llm)
-    del llm
-    gc.collect()
-    until(lambda: not threads())
-
-
 def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed(folder / "target", monkeypatch, Planned(self_draft=True)) as llm:
         before = llm.statistics()
@@ -296,15 +253,6 @@ def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
             CapacityError, match=rf"at least .*{part}.* = .*, but may take .*; raise --memory"
         ):
             LLM(model, progress=NoProgress(), **{**OPTIONS, **options})
-
-
-def test_a_planned_cache_takes_at_most_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = []
-    for free in (1 << 40, 1 << 20):  # bytes; the plan has 4 MiB for the cache
-        monkeypatch.setattr(executor, "free_bytes", lambda *_, free=free: free)
-        with streamed(folder / "target", monkeypatch, kv_cache_memory=None) as llm:
-            caches.append(engine_of(llm)._executor.num_blocks)
-    assert caches[1] == caches[0] // 4
 
 
 def test_the_first_start_comes_to_the_plan_of_the_second(
@@ -335,16 +283,3 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
         plan = llm.models.plan
         assert plan is not None
         assert f"{plan.placement} {plan.drafts.names} {plan.limits}" != plans[0]
-
-
-def test_the_file_of_a_self_draft_serves_others_too(
-    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It has the embeddings that the self draft reads from its target's file."""
-    streamed(folder / "target", monkeypatch, Planned(self_draft=True), dtype="float32").close()
-    [made] = own_cache.rglob("*int4*.safetensors")
-    state = made.stat().st_mtime_ns
-    llm = streamed(folder / "target", monkeypatch, Planned(), dtype="float32", quantization="int4")
-    llm.close()
-    assert made.stat().st_mtime_ns == state
-    assert "made again" not in caplog.text

@@ -20,12 +20,11 @@ from specinfer import LLM
 from specinfer.engine import models as loading
 from specinfer.errors import ModelFileError
 from specinfer.files import NewFile
-from specinfer.kernels.disk import DiskRate, StreamSource
+from specinfer.kernels.disk import StreamSource
 from specinfer.models import stream as streams
 from specinfer.models import streamed as streaming
-from specinfer.models.placement import Placement
 from specinfer.progress import NoProgress
-from tests.engines import ENGINE, assert_idle, engine_of
+from tests.engines import ENGINE, assert_idle
 from tests.tiny_models import write_similar_llama
 from tests.unit.engine.offloading import (
     PARAMS,
@@ -124,17 +123,6 @@ def test_a_disk_that_stalls_is_waited_for_with_a_word(
         assert re.search(rf" MB of model\.layers\.[0-2] of {re.escape(str(prepared_file(llm)))} after ", line)
 
 
-def test_a_disk_a_thousand_times_slower_than_computing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    want, reads = wanted(model), Reads(monkeypatch)
-    with streamed(model, monkeypatch, Planned((2,)), lookup=True) as llm:
-        reads.delay = 0.02
-        assert texts(llm) == want
-        assert llm.statistics().stream_wait_seconds > 0.02
-    slow = DiskRate(1, 4096, 1e6, direct=True)
-    line = Placement(1 << 40, {}, [2**30] * 3, 2, (0, 1, 2)).summary(slow, Path("/disk"))
-    assert line.endswith("3.2 GB a pass at 1.0 MB/s from /disk, about 3221 s a pass")
-
-
 def test_two_engines_prepare_one_file_and_stream_from_it(
     model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,36 +143,6 @@ def test_two_engines_prepare_one_file_and_stream_from_it(
             for _ in range(2):
                 assert [*pool.map(texts, (one, two))] == [want, want]
     assert len([name for name in made if name.endswith(".safetensors")]) == 1
-
-
-def test_an_llm_and_its_variant_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = wanted(model)
-    with (
-        streamed(model, monkeypatch, Planned(self_draft=True)) as llm,
-        llm.variant(drafts=()) as other,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        for _ in range(2):
-            assert [*pool.map(texts, (llm, other))] == [want, want]
-
-
-def test_closing_does_not_wait_for_the_disk_nor_for_a_variants_pass(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want, reads = wanted(model), Reads(monkeypatch)
-    with streamed(model, monkeypatch) as llm, ThreadPoolExecutor(2) as pool:
-        other = llm.variant(lookup=True)
-        reads.open.clear()
-        first = pool.submit(texts, llm)
-        assert reads.stalled.wait(10)
-        second = pool.submit(other.generate, PROMPTS, PARAMS)  # its pass waits for its turn
-        until(lambda: bool(engine_of(other)._launched))
-        began = time.monotonic()
-        other.close()
-        assert time.monotonic() - began < 2
-        assert "closed" in str(second.exception(5))
-        reads.open.set()
-        assert first.result(30) == want
 
 
 INTERRUPTED = """

@@ -18,7 +18,6 @@ from specinfer.kernels.layout import Weight
 from specinfer.models import prepared as preparing
 from specinfer.models.prepared import NewPreparedFile
 from tests.engines import assert_idle
-from tests.tiny_models import write_similar_llama
 from tests.unit.engine.offloading import (
     PARAMS,
     PROMPTS,
@@ -116,20 +115,6 @@ def test_a_flipped_byte_is_found_at_the_start_and_made_anew(
     assert line.startswith(f"a prepared model is made again: {path}")
 
 
-def test_a_flipped_byte_of_a_drafts_embeddings(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    draft, folder = write_similar_llama(model, tmp_path / "draft"), tmp_path / "disk"
-    options: dict[str, Any] = {"drafts": (str(draft),), "offload_folder": str(folder)}
-    with streamed(model, monkeypatch, **options) as llm:
-        want = texts(llm)
-    assert len([*folder.glob("*.safetensors")]) == 2
-    flip(next(folder.glob("draft-*.safetensors")), "model.embed_tokens")
-    with streamed(model, monkeypatch, **options) as llm:
-        assert texts(llm) == want
-    assert len(caplog.messages) == 1
-
-
 @pytest.mark.parametrize(("kind", "record"), [("int4", "model.layers.2"), ("floats", "model.layers.1")])
 def test_a_flipped_byte_of_a_self_draft_or_of_its_target(
     kind: str,
@@ -151,32 +136,6 @@ def test_a_flipped_byte_of_a_self_draft_or_of_its_target(
         assert llm.models.draft_memory.holder == "layers"
         assert texts(llm.variant(drafts=())) == want
     assert len(caplog.messages) == 1
-
-
-def test_damage_that_comes_again_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep, kept = NewFile.keep, list[Path]()
-
-    def damage(self: NewFile, **options: bool) -> None:
-        keep(self, **options)
-        kept.append(self._path)
-        flip(self._path, "model.layers.1")
-
-    monkeypatch.setattr(NewFile, "keep", damage)
-    with pytest.raises(ModelFileError, match=r"model\.layers\.1 has a wrong checksum"):
-        streamed(model, monkeypatch)
-    assert len(kept) == 2
-
-
-def test_a_damaged_file_that_cannot_be_removed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed(model, monkeypatch) as llm:
-        path = prepared_file(llm)
-    flip(path, "model.layers.0")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fails(errno.EROFS))
-        with pytest.raises(
-            ModelFileError, match=r"Read-only file system.*name another folder with --offload"
-        ):
-            streamed(model, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["before", "while it is written", "read-only"])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.language_model import LanguageModel
 from specinfer.speculate.policy.allowance import Allowance
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
@@ -57,16 +56,6 @@ def test_texts_while_layers_have_the_memory_of_the_self_draft(
     assert texts(llm) == want
     assert min(moves["give_to_layers"], moves["give_to_draft"]) > 9
     assert next(steps) > 30
-
-
-def test_a_self_draft_that_is_named_leaves_embeddings_on_the_disk(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with streamed(deep, monkeypatch, drafts=("self",)) as llm:
-        self_draft = llm.models.drafts["draft"]
-        assert isinstance(self_draft, LanguageModel)
-        assert self_draft.table is llm.models.target.table
-        assert self_draft.table.whole is None
 
 
 @pytest.mark.parametrize("name", ["self", "deep"])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from specinfer.config import EngineConfig
-from specinfer.engine import drafts
 from specinfer.engine.drafts import with_pool_members
-from specinfer.engine.models import load_models
 from specinfer.errors import ModelError
-from specinfer.hub.pool import Member, Pool, read_pool, write_pool
+from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.llm import LLM
-from specinfer.models.fingerprint import fingerprint, is_of
+from specinfer.models.fingerprint import fingerprint
 from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress
 from specinfer.sampling_params import SamplingParams
@@ -58,30 +51,6 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
     assert with_pool_members(plain, NoProgress()) is plain
 
 
-def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder: Path) -> None:
-    wanted = config(folder, str(folder / "pool"))
-    loaded = load_models(wanted)
-    assert [*loaded.drafts] == ["draft1", "draft2"]
-    with LLM.from_models(wanted, loaded) as llm:
-        (output,) = llm.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
-        assert llm.config.speculation.drafts == tuple(
-            str(folder / "pool" / f"member{number}") for number in (1, 2)
-        )
-        with llm.variant(lookup=True) as other:
-            assert [*other.models.drafts] == ["draft1", "draft2"]
-            (again,) = other.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
-    assert set(output.figures.proposed_by) == {"draft1", "draft2"}
-    assert again.token_ids == output.token_ids
-
-
-def test_an_llm_looks_into_a_pool_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-    monkeypatch.setattr(drafts, "read_pool", lambda path: (opened.append(path), read_pool(path))[1])
-    monkeypatch.setattr(drafts, "is_of", lambda kept, model: (opened.append(model), is_of(kept, model))[1])
-    with LLM(config(folder, str(folder / "pool"))) as llm, llm.variant(ngram=True):
-        assert len(opened) == 2
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("regex", [None, "[0-9*/ ]{24}"])
 def test_the_text_is_the_same_with_a_pool(folder: Path, temperature: float, regex: str | None) -> None:
@@ -106,22 +75,3 @@ def test_a_pool_of_another_target_is_refused(folder: Path, tmp_path: Path) -> No
     other = write_tiny_llama(tmp_path / "other", tokenizer=True, seed=5)
     with pytest.raises(ModelError, match="tuned for target, whose weights differ from those of other"):
         LLM(str(other), drafts=[str(folder / "pool")], **OPTIONS)
-
-
-def test_a_pool_with_a_fingerprint_of_the_first_version_is_read(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "pool", tmp_path / "pool")
-    pool = read_pool(tmp_path / "pool")
-    norm = load_file(folder / "target" / "model.safetensors")["model.norm.weight"]
-    kept = hashlib.sha256(b"('llama', 64, 32, 2, 4, 2)" + norm.numpy().tobytes()).hexdigest()
-    write_pool(tmp_path / "pool", replace(pool, fingerprint=kept))
-    wanted = with_pool_members(config(folder, str(tmp_path / "pool")), NoProgress())
-    assert len(wanted.speculation.drafts) == 2
-
-
-def test_a_fingerprint_is_of_weights_and_not_of_a_folder(folder: Path, tmp_path: Path) -> None:
-    own = fingerprint(open_model(folder / "target"))
-    copy = tmp_path / "copy"
-    shutil.copytree(folder / "target", copy)
-    assert fingerprint(open_model(copy)) == own
-    other = write_tiny_llama(tmp_path / "other", seed=1)
-    assert fingerprint(open_model(other)) != own

@@ -97,12 +97,6 @@ def test_salts_keep_requests_apart(tiny: Tiny) -> None:
     assert cached(outputs) == [0, 0, 0, 16, 16, 0, 0, 16]
 
 
-def test_it_can_be_switched_off(tiny: Tiny) -> None:
-    llm = tiny.llm(block_size=4, prefix_reuse=False)
-    assert cached(llm.generate([SYSTEM] * 3, GREEDY)) == [0, 0, 0]
-    assert prefix_hits(llm) == (0, 0)
-
-
 def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,12 +125,6 @@ def test_scored_prompts_are_computed(tiny: Tiny) -> None:
     outputs = [llm.generate(SYSTEM, p)[0] for p in (params, params, GREEDY)]
     assert cached(outputs) == [0, 0, 16]
     assert prefix_hits(llm) == (16, 18)  # only the last one looked
-
-
-def test_what_a_scored_prompt_computes_is_waited_for(tiny: Tiny) -> None:
-    llm = tiny.llm(block_size=4)
-    scored = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
-    assert cached(llm.generate([SYSTEM, SYSTEM], [scored, GREEDY])) == [0, 16]
 
 
 def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_read(tiny: Tiny) -> None:
@@ -256,12 +244,3 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
     while engine.has_work:
         steps(1)
     assert not present
-
-
-def test_a_llm_of_a_config_may_switch_it_off() -> None:
-    from specinfer.config import EngineConfig
-    from specinfer.errors import ConfigError
-
-    assert not EngineConfig.from_options("m", {"prefix_reuse": False}).cache.prefix_reuse
-    with pytest.raises(ConfigError, match="prefix_reuse is 1; allowed: True or False"):
-        EngineConfig.from_options("m", {"prefix_reuse": 1})

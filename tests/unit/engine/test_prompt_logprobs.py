@@ -104,21 +104,6 @@ def test_others_wait_about_as_long_as_beside_an_ordinary_prompt(
     assert rows < len(LONG) - ROWS, "completions that wait for the prompt to be read let others pass"
 
 
-def test_what_a_step_scores_is_bounded_however_many_ask(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = tiny.llm(block_size=4, max_step_tokens=ROWS, max_batch_size=8)
-    made = count_logits(llm, monkeypatch)
-    engine = engine_of(llm)
-    prompts = [[i, *LONG] for i in range(8)]
-    for [one] in llm.intake.prompts(prompts, params(prompt_logprobs=20)):
-        engine.add(one)
-    most = 0
-    while engine.has_work:
-        made.clear()
-        engine.step()
-        most = max(most, sum(made))
-    assert most <= 8 + (ROWS - 8) // 2
-
-
 def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,15 +149,6 @@ def test_an_aborted_request_reports_what_is_known(tiny: Tiny) -> None:
     assert last.prompt_logprobs is not None
     known = [report is not None for report in last.prompt_logprobs]
     assert known == [0 < i <= ROWS // 2 for i in range(len(LONG))]
-
-
-def test_one_completion_of_several_computes_reports(tiny: Tiny) -> None:
-    llm = tiny.llm()
-    asked = params(n=3, prompt_logprobs=0)
-    [first, other] = [llm.intake.completion(LONG, asked, index=index) for index in (0, 2)]
-    outputs = {o.request_id: o for o in llm.loop.stream([first, other]) if o.finished}
-    assert outputs[first.request.request_id].prompt_logprobs is not None
-    assert outputs[other.request.request_id].prompt_logprobs is None
 
 
 def test_nothing_is_kept_of_reports_that_nobody_has_any_more(tiny: Tiny) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,6 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError
-from specinfer.kernels.quantized import NativeProducts
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
@@ -64,25 +62,6 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     models = load_models(EngineConfig.from_options(str(folder / "target"), options))
     loose = [model.kernels.products.use.loose for model in (models.target, *models.drafts.values())]
     assert loose == [False, True]
-
-
-@pytest.mark.parametrize("cache", [0, 1 << 30])
-def test_weights_that_the_caches_cannot_hold_are_read_past_them(
-    folder: Path, cache: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels("native")
-    monkeypatch.setattr("specinfer.kernels.choice.cache_bytes", lambda: cache)
-    options = {**ENGINE, "kernels": "native", "drafts": (str(folder / "draft"),)}
-    models = load_models(EngineConfig.from_options(str(folder / "target"), options))
-    products = [model.kernels.products for model in (models.target, *models.drafts.values())]
-    assert [isinstance(p, NativeProducts) and p.use.nontemporal for p in products] == [cache == 0] * 2
-
-
-def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        LLM(folder / "target", **{**ENGINE, "kernels": "torch", "quantization": "int4"}).close()
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line == "quantized products run in PyTorch, without native kernels, and slowly"
 
 
 def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

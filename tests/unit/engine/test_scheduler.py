@@ -103,61 +103,6 @@ def test_rows_of_prompts_go_to_the_shortest_and_the_oldest(
     assert prompt_rows(rows, missing, [most] * len(missing), each) == given
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
-    s = scheduler(rows=20, blocks=1000)
-    long, short = sequence("a", 1000), sequence("b", 8)
-    s.add(long)
-    commit(s.schedule(), [long])
-    s.add(short)
-    steps = 0
-    while short.num_output == 0:
-        before = long.computed
-        commit(s.schedule(), [long, short])
-        steps += 1
-        assert long.computed > before
-    assert steps == 1
-
-
-def test_a_prompt_has_fewer_rows_the_longer_its_text_is_so_that_steps_take_alike_long() -> None:
-    s = scheduler(rows=256, blocks=8000, context=40_000)
-    long = sequence("a", 30_000)
-    s.add(long)
-    rows = []
-    while long.num_output == 0:
-        plan = s.schedule()
-        rows.append(plan.entries[0].end - plan.entries[0].start)
-        commit(plan, [long])
-    assert rows[0] == 256
-    assert rows == sorted(rows, reverse=True)
-    assert rows[-2] == 32  # the least; 256 * 4096 / (4096 + 30,000) is 30
-    assert sum(rows) == 30_000
-
-
-@pytest.mark.parametrize(
-    ("short", "expected"),
-    [
-        # The short one, at once; half to the shortest, the rest, and what these leave, to the oldest.
-        (10, [[1, 10], [33, 1, 10], [1, 1, 1, 10]]),
-        (40, [[1, 40], [22, 1, 21], [1, 1, 19, 23]]),  # as much as a step has rows
-        (60, [[22, 22], [1, 38, 1], [21, 1, 21, 1]]),  # more than that: its second step ends it
-    ],
-)
-def test_prompts_that_one_step_can_end_have_every_second_step_without_longer_ones(
-    short: int, expected: list[list[int]]
-) -> None:
-    s = scheduler(rows=44, batch=9, blocks=1000, tree=1)
-    long = sequence("a", 1000)
-    s.add(long)
-    states, rows = [long], []
-    for name in "bcd":  # one more before each step
-        states.append(sequence(name, short))
-        s.add(states[-1])
-        plan = s.schedule()
-        rows.append([e.end - e.start for e in plan.entries])
-        commit(plan, states)
-    assert rows == expected
-
-
 def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_them() -> None:
     s = scheduler(rows=8, blocks=10)  # 40 positions
     long, other = sequence("a", 30), sequence("b", 12)

@@ -49,55 +49,6 @@ def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.Monk
     assert looked_up == [5, 4, 0]  # a, the first of the others, and the one that passes them
 
 
-def test_a_step_with_scored_prompts_has_fewer_rows() -> None:
-    s = scheduler(rows=44, batch=5, blocks=300, tree=1)
-    scored = [
-        of(Request(name, tuple(range(i, i + 200)), SamplingParams(temperature=0, prompt_logprobs=1), seed=0))
-        for i, name in enumerate("pqr")
-    ]
-    plain, short = sequence("o", 200), sequence("x", 3)
-    for state in (*scored, plain, short):
-        s.add(state)
-    plan = s.schedule()
-    assert shares(plan)[-1] == ("x", 0, 3, 1)  # the first token of the short one comes with the first step
-    seen = []
-    for _ in range(2):
-        commit(plan, [*scored, plain, short])
-        plan = s.schedule()
-        seen.append([entry.end - entry.start for entry in plan.entries])
-    # Beside a row for each of the five 39 are left; a scored one counts as two of them.
-    assert seen == [[20, 1, 1, 2, 1], [20, 1, 1, 2, 1]]
-
-
-def test_a_scored_prompt_alone_has_half_of_the_rows_until_it_ends() -> None:
-    s, a = scheduler(rows=32, tree=5), alike("a", 50, prompt_logprobs=3)
-    s.add(a)
-    seen = []
-    for _ in range(6):
-        plan = s.schedule()
-        seen += shares(plan)
-        commit(plan, [a])
-    assert seen == [
-        *[("a", 0, 16, 0), ("a", 16, 32, 0), ("a", 32, 48, 0)],
-        *[("a", 48, 50, 1), ("a", 50, 51, 5), ("a", 51, 52, 5)],
-    ]
-
-
-def test_nobody_waits_for_a_copy_that_cannot_be_found() -> None:
-    s = scheduler(rows=64, blocks=12, tree=1)
-    a, scored, other, late = alike("a", 9), alike("s", 9, prompt_logprobs=0), sequence("o", 35), alike("l", 9)
-    s.add(a)
-    commit(s.schedule(), [a])
-    s.remove(a)  # its blocks are kept
-    s.add(scored)
-    commit(s.schedule(), [scored])  # computed again; of equal blocks the first is found
-    s.add(other)
-    commit(s.schedule(), [scored, other])  # takes the kept blocks
-    s.remove(other)
-    s.add(late)
-    assert shares(s.schedule())[-1] == ("l", 0, 9, 1)
-
-
 def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_it() -> None:
     s = scheduler(blocks=5, tree=1)
     a, b = alike("a", 12), alike("b", 10)

@@ -86,25 +86,12 @@ def test_rows_are_asked_where_they_lie_all_in_one_question_a_level() -> None:
     assert {id(block) for *_, block in scan.asked} == {id(flight._whole)}, "no row is copied"
 
 
-def test_without_processors_nothing_is_changed() -> None:
-    results, scan, _ = verified(rows(*[0, 3, 3] * 2), {}, {"temperature": 0.1, "seed": 1})
-    assert results == [Acceptance((1,), 3)] * 2
-    assert [(count, changed) for count, changed, _ in scan.asked] == [(2, False)] * 2
-
-
 @pytest.mark.parametrize("requests", [1, 5, 6])
 def test_greedy_walks_down_few_nodes_are_one_question(requests: int) -> None:
     results, scan, _ = verified(rows(*[0, 3, 3] * requests), *[{}] * requests)
     assert results == [Acceptance((1,), 3)] * requests
     levels = [requests] * 2 if requests == 6 else [3 * requests]  # 18 nodes are many
     assert [(count, changed) for count, changed, _ in scan.asked] == [(count, False) for count in levels]
-
-
-def test_what_a_row_nobody_comes_to_holds_is_no_matter() -> None:
-    rows_RV = rows(3, 1, 2)
-    rows_RV[1] = np.nan
-    results, *_ = verified(rows_RV, {})
-    assert results == [Acceptance((), 3)]
 
 
 def test_a_row_without_numbers_below_the_root_keeps_what_was_accepted() -> None:
@@ -121,14 +108,6 @@ def test_a_pass_whose_logits_come_in_blocks_is_asked_where_walks_go(monkeypatch:
     assert not flight.at_once
     assert results == [Acceptance((1,), 3)]
     assert [count for count, *_ in scan.asked] == [1, 1]
-
-
-def test_only_masks_over_whole_rows_are_written_elsewhere() -> None:
-    of: list[dict[str, Any]] = [{}, {"allowed_token_ids": [0, 4]}, {"presence_penalty": 0.5}]
-    results, scan, flight = verified(rows(*[0, 1, 2] * 3), *of)
-    assert results == [Acceptance((1, 2), 2), Acceptance((1,), 4), Acceptance((1, 2), 2)]
-    lying = [(count, block is flight._whole) for count, _, block in scan.asked]
-    assert lying == [(2, True), (1, False)] * 2 + [(2, True)]
 
 
 def test_choices_are_those_of_each_law_alone() -> None:
@@ -153,7 +132,6 @@ def test_choices_are_those_of_each_law_alone() -> None:
 
 
 ALL_BANNED = [[token] for token in range(VOCAB)]
-AFTER_0 = [[0, token] for token in range(VOCAB)]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +153,6 @@ def test_parameters_that_leave_no_token_are_named_and_stop_no_other(given: dict[
     assert results[::2] == [Acceptance((1, 2), 2)] * 2
     assert isinstance(results[1], RequestError)
     assert str(results[1]).startswith(said)
-
-
-def test_a_dead_end_below_the_root_keeps_what_was_accepted() -> None:
-    results, *_ = verified(rows(0, 1, 2), {"bad_words": AFTER_0})
-    assert results == [Acceptance((), 0)], "the next step meets the error"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

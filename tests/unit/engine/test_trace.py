@@ -15,7 +15,6 @@ from specinfer.verify.coupled import Acceptance
 from tests.tiny_models import write_byte_tokenizer
 
 A, B = b"AB"
-E_ACUTE = "\u00e9".encode()  # two bytes, and each is a token
 
 
 @pytest.fixture
@@ -51,15 +50,3 @@ def test_an_event_says_why_where_somebody_asked() -> None:
     record = replace(step(A, B, A), decision=decision).to_json()
     assert record["decision"] == decision.to_json()
     assert complaint(record) == ""
-
-
-def test_parts_of_characters_have_their_bytes(tokenizer: Tokenizer) -> None:
-    first, second = E_ACUTE
-    record = step(A, first, second).to_json(tokenizer)
-    assert record["texts"] == ["A", "\ufffd"]
-    assert record["next_text"] == "\ufffd"
-    assert record["bytes"] == {str(first): "c3", str(second): "a9"}
-
-
-def test_without_a_tokenizer_there_are_ids_alone(tokenizer: Tokenizer) -> None:
-    assert not {"texts", "next_text", "bytes"} & set(step(A, B, A).to_json())

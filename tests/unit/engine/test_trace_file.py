@@ -81,11 +81,3 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, said: str) -
     with pytest.raises(UserError, match=said) as error:
         read_trace(file)
     assert "generate --trace FILE" in str(error.value)
-
-
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*none: No such file"):
-        read_trace(tmp_path / "none")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="line 1: it is not JSON"):
-        read_trace(tmp_path / "bytes")

@@ -94,10 +94,6 @@ def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokeni
     assert t.delta().text == "ST"
 
 
-def test_a_stream_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
-    assert say(transcript(tokenizer), "né") == ["n", "", "é"]
-
-
 def test_a_special_token_is_shown_to_whom_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path))
     token = tokenizer.special_id("<s>")

@@ -17,7 +17,7 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculation_config import DEFAULT_EXPANSION, SpeculationConfig
+from specinfer.speculation_config import DEFAULT_EXPANSION
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
@@ -82,24 +82,6 @@ def test_the_text_is_the_same_whatever_a_pass_costs(
         assert max(nodes) <= sum(output.figures.drafted_tokens for output in fixed)
 
 
-def test_a_draft_has_no_shape_unless_somebody_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def widest(**options: Any) -> tuple[int, int]:
-        """The most children that a draft's nodes have, and its deepest tree."""
-        drafts_alone = {"lookup": False}
-        llm = engine(tiny, monkeypatch, CURVES["rows are free"], **drafts_alone, **options)
-        events: list[TreeEvent] = []
-        llm.on_tree = events.append
-        llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=40))
-        trees = [event.tree for event in events]
-        widths = [len(children) for tree in trees for children in tree.children()]
-        return max(widths), max(max(tree.depths()) for tree in trees)
-
-    usual = SpeculationConfig().expansion
-    assert widest(expansion=usual)[0] == 4
-    width, depth = widest(expansion=(1, 1))
-    assert (width, depth) == (1, 2)
-
-
 def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,20 +99,6 @@ def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
     for of_tree in levels:
         for depth, count in of_tree.items():
             assert count <= prod(DEFAULT_EXPANSION.widths[:depth])
-
-
-def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = engine(tiny, monkeypatch, CURVES["seven rows are free"])
-    events: list[TreeEvent] = []
-    llm.on_tree = events.append
-    outputs = llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=30))
-    rows = Counter[int]()
-    for event in events:
-        rows[event.step] += event.tree.num_nodes
-    assert max(rows.values()) == 7, "the requests of a step share what is free"
-    assert sum(o.figures.drafted_tokens for o in outputs) == sum(e.tree.num_nodes - 1 for e in events)
-    assert sum(o.figures.accepted_tokens for o in outputs) > 0
-    llm.check_integrity()
 
 
 def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +176,3 @@ def test_the_text_is_the_same_whatever_the_clock_says(
         outputs = llm.generate(PROMPTS, params)
     assert texts(outputs) == texts(tiny.llm().generate(PROMPTS, params))
     llm.check_integrity()
-
-
-def test_the_guards_steps_and_the_costs_factors_are_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = engine(tiny, monkeypatch, CURVES["rows are free"])
-    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60))
-    before = llm.statistics()
-    assert 5 <= before.speculation_off_steps < before.steps
-    assert before.cost_factors == {"target": 1.0, "0-similar": 1.0}
-    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60))
-    assert llm.statistics().since(before).speculation_off_steps < 5
-    fixed = tiny.llm(**SPECULATION).statistics()
-    assert (fixed.speculation_off_steps, fixed.cost_factors) == (0, {})
-    assert fixed.speculation_on, "there is no guard"

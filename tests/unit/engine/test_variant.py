@@ -11,17 +11,14 @@ import pytest
 
 from specinfer import EngineConfig, SamplingParams
 from specinfer.engine.models import Models
-from specinfer.engine.variant import variant_models
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
-from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny
-from tests.offloading import OPTIONS, count_models_alone, write_large
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
@@ -81,19 +78,6 @@ def test_a_variant_that_needs_other_weights_is_refused(
     assert str(caught.value).startswith(line)
 
 
-def test_a_variant_of_another_model_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"model is 'other', and a variant shares weights"):
-        tiny.llm().variant(EngineConfig(model="other"))
-
-
-def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None:
-    kept = DraftVocabulary.__new__(DraftVocabulary)
-    models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, {"draft": kept})
-    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ["similar"], "draft_vocabulary": 9})
-    without = replace(config, speculation=NO_SPECULATION)
-    assert variant_models(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
-
-
 class Nothing(Speculator):
     """A speculator that never guesses."""
 
@@ -133,26 +117,3 @@ def test_without_speculation_nobody_guesses_not_even_what_a_grammar_forces(tmp_p
             assert (output.figures.drafted_tokens > 0) == guessed
             texts.append(output.text)
         assert texts == ["the same text always"] * 3
-
-
-def test_variants_of_a_streamed_model_share_a_part_of_its_plan(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count_models_alone(monkeypatch)
-    params = SamplingParams(temperature=1, seed=1, max_tokens=12)
-    with LLM(str(write_large(tmp_path / "large")), lookup=False, **OPTIONS) as llm:
-        plan = llm.models.plan
-        assert plan is not None
-        [answer] = llm.generate(["ab"], params)
-        # The engine may have taken what it was given, and then some.
-        monkeypatch.setattr("specinfer.runtime.kv_cache.process_bytes", lambda: 7_100_000)
-        with llm.variant(drafts=()) as plain, llm.variant() as other:
-            for variant in (plain, other):
-                assert variant.generate(["ab"], params)[0].token_ids == answer.token_ids
-                assert variant.models.plan is not None
-                assert variant.models.plan.kv_cache == plan.kv_cache // 4
-                variant.check_integrity()
-        assert llm.generate(["ab"], params)[0].token_ids == answer.token_ids
-        llm.check_integrity()
-        with pytest.raises(ConfigError, match="memory is 1073741824, and a variant shares weights"):
-            llm.variant(memory="1GB")

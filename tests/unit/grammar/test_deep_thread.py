@@ -55,13 +55,6 @@ def test_all_calls_run_on_one_thread_whoever_makes_them(set_to):
     assert deep.run(threading.stack_size) == usual
 
 
-def test_two_of_them_started_at_once_put_the_usual_size_back(set_to):
-    usual, threads = threading.stack_size(), [DeepThread("deep", STACK) for _ in range(4)]
-    at_once(4, lambda number: threads[number].run(int))
-    assert set_to == [STACK, usual] * 4
-    assert threading.stack_size() == usual
-
-
 @pytest.mark.parametrize("error", [ValueError("bad"), MemoryError(), KeyboardInterrupt()])
 def test_exceptions_come_back_as_themselves_and_the_thread_goes_on(error):
     deep = DeepThread("deep", STACK)
@@ -72,20 +65,6 @@ def test_exceptions_come_back_as_themselves_and_the_thread_goes_on(error):
     with pytest.raises(type(error)) as caught:
         deep.run(fail)
     assert caught.value is error
-    assert deep.run(lambda: 3) == 3
-
-
-def test_a_thread_that_cannot_start_is_tried_again(monkeypatch, set_to):
-    usual, deep = threading.stack_size(), DeepThread("deep", STACK)
-
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            deep.run(int)
-    assert threading.stack_size() == usual
     assert deep.run(lambda: 3) == 3
 
 

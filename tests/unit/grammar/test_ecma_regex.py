@@ -53,6 +53,7 @@ def test_unsupported_regular_expressions_are_named(pattern, why):
         read_ecma(pattern)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("pattern", "good", "bad"),
     [

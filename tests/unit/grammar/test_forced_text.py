@@ -3,7 +3,7 @@
 import pytest
 
 from specinfer.grammar.grammar import Cursor
-from tests.unit.grammar.vocabulary import END, TOKENIZER, byte_id, grammar_of, ids, legal, schema_format
+from tests.unit.grammar.vocabulary import END, TOKENIZER, grammar_of, ids, legal, schema_format
 
 
 def test_text_that_is_forced_is_spelled_as_the_tokenizer_spells_it():
@@ -42,14 +42,3 @@ def test_long_forced_text_is_computed_once_and_checked_on_demand(monkeypatch):
         assert list(forced) == expected[8 * step : 8 * step + 8]
         state.commit(forced)
     assert asked == [0, *[8] * 100]
-
-
-def test_forced_text_is_computed_again_after_another_spelling():
-    text = "yes " * 600
-    state = grammar_of(choice=[text]).state()
-    assert list(state.forced((), 4)) == ids("yes yes ")
-    state.commit([byte_id(ord("y")), *ids("es ")])
-    assert TOKENIZER.decode(state.forced((), 2000)) == text[4:]
-    state.commit(ids("yes " * 500))
-    assert TOKENIZER.decode(state.forced((), 2000)) == text[4 + 2000 :]
-    assert TOKENIZER.decode(state.forced(ids("yes "), 2)) == "yes "

@@ -11,7 +11,6 @@ from specinfer.grammar.gbnf import (
     read_gbnf,
     to_lark,
 )
-from tests.unit.grammar.vocabulary import accepts, grammar_of
 
 
 @pytest.mark.parametrize(
@@ -47,19 +46,6 @@ def test_a_rule_is_read(body, expected):
     assert read_gbnf(f'root ::= {body}\nother ::= "o"')["root"] == expected
 
 
-def test_rules_that_do_not_need_themselves_become_one_regular_expression():
-    rules = read_gbnf('root ::= "[" digits ("," digits)* "]"\ndigits ::= [0-9]{1,3}')
-    digits = "(?:(?:[0-9]){1,3})"
-    assert to_lark(rules) == rf"start: /(?:\x{{5B}}{digits}(?:(?:\x{{2C}}{digits})){{0,}}\x{{5D}})/"
-
-
-def test_a_recursive_grammar_is_written_character_by_character():
-    rules = read_gbnf('root ::= "((" root? "))" | word{2,}\nword ::= [a-z]+ "\\n"')
-    assert to_lark(rules) == (
-        'start: ((("(" "(") (start)? (")" ")")) | (r1){2,})\nr1: ((/[a-z]/)+ ("\\n"))'  #
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -85,23 +71,6 @@ def test_syntax_errors_name_their_line(text, message):
     with pytest.raises(RequestError, match=message) as caught:
         read_gbnf(text)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("repeat", "good", "bad"),
-    [
-        ("{2}", (2,), (1, 3)),
-        ("{2,}", (2, 9), (1,)),
-        ("{2,4}", (2, 3, 4), (1, 5)),
-        ("{,2}", (0, 1, 2), (3,)),
-        ("{2}{2}", (4,), (2, 3, 5)),
-    ],
-)
-@pytest.mark.parametrize("rules", ['root ::= "ab"%s', 'root ::= "(" root ")" | "ab"%s'])
-def test_counted_repeats_are_followed(rules, repeat, good, bad):
-    grammar = grammar_of(grammar=rules % repeat)
-    for counts, expected in ((good, True), (bad, False)):
-        assert [accepts(grammar, "ab" * count) for count in counts] == [expected] * len(counts)
 
 
 @pytest.mark.parametrize(

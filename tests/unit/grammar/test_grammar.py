@@ -1,12 +1,10 @@
 """Masks, single tokens, parallel paths, commits and the end of grammars."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.grammar import CACHED_GRAMMARS, CACHED_MASKS, GrammarCompiler, GrammarState
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.structured_output import structured_output
 from tests.unit.grammar.vocabulary import (
     END,
@@ -79,15 +77,6 @@ def test_texts_of_the_form_and_no_others_are_legal(asked, good, bad):
     assert [text for text in bad if accepts(grammar, text)] == []
 
 
-def test_masks_name_the_tokens_that_may_follow():
-    state = grammar_of(choice=["yes", "no", "none"]).state()
-    assert legal(state) == {"y", "ye", "yes", "n", "no"}
-    assert legal(state, ids("no")) == {"END", "n"}
-    assert legal(state, ids("yes")) == {"END"}
-    assert legal(state, [*ids("yes"), END]) == set()
-    assert legal(state, ids("true")) == set()  # a path that is not legal itself
-
-
 def test_end_of_text_special_and_padding_ids_are_never_text():
     state = grammar_of(regex="(?s:.)*").state()
     allowed = np.flatnonzero(state.allowed()).tolist()
@@ -108,35 +97,6 @@ def test_a_lark_grammar_may_name_a_special_token_but_not_the_end():
     assert END not in np.flatnonzero(state.allowed([SPECIAL["<|bos|>"], *ids("a")]))
     with pytest.raises(RequestError, match=r"grammar cannot be used: .*unknown special token"):
         grammar_of(grammar="start: <|im_end|>")
-
-
-def test_masks_are_kept_within_a_step(monkeypatch):
-    state, made, make = grammar_of(choice=["yes", "no"]).state(), [], GrammarState._mask
-    monkeypatch.setattr(GrammarState, "_mask", lambda self, matcher: made.append(1) or make(self, matcher))
-    first = state.allowed(ids("n"))
-    expected, first[:] = first.copy(), True  # the caller's own
-    np.testing.assert_array_equal(state.allowed(ids("n")), expected)
-    assert state.permits(ids("n"), ids("o")[0])
-    state.commit(ids("n"))
-    np.testing.assert_array_equal(state.allowed(), expected)  # the path became text; its mask is the root's
-    assert len(made) == 1
-    state.commit(ids("o"))
-    state.allowed()
-    assert len(made) == 2
-
-
-def test_masks_are_kept_as_bits():
-    vocab = 152_000
-    state = GrammarCompiler(TOKENIZER, vocab).compile(structured_output(regex="(?s:.)*")).state()
-    paths = [[byte_id(a), byte_id(b)] for a in range(32, 48) for b in range(32, 50)]
-    assert len(paths) > CACHED_MASKS
-    state.allowed(paths[0])
-    tracemalloc.start()
-    for path in paths:
-        assert state.allowed(path)[END]
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < CACHED_MASKS * (vocab // 8 + 1000)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, *range(END + 1, END + 10), 1000])
@@ -209,18 +169,6 @@ def test_a_sentencepiece_vocabulary_is_followed_too():
     assert np.flatnonzero(state.allowed()).tolist() == sorted(tokenizer.eos_token_ids)
 
 
-def test_finished_is_when_only_the_end_may_follow():
-    state = grammar_of(choice=["no", "none"]).state()
-    assert not state.finished
-    state.commit(ids("no"))
-    assert not state.finished  # "none" is still possible
-    state.commit(ids("ne"))
-    assert state.finished
-    state.commit([END])
-    assert state.finished
-    assert not state.allowed().any()
-
-
 def test_an_illegal_commit_is_a_bug_of_ours():
     state = grammar_of(choice=["no", "none"]).state()
     state.commit(ids("now"))
@@ -229,15 +177,6 @@ def test_an_illegal_commit_is_a_bug_of_ours():
     state = grammar_of(choice=["no", "none"]).state()
     with pytest.raises(AssertionError, match="may not end here"):
         state.commit([END])
-
-
-def test_compiled_grammars_are_kept_and_the_oldest_are_let_go():
-    compiler = GrammarCompiler(TOKENIZER, VOCAB)
-    first = compiler.compile(structured_output(regex="a"))
-    assert compiler.compile(structured_output(regex="a")) is first
-    for i in range(CACHED_GRAMMARS):
-        compiler.compile(structured_output(regex=f"b{i}"))
-    assert compiler.compile(structured_output(regex="a")) is not first
 
 
 @pytest.mark.thorough

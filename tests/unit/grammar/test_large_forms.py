@@ -87,23 +87,6 @@ def test_a_grammar_that_becomes_too_complex_fails_one_request_and_no_other():
     np.testing.assert_array_equal(grammar.state().allowed(), greedy.allowed())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "regex", ["(([ab]{1,30}c?){1,40}){1,40}", "(a?){500}a{500}", "((a|ab|ba){1,50}){50}"]
-)
-def test_a_grammar_that_fails_after_a_commit_raises_at_the_next_query(regex):
-    state = grammar_of(regex=regex).state()
-    with pytest.raises(RequestError, match="regex is too complex to follow"):
-        commit_one_by_one(state, [byte_id(ord("a"))] * 600)
-
-
-def commit_one_by_one(state, text):
-    for token in text:
-        state.commit([token])
-        state.forced((), 3)
-        state.allowed()
-
-
 def test_a_worn_automaton_does_not_affect_other_requests():
     grammar, a = grammar_of(regex="((a|ab|ba){1,50}){50}"), byte_id(ord("a"))
     greedy, modest = grammar.state(), grammar.state()
@@ -112,13 +95,3 @@ def test_a_worn_automaton_does_not_affect_other_requests():
     modest.commit([a])  # into an automaton that is full
     np.testing.assert_array_equal(modest.allowed([a]), grammar.state().allowed([a, a]))
     assert modest.permits([a], a)
-
-
-def test_a_grammar_does_not_wear_out():
-    grammar = grammar_of(regex=EXPLODES)
-    rng = np.random.default_rng(1)
-    for _ in range(12):  # together they need more than one automaton holds
-        state = grammar.state()
-        text = [byte_id(byte) for byte in rng.choice([ord("a"), ord("b")], 50)]
-        visit_every_node(state, text)
-        state.commit(text)

@@ -1,7 +1,6 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.ecma_regex import MAX_REPEAT
 from specinfer.grammar.lark import lark_of
 from specinfer.structured_output import structured_output
 
@@ -27,16 +26,3 @@ def test_options_that_are_no_form_of_text_are_refused(option):
     refused = option.split("=")[0].split()[-1]
     with pytest.raises(RequestError, match=rf"rule a has the option {refused}; allowed: options that descri"):
         lark_of(structured_output(grammar=f"start: a\na[{option}]: /.*/"))
-
-
-@pytest.mark.parametrize(
-    "lark", ["start: a\na[lazy]: /x*;/", 'start: "a[stop=1]:"', "start: stop\nstop: /x/"]
-)
-def test_other_options_and_words_are_the_librarys(lark):
-    assert lark_of(structured_output(grammar=lark)) == lark
-
-
-def test_a_regex_may_repeat_so_often_and_no_more():
-    assert lark_of(structured_output(regex=f"a{{{MAX_REPEAT}}}"))
-    with pytest.raises(RequestError, match="regex repeats a part 100001 times"):
-        lark_of(structured_output(regex=f"a{{{MAX_REPEAT + 1}}}"))

@@ -14,21 +14,6 @@ def vocabulary():
     return LibraryVocabulary(TOKENIZER, VOCAB)
 
 
-def test_the_stack_size_of_other_threads_is_left_alone(vocabulary, monkeypatch):
-    vocabulary.matcher('start: "a"')
-    usual, set_to, set_stack_size = threading.stack_size(), [], threading.stack_size
-
-    def recorded(*size):
-        set_to.extend(size)
-        return set_stack_size(*size)
-
-    monkeypatch.setattr(threading, "stack_size", recorded)
-    for text in ("b", "c", "d"):
-        assert not vocabulary.matcher(f'start: "{text}"').is_error()
-    assert set_to == []
-    assert threading.stack_size() == usual
-
-
 def test_an_exception_of_the_library_comes_back_as_itself(vocabulary, monkeypatch):
     def fail(*_, **__):
         raise MemoryError("no room for this grammar")

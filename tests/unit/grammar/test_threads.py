@@ -3,10 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
-from specinfer.errors import RequestError
 from specinfer.grammar import grammar as grammar_file
 from specinfer.grammar.grammar import Cursor, Grammar, GrammarCompiler, MatcherSource
 from specinfer.structured_output import structured_output
@@ -69,16 +67,6 @@ def test_a_form_that_takes_long_holds_up_no_other(compiler, monkeypatch):
         assert waiting[1].result() is waiting[0].result()
 
 
-def test_each_thread_gets_the_error(compiler):
-    def query(number):
-        with pytest.raises(RequestError, match=r"regex cannot be used: .*unclosed group") as caught:
-            compiler.compile(structured_output(regex="(a"))
-        return caught.value
-
-    assert len({id(error) for error in at_once(query)}) == THREADS
-    assert compiler.compile(structured_output(regex="a"))
-
-
 def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
     entries = [entry for entry in SCHEMAS if entry["name"] in ("person", "tree", "tuple", "one_of_by_const")]
     forms = [structured_output(response_format=schema_format(entry["schema"])) for entry in entries]
@@ -126,11 +114,3 @@ def test_a_worn_automaton_is_replaced_once(compiler):
         assert found[0][0] is not worn
         assert found == [(source.first, b"s")] * THREADS
         assert len(made) == round
-
-
-def test_compiling_makes_both_matchers(compiler):
-    grammar = compiler.compile(structured_output(choice=["yes"]))
-    grammar.vocabulary.matcher = None  # so that a step makes none
-    state = grammar.state()
-    assert state.forced((), 3) == tuple(ids("yes"))
-    np.testing.assert_array_equal(np.flatnonzero(state.allowed(ids("yes"))), sorted(TOKENIZER.eos_token_ids))

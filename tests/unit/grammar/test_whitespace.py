@@ -78,13 +78,6 @@ def test_white_space_follows_the_option(form, whitespace, taken):
     assert {name for name, text in PRETTY.items() if accepts(grammar, text)} == taken
 
 
-def test_a_grammar_may_set_its_white_space():
-    own = {**NUMBERS, "x-guidance": {"whitespace_pattern": "_"}}
-    grammar = grammar_of(grammar=f"start: %json {json.dumps(own)}")
-    assert accepts(grammar, '{_"a":_[1],"b":null_}')
-    assert not accepts(grammar, PRETTY["usual"])
-
-
 @pytest.mark.parametrize(
     ("lark", "text"),
     [

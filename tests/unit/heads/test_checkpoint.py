@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,12 @@ from safetensors.torch import load_file
 from specinfer.errors import ModelError
 from specinfer.heads.checkpoint import (
     HeadFolder,
-    head_bytes,
     is_head,
     target_embedding,
     target_head,
 )
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import write_head
-from specinfer.models.config import ModelConfig
 from specinfer.models.open_model import open_model
 from tests.heads import (
     IDS,
@@ -28,7 +25,6 @@ from tests.heads import (
     SIZE,
     VOCAB,
     block_config,
-    change_head,
     eagle_config,
     tiny_body,
     tiny_head,
@@ -132,22 +128,6 @@ def test_a_config_has_the_librarys_words(tmp_path: Path) -> None:
     }
 
 
-def test_bfloat16_is_half_as_large(tmp_path: Path, target_config: ModelConfig) -> None:
-    head = tiny_head(eagle_config())
-    write_head(head, tmp_path, verifier="tiny", architectures=[], dtype=torch.bfloat16)
-    rows = HeadFolder(tmp_path, target_config).read_rows("fc.weight", 0, SIZE)
-    assert rows.dtype == torch.bfloat16
-    assert torch.equal(rows, head.fc.weight.detach().to(torch.bfloat16))
-
-
-def test_what_the_library_leaves_out_is_filled_in(tmp_path: Path, target_config: ModelConfig) -> None:
-    write_tiny_head(tiny_head(eagle_config()), tmp_path)
-    change_head(tmp_path, config=lambda c: c.pop("eagle_aux_hidden_state_layer_ids"))
-    assert HeadFolder(
-        tmp_path, replace(target_config, num_layers=30, layer_windows=(None,) * 30)
-    ).config.taps == (*(2, 15, 27),)
-
-
 def test_weights_that_are_no_numbers_are_not_written(tmp_path: Path) -> None:
     head = tiny_head(eagle_config())
     with torch.no_grad():
@@ -173,13 +153,3 @@ def test_matrices_may_be_int8_with_a_factor_for_each_row(target: Path, tmp_path:
             assert bool(((again[name] - tensor).abs() <= 0.51 * step).all()), name
         else:
             assert torch.equal(again[name], tensor), name
-
-
-def test_a_quantized_head_takes_less_and_its_tables_do_not(
-    target_config: ModelConfig, tmp_path: Path
-) -> None:
-    write_tiny_head(tiny_head(block_config(reads_last=True)), tmp_path / "head")
-    folder = HeadFolder(tmp_path / "head", target_config)
-    floats, int8, int4 = (head_bytes(folder, torch.float32, kind) for kind in ("none", "int8", "int4"))
-    tables = VOCAB * 6 * 4  # the Markov term's, of rank 6
-    assert tables < int4 < int8 < floats / 2

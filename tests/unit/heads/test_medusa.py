@@ -23,7 +23,6 @@ from tests.unit.heads.plain import weights_of
 
 Json = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
-LAYERS = 3  # of the target
 
 
 @pytest.mark.parametrize(
@@ -92,34 +91,6 @@ def test_tokens_may_be_mapped_in_any_order(whole: bool, target: Path, tmp_path: 
                 )
 
     _change(tmp_path, tensors=mixed)
-    _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
-
-
-@pytest.mark.parametrize("with_size", [True, False])
-def test_a_map_is_ignored_where_all_tokens_are_named(with_size: bool, target: Path, tmp_path: Path) -> None:
-    heads = tiny_medusa(medusa_config())
-    write_medusa(heads, tmp_path, vllm=True)
-    _change(
-        tmp_path,
-        config=lambda c: c.update(truncated_vocab_size=VOCAB) if with_size else None,
-        tensors=lambda t: t.update(token_map=torch.arange(VOCAB).flip(0)),
-    )
-    _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
-
-
-@pytest.mark.parametrize("kind", [None, "", "llama"])
-def test_an_empty_kind_is_none(kind: str | None, tmp_path: Path) -> None:
-    write_medusa(tiny_medusa(medusa_config()), tmp_path)
-    _change(tmp_path, config=lambda c: c.update(model_type=kind))
-    assert is_head(tmp_path) == (not kind)
-
-
-@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
-def test_names_may_have_a_prefix(prefix: str, target: Path, tmp_path: Path) -> None:
-    heads = tiny_medusa(medusa_config())
-    write_medusa(heads, tmp_path)
-    file = tmp_path / "medusa_lm_head.safetensors"
-    save_file({prefix + name: tensor for name, tensor in load_file(file).items()}, file)
     _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
 
 
@@ -219,31 +190,3 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(ModelError, match=said) as caught:
         HeadFolder(tmp_path, target_config)
     assert "\n" not in str(caught.value)
-
-
-def test_sizes_that_only_tensors_tell_are_checked(target_config: ModelConfig, tmp_path: Path) -> None:
-    other = medusa_config(vocab_size=VOCAB, target_hidden_size=2 * SIZE)
-    write_medusa(tiny_medusa(other), tmp_path)
-    with pytest.raises(ModelError, match="hidden states of 64, but the target has 32"):
-        HeadFolder(tmp_path, target_config)
-
-
-def test_a_pickle_is_refused_with_what_to_do(target_config: ModelConfig, tmp_path: Path) -> None:
-    write_medusa(tiny_medusa(medusa_config()), tmp_path)
-    (tmp_path / "medusa_lm_head.safetensors").rename(tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ModelError, match=r"convert medusa_lm_head\.pt to safetensors"):
-        HeadFolder(tmp_path, target_config)
-
-
-def test_numbers_that_are_none_are_refused(target: Path, tmp_path: Path) -> None:
-    write_medusa(tiny_medusa(medusa_config()), tmp_path)
-    _change(tmp_path, tensors=lambda t: t["2.0.linear.weight"].__setitem__((3, 5), float("nan")))
-    opened = open_model(target)
-    with pytest.raises(ModelError, match=r"blocks\.2\.layers\.0\.weight.*not finite"):
-        HeadFolder(tmp_path, opened.config).module(opened)
-
-
-def test_a_whole_model_with_heads_inside_is_no_head(tmp_path: Path) -> None:
-    write_medusa(tiny_medusa(medusa_config()), tmp_path)
-    _change(tmp_path, config=lambda c: c.update(model_type="llama", num_hidden_layers=3))
-    assert not is_head(tmp_path)

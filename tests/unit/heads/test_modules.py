@@ -10,9 +10,7 @@ from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.layers import rotated, rotation_at, softmax
-from specinfer.heads.vocabulary import Tables
-from tests.heads import IDS, NAMED, SIZE, VOCAB, block_config, eagle_config, tiny_body, tiny_head
+from tests.heads import SIZE, VOCAB, block_config, eagle_config, tiny_body, tiny_head
 from tests.unit.heads.plain import block_hidden, eagle_logits, weights_of
 
 GENERATOR = torch.Generator().manual_seed(7)
@@ -90,29 +88,6 @@ def test_the_first_rows_of_a_causal_block_do_not_depend_on_the_others() -> None:
             assert torch.allclose(head(*given, rows), whole[:, :, :rows], atol=1e-5)
 
 
-def test_rotations_and_softmaxes_of_narrow_numbers_are_of_float32() -> None:
-    body = tiny_body()
-    assert body.rope is not None
-    x = torch.randn(6, 2, body.head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rotation = rotation_at(torch.arange(90, 96), body.rope, body.head_dim)
-    assert torch.equal(rotated(x, rotation), rotated(x.float(), rotation))
-    with torch.autocast("cpu", torch.bfloat16):
-        weights = softmax(x)
-    assert torch.equal(weights, x.float().softmax(dim=-1))
-    assert torch.equal(softmax(x.float()), weights)
-    assert softmax(x.double()).dtype == torch.float64
-
-
-def test_the_markov_term_is_a_product_with_the_token_before() -> None:
-    head = tiny_head(block_config())
-    assert isinstance(head, BlockHead)
-    w = weights_of(head)
-    with torch.no_grad():
-        pair = head.pair_logits(torch.tensor(11))
-    embedded = w["markov_head.markov_w1.weight"][11]
-    np.testing.assert_allclose(pair, w["markov_head.markov_w2.weight"] @ embedded, atol=1e-5)
-
-
 @pytest.mark.parametrize("config", [eagle_config(own_head=False), block_config(own_head=False)])
 def test_all_but_the_targets_tables_is_trained(config: EagleConfig | BlockConfig) -> None:
     head = tiny_head(config)
@@ -135,23 +110,7 @@ def test_all_but_the_targets_tables_is_trained(config: EagleConfig | BlockConfig
     assert dead == set()
 
 
-def test_tokens_it_can_name_are_offsets_and_a_mask() -> None:
-    head = tiny_head(eagle_config())
-    assert head.ids.tolist() == IDS
-    assert (head.d2t + torch.arange(NAMED)).tolist() == IDS
-    assert head.t2d.nonzero()[:, 0].tolist() == IDS
-    everything = tiny_head(eagle_config(draft_vocab_size=VOCAB))
-    assert everything.ids.tolist() == [*range(VOCAB)]
-    assert not {"d2t", "t2d"} & set(everything.state_dict())
-
-
 @pytest.mark.parametrize("ids", [[3, 2], [1, 1], [-1, 4], [0, VOCAB], [0]])
 def test_wrong_tokens_are_refused(ids: list[int]) -> None:
     with pytest.raises(ModelError):
         EagleHead(eagle_config(draft_vocab_size=2), ids)
-
-
-def test_tables_of_other_sizes_are_refused() -> None:
-    tables = Tables(torch.zeros(VOCAB, SIZE), torch.zeros(NAMED + 1, SIZE))
-    with pytest.raises(ModelError, match="output layer"):
-        EagleHead(eagle_config(), IDS, tables)

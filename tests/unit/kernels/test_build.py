@@ -19,7 +19,6 @@ from specinfer.kernels.build import build_library, find_compiler, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import LEVELS
 from tests.ranks import soon
-from tests.shown import Shown
 
 AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))
 SOURCES: Final = len(list((Path(build.__file__).parent / "cpu").glob("*.cpp")))
@@ -76,17 +75,6 @@ def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert build_library(AVX2) == find_library(AVX2) == library
     assert log.read_text().splitlines() == calls
     assert sorted(p.name for p in library.parent.iterdir()) == ["build.lock", library.name]
-
-
-def test_it_is_compiled_for_its_level_and_flags_of_ones_own_come_last(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
-    build_library(AMX, extra=("-DSOME=1", "-O1"))
-    of_level = " ".join(AMX.flags)
-    for call in log.read_text().splitlines()[:-1]:
-        assert f" {of_level} -DSOME=1 -O1 -c " in call
-        assert call.index("-O3") < call.index("-O1")
 
 
 def test_another_compiler_level_or_flag_makes_another_file(
@@ -205,6 +193,7 @@ def test_where_nothing_can_be_built_the_twins_run(
         choose_kernels("native", torch.device("cpu"))
 
 
+@pytest.mark.thorough
 def test_a_library_that_cannot_be_loaded_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -301,13 +290,3 @@ def test_where_others_can_write_everywhere_the_twins_run(
     with pytest.raises(KernelBuildError, match=r"kept safely in .*: .*cache can be written by others"):
         build_library(AVX2, cache=tmp_path / "cache")
     assert log.read_text() == ""
-
-
-def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, WORKING)
-    shown = Shown()
-    find_library(AVX2, shown)
-    expected = [("building native kernels (once per machine)", SOURCES + 1)]
-    assert shown.works == expected
-    find_library(AVX2, shown)
-    assert shown.works == expected, "what is there already is not waited for"

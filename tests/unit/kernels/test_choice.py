@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from specinfer.attention.native import NativeAttention
-from specinfer.config import EngineConfig, KernelChoice
+from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels import build
-from specinfer.kernels.choice import TORCH, choose_kernels, native_kernels
+from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
@@ -46,14 +46,6 @@ def test_native_kernels_run_on_a_cpu() -> None:
         assert isinstance(found.scan, NativeScan)
         assert isinstance(found.products, NativeProducts)
     assert chosen.library is native.library, "one library, with one pool of threads, for all engines"
-
-
-def test_the_kernels_of_a_library_name_it() -> None:
-    library = kernels("native").library
-    assert library is not None
-    assert library.level in levels_here()
-    assert native_kernels(library).library is library
-    assert TORCH.library is None
 
 
 @pytest.mark.usefixtures("no_libraries", "any_cpu")
@@ -91,8 +83,3 @@ def test_a_cpu_that_cannot_be_is_refused_whatever_is_wanted(
     with pytest.raises(ConfigError, match="SPECINFER_CPU is 'avx10'; allowed here: "):
         choose_kernels(wanted, CPU)
     assert choose_kernels("torch", CPU) == (TORCH, None)
-
-
-def test_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="kernels is 'fast'; allowed: auto, native, torch"):
-        EngineConfig.from_options("tiny", {"kernels": "fast"})

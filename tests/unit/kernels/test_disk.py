@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.errors import IntegrityError, ModelFileError
+from specinfer.errors import ModelFileError
 from specinfer.kernels import disk
 from specinfer.kernels.disk import PAGE, SETTINGS, DiskRate, StreamSource, aligned, measure, timed_reads
 
@@ -190,24 +190,6 @@ def test_a_file_that_ends_early_is_noticed_by_the_read(
         read(source, 8 * PAGE, 4 * PAGE)
 
 
-def test_a_read_of_half_a_page_is_a_bug(file: Path) -> None:
-    source = StreamSource(file)
-    with pytest.raises(IntegrityError):
-        source.read_into(memoryview(bytearray(100)), 0)
-    with pytest.raises(IntegrityError):
-        source.read_into(memoryview(aligned(PAGE)), 100)
-
-
-def test_the_file_is_closed_with_its_last_reader(file: Path) -> None:
-    def open_files() -> set[str]:
-        return {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
-
-    source = StreamSource(file)
-    assert str(file.resolve()) in open_files()
-    del source
-    assert str(file.resolve()) not in open_files()
-
-
 def test_memory_begins_at_a_page_and_is_zero() -> None:
     memory = aligned(3 * PAGE)
     assert isinstance(memory, mmap.mmap)
@@ -258,58 +240,11 @@ def test_one_reader_is_chosen_where_more_gain_less_than_a_twentieth() -> None:
     assert found.bytes_per_second == pytest.approx(1.4e9)
 
 
-def test_a_smaller_piece_is_chosen_where_it_is_faster() -> None:
-    found = _Disk(1 << 31).measured(lambda readers, piece: 1.4e9 if piece == 4 * MIB else 1.3e9)
-    assert (found.readers, found.piece) == (1, 4 * MIB)
-
-
 def test_more_readers_are_chosen_where_they_are_faster() -> None:
     found = _Disk(1 << 31).measured(lambda readers, piece: {1: 1e9, 2: 0.97e9, 4: 0.97e9, 8: 2.1e9}[readers])
     assert (found.readers, found.piece) == (8, MIB)
     assert found.bytes_per_second == pytest.approx(2.1e9)
     assert str(found) == "2.1 GB/s by 8 readers of 1 MiB, past the page cache"
-
-
-def test_the_fewest_of_the_fastest_is_chosen() -> None:
-    found = _Disk(1 << 31).measured(lambda readers, piece: {1: 1e9, 2: 1.96e9, 4: 2e9, 8: 2.05e9}[readers])
-    assert (found.readers, found.piece) == (2, 4 * MIB)
-
-
-def test_every_setting_is_tried_twice_at_places_of_its_own_in_half_a_second() -> None:
-    slow = _Disk(1 << 31)
-    slow.measured(lambda readers, piece: 1e9)
-    assert sorted(slow.trials) == sorted(SETTINGS * 2)
-    assert len(set(slow.places)) == 10
-    assert 0 <= min(slow.places) <= max(slow.places) < 1
-    assert slow.now == pytest.approx(0.5, rel=0.2)
-
-
-@pytest.mark.parametrize("rate", [10e6, 20e6, 60e6])
-def test_a_slow_disk_is_not_measured_for_long(rate: float) -> None:
-    slow = _Disk(1 << 31)
-    found = slow.measured(lambda readers, piece: rate)
-    assert slow.now <= 0.5
-    assert found.bytes_per_second == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("size", [PAGE, 3 * PAGE + 5, 9 * MIB])
-def test_timed_reads_stay_within_the_file_and_go_on_where_they_began(size: int) -> None:
-    class Noting(_Disk):
-        def read_into(self, view: memoryview, offset: int) -> None:
-            assert offset % PAGE == 0
-            assert len(view) % PAGE == 0
-            assert offset + len(view) <= self.size
-            offsets.append(offset)
-            time.sleep(0.001)
-
-    offsets: list[int] = []
-    done, taken = timed_reads(Noting(size), ROOM, 2, 4 * MIB, 0.6, 0.02)
-    piece = min(4 * MIB, size // PAGE * PAGE)
-    assert done == len(offsets) * piece
-    assert 0.02 <= taken < 1
-    blocks = size // piece
-    first = int(0.6 * blocks)
-    assert sorted(offsets) == sorted((first + n) % blocks * piece for n in range(len(offsets)))
 
 
 def test_readers_read_at_once() -> None:
@@ -322,13 +257,6 @@ def test_readers_read_at_once() -> None:
     assert done == 4 * PAGE
 
 
-def test_a_disk_that_fails_while_it_is_measured_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = StreamSource(file)
-    _cut(file)
-    with pytest.raises(ModelFileError, match="while it was read"):
-        measure(source, seconds=0.01)
-
-
 def test_a_real_file_is_measured(file: Path) -> None:
     source = StreamSource(file)
     began = time.monotonic()
@@ -337,18 +265,3 @@ def test_a_real_file_is_measured(file: Path) -> None:
     assert found.bytes_per_second > 1e5
     assert (found.readers, found.piece) in SETTINGS
     assert found.direct == source.direct
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(1.84e9, "1.8 GB"), (94e6, "94 MB"), (9.4e6, "9.4 MB"), (80e3, "0.1 MB")]
-)
-def test_sizes_on_a_disk_in_words(count: float, words: str) -> None:
-    assert disk.gigabytes(count) == words
-
-
-@pytest.mark.parametrize(
-    ("figure", "words"),
-    [(0.0573, "0.057"), (0.4, "0.4"), (1.34, "1.3"), (4.0, "4.0"), (27.4, "27"), (412.3, "412")],
-)
-def test_a_figure_in_words(figure: float, words: str) -> None:
-    assert disk.about(figure) == words

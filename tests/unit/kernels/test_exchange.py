@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,14 +13,13 @@ import pytest
 from numpy.typing import NDArray
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import SharedExchange, shared_file
+from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.library import Library
 from tests.kernels import library_or_skip
 from tests.unit.kernels.ranks import GONE, run_ranks
 
 SLOT: Final = 256  # bytes; 64 numbers
 COUNTS: Final = (0, 1, 63, 64, 65, 128, 1000)
-PLACE: Final = 256  # bytes of a rank's shared state, as in exchange.h
 Operation = Callable[[SharedExchange], Any]
 
 
@@ -87,6 +85,7 @@ def test_bytes_are_gathered_by_those_that_read_them(library: Library, sizes: tup
         assert found == [parts, parts if rank == 0 else [], parts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 10_000), (3, 1_000), (4, 1_000)])
 def test_ranks_that_take_uneven_times_stay_in_step(library: Library, ranks: int, turns: int) -> None:
     def work(exchange: SharedExchange) -> int:
@@ -102,23 +101,6 @@ def test_ranks_that_take_uneven_times_stay_in_step(library: Library, ranks: int,
         return wrong
 
     assert run_ranks(library, ranks, work, slot=SLOT) == [0] * ranks
-
-
-def test_turns_are_counted_round_and_round(library: Library) -> None:
-    def begin_late(file: int) -> None:
-        for rank in range(2):
-            os.pwrite(file, struct.pack("I", 2**32 - 3), rank * PLACE)
-
-    def work(exchange: SharedExchange) -> list[int]:
-        found = []
-        for turn in range(8):
-            sums = np.array([turn], dtype=np.int32)
-            exchange.add(sums)
-            found.append(int(sums[0]))
-        return found
-
-    wanted = [2 * turn for turn in range(8)]
-    assert run_ranks(library, 2, work, slot=SLOT, prepare=begin_late) == [wanted] * 2
 
 
 def test_a_rank_that_waits_for_long_sleeps(library: Library) -> None:
@@ -249,36 +231,6 @@ def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, othe
     answers = run_ranks(library, 2, work, slot=SLOT)
     assert GONE not in answers
     assert any("is at another operation" in answer for answer in answers)
-
-
-def test_a_rank_that_never_comes_is_late(library: Library) -> None:
-    file = shared_file()
-    exchange = SharedExchange(library, file, 2, 0, slot=SLOT, limit=0.1)
-    os.close(file)
-    with pytest.raises(
-        PeerLostError, match=r"^rank 1 of 2 did not respond within 0.1 s, detected by rank 0; "
-    ) as lost:
-        add(exchange)
-    assert lost.value.rank == 1
-    exchange.close()
-    exchange.close()
-
-
-def test_other_numbers_are_refused(library: Library) -> None:
-    file = shared_file()
-    exchange = SharedExchange(library, file, 1, 0, slot=SLOT)
-    os.close(file)
-    read_only = np.ones(3, dtype=np.int32)
-    read_only.flags.writeable = False
-    others: list[NDArray[Any]] = [np.ones(3), np.ones(6, dtype=np.int32)[::2], read_only]
-    for wrong in others:
-        with pytest.raises(ValueError, match=r"^numbers must be contiguous int32 to be changed, got "):
-            exchange.add(wrong)
-    with pytest.raises(ValueError, match=r"^numbers must be contiguous float32 to be changed, got int32"):
-        exchange.largest(np.ones(3, dtype=np.int32))
-    with pytest.raises(ValueError, match=r"^rank 0 gives 2 contiguous bytes, got 3"):
-        exchange.gather(np.ones(3, dtype=np.uint8), [2])
-    exchange.close()
 
 
 def test_nothing_is_left_of_ranks_that_are_done(library: Library) -> None:

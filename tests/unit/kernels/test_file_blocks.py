@@ -8,7 +8,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from specinfer.kernels.file_blocks import BlockForm, blocks_bytes, empty_blocks, lay_out_blocks
+from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
 from specinfer.kernels.layout import GROUP, BlocksWeight, choose_rows
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import NativeProduct
@@ -59,6 +59,7 @@ def test_a_weight_has_the_numbers_of_its_file(kind: str, wide: bool) -> None:
     torch.testing.assert_close(found, floats, rtol=3e-7, atol=1e-6 * float(floats.abs().max()))
 
 
+@pytest.mark.few(12)
 @KINDS
 @pytest.mark.parametrize("wide", [False, True], ids=["own form", "wide form"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,15 +118,6 @@ def test_what_is_not_finite_stays_so(native: NativeProducts, kind: str) -> None:
         assert not finite[1].any()
 
 
-@KINDS
-def test_bytes_are_those_of_the_tensors(kind: str) -> None:
-    for form in (FILE_BLOCKS[kind].form, WIDE):
-        weight = lay_out_blocks(matrix(kind, 20, 512)[0], form)
-        assert sum(tensor.nbytes for tensor in weight) == blocks_bytes(20, 512, form)
-        empty = empty_blocks(20, 512, form)
-        assert [(t.shape, t.dtype) for t in empty] == [(t.shape, t.dtype) for t in weight]
-
-
 def test_chosen_rows_are_those_rows() -> None:
     rows, _ = matrix("Q5_K", 40, 256)
     form, ids = FILE_BLOCKS["Q5_K"].form, [32, 0, 19, 19, 7]
@@ -133,13 +125,6 @@ def test_chosen_rows_are_those_rows() -> None:
     choose_rows(lay_out_blocks(rows, form), ids, some)
     x = activations(3, 256)
     assert torch.equal(product(Products(), some, 5)(x), product(Products(), want, 5)(x))
-
-
-def test_forms_have_room_for_both() -> None:
-    forms = {kind: blocks.form for kind, blocks in FILE_BLOCKS.items()}
-    assert forms["Q4_K"] | forms["Q6_K"] == BlockForm(8, 8, steps=True, mins=True)
-    assert forms["Q4_K"] | forms["Q4_0"] == BlockForm(4, 1, steps=True, mins=True)
-    assert forms["Q8_0"] | forms["Q5_0"] == forms["Q8_0"]
 
 
 @pytest.mark.parametrize("field", ["levels", "scales", "steps", "mins", "min_steps"])

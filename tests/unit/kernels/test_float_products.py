@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from specinfer.kernels.choice import TORCH
 from specinfer.kernels.product import NativeProduct
 from tests.kernels import NAMES, kernels
 
@@ -18,6 +17,7 @@ def random(*shape, dtype, seed=0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1).to(dtype)
 
 
+@pytest.mark.few(12)
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -43,6 +43,7 @@ def test_laying_a_weight_out_does_not_keep_it(dtype):
     assert alive() is None
 
 
+@pytest.mark.few(4)
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize(("out", "inner"), [(96, 576), (64, 8960)])
@@ -53,8 +54,3 @@ def test_rows_do_not_depend_on_the_rows_beside_them(name, dtype, out, inner):
     for step in (1, 2, 3, 5, 16, 17, 32, 33, 64, 129):
         parts = torch.cat([linear(part) for part in x.split(step)])
         assert torch.equal(parts, whole), f"{step} rows at a time"
-
-
-def test_another_device_than_a_cpu_multiplies_all_rows_at_once():
-    product = TORCH.products.floats(torch.empty(8, 8, device="meta"), None)
-    assert product(torch.empty(3, 8, device="meta")).shape == (3, 8)

@@ -19,7 +19,7 @@ from specinfer.kernels.layout import (
     lay_out_floats,
     lay_out_int8,
 )
-from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.quantized import quantize_int4
 
 SHAPES = [(1, 1), (16, 64), (20, 40), (33, 70), (48, 128)]  # channels, inner
 
@@ -61,20 +61,6 @@ def test_floats_lie_in_blocks_with_zeros_behind_them(channels: int, inner: int, 
     assert found.shape[1] == (inner if dtype is torch.float32 else -(-inner // 32) * 32)
 
 
-@pytest.mark.parametrize(("channels", "inner"), SHAPES)
-def test_int8_lies_in_blocks_as_value_and_128(channels: int, inner: int) -> None:
-    values, scales, laid_out = int8(channels, inner)
-    found = as_matrix(laid_out.values) - 128
-    assert torch.equal(found[:channels, :inner], values.float())
-    assert found[channels:].eq(0).all()
-    assert found[:, inner:].eq(0).all()
-    assert found.shape[1] == -(-inner // 64) * 64
-    assert laid_out.scales.view(-1).tolist() == [*scales.tolist(), *[0.0] * (-channels % 16)]
-    back = int8_matrix(laid_out, channels, inner)
-    assert torch.equal(back[0], values)
-    assert torch.equal(back[1], scales)
-
-
 @pytest.mark.parametrize("ids", [[], [5], [*range(20)], [32, 0, 19, 19, *range(14)]], ids=len)
 def test_chosen_rows_are_those_rows_laid_out(ids: list[int]) -> None:
     values, scales, whole = int8(33, 70)
@@ -112,11 +98,6 @@ def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns
     assert behind.eq(128).all()
 
 
-def test_columns_are_cut_at_groups() -> None:
-    with pytest.raises(ValueError, match="columns from 16 on; allowed: multiples of 32"):
-        cut(int8(16, 64)[2], [range(16)], range(16, 64), empty_int8(16, 48))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inner", [128, 102])
 def test_ranges_of_floats_are_a_matrix_of_their_own(inner: int, dtype: torch.dtype) -> None:
@@ -150,12 +131,3 @@ def test_ranges_of_int4_keep_levels_scales_and_zeros() -> None:
                     axis = {3: 2, 5: 3}[here.dim()]
                     found, found_own = (one[row // 16].select(axis - 1, row % 16) for one in (here, there))
                     assert torch.equal(found, found_own)
-
-
-def test_a_group_that_is_not_full_is_cut_whole() -> None:
-    """Once it is rotated it has numbers everywhere."""
-    matrix = torch.randn(16, 80, generator=torch.Generator().manual_seed(0))
-    part = empty_int8(16, 16)
-    cut(quantize_int8(matrix), [range(16)], range(64, 80), part)
-    assert torch.equal(int8_matrix(part, 16, 32)[0], int8_matrix(quantize_int8(matrix), 16, 96)[0][:, 64:])
-    assert int8_matrix(part, 16, 32)[0][:, 16:].ne(0).any()

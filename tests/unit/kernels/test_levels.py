@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels import machine, native
-from specinfer.kernels.machine import LEVELS, VARIABLE, levels_here
+from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe abm"
@@ -44,15 +44,6 @@ CPUS = {  # architecture, features, levels
     "ARM without floats": ("aarch64", "", []),
     "POWER10": ("ppc64le", "altivec", []),
 }
-# Levels per architecture, the lesser one first.
-STEPS = [
-    ("avx2", "avxvnni"),
-    ("avx2", "avx512"),
-    ("avx512", "avx512bf16"),
-    ("avx512bf16", "amx"),
-    ("neon", "dotprod"),
-    ("dotprod", "i8mm"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -76,20 +67,6 @@ def names() -> list[str]:
 def test_a_cpu_has_the_levels_it_can_run(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     run_on(monkeypatch, cpu)
     assert names() == CPUS[cpu][2]
-
-
-def test_a_better_level_needs_what_the_lesser_one_needs_and_more() -> None:
-    known = {level.name: level for level in LEVELS}
-    for lesser, better in STEPS:
-        assert known[lesser].architecture == known[better].architecture
-        assert known[lesser].needs < known[better].needs, f"{better} after {lesser}"
-        assert LEVELS.index(known[lesser]) < LEVELS.index(known[better])
-
-
-def test_names_tell_levels_apart() -> None:
-    assert len({level.name for level in LEVELS}) == len(LEVELS)
-    assert len({level.flags for level in LEVELS}) == len(LEVELS)
-    assert len({level.words for level in LEVELS}) == len(LEVELS)
 
 
 @pytest.mark.parametrize(

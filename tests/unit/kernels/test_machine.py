@@ -13,7 +13,6 @@ import pytest
 from specinfer.kernels import machine
 from specinfer.kernels.machine import (
     allowed_cpus,
-    architecture,
     cache_bytes,
     cpu_features,
     cpu_name,
@@ -175,11 +174,6 @@ def test_processes_that_share_a_machine_have_whole_cores_and_all_of_them(
     assert [cpu_share(number, 5) for number in range(5)] == [everything] * 5
 
 
-def test_only_cpus_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {1, 5}, raising=False)
-    assert allowed_cpus() == {1, 5}
-
-
 def test_where_affinity_is_unknown_all_cpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 3)
@@ -231,28 +225,6 @@ def test_whose_products_are_quicker_in_bfloat16(
 ) -> None:
     monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features.split()))
     assert is_quick_in_bfloat16() == quick
-
-
-def test_an_apple_cpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {
-        "machdep.cpu.brand_string": "Apple M2",
-        "hw.optional.AdvSIMD": "1",
-        "hw.optional.arm.FEAT_DotProd": "1",
-        "hw.optional.arm.FEAT_I8MM": "0",
-    }
-    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(machine, "_sysctl", lambda key: said.get(key, ""))
-    assert cpu_name() == "Apple M2"
-    assert cpu_features() == {"asimd", "asimddp"}
-
-
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [("x86_64", "x86-64"), ("AMD64", "x86-64"), ("arm64", "aarch64"), ("aarch64", "aarch64"), ("s390x",) * 2],
-)
-def test_an_architecture_has_one_name(monkeypatch: pytest.MonkeyPatch, said: str, name: str) -> None:
-    monkeypatch.setattr(machine.platform, "machine", lambda: said)
-    assert architecture() == name
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its malloc")

@@ -45,6 +45,7 @@ def norm_of(kind: str, size: int, dtype: torch.dtype) -> NormParts:
     return NormParts(weight, 1e-5, kind != "rms", bias if "bias" in kind else None)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rows", [0, 1, 5, 130])
 @pytest.mark.parametrize("kind", NORMS)
@@ -55,6 +56,7 @@ def test_norms(native: Ops, dtype: torch.dtype, kind: str, rows: int, size: int)
     assert torch.equal(x, before)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rows", [1, 5, 130])
 @pytest.mark.parametrize("kind", NORMS)
@@ -79,6 +81,7 @@ def test_a_layer_norm_is_right_far_from_zero(native: Ops, dtype: torch.dtype) ->
     )
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rows", [0, 1, 5, 130])
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -168,6 +171,7 @@ def test_chosen_rows_are_normed_alone_and_nothing_is_added_in_place(native: Ops,
         assert torch.equal(x, before)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("scale", [1.0, 25.25])
 @pytest.mark.parametrize("size", SIZES)
 def test_embeddings(native: Ops, dtype: torch.dtype, size: int, scale: float) -> None:

@@ -15,7 +15,7 @@ from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
 from specinfer.kernels.product import NativeProduct
-from specinfer.kernels.quantized import Int8Product, Products, quantize_int4, quantize_int8
+from specinfer.kernels.quantized import Int8Product, Products, quantize_int8
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 
@@ -133,27 +133,6 @@ def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "nativ
         assert torch.equal(got[others], parts.whole(x)[others])
 
 
-def test_the_larger_of_a_number_and_a_nan_is_the_nan() -> None:
-    parts = Parts(kernels("native").products, 16, 64, [0, 1])
-    x = activations(3, 64, torch.float32)
-    x[2, 5], x[2, 40] = float("nan"), float("inf")
-    assert parts.maxima(x).isnan().tolist() == [False, False, True]
-
-
-def test_other_kinds_have_no_exact_sums() -> None:
-    products, weight, x = kernels("native").products, random(16, 64), random(1, 64)
-    int4 = products.int4(quantize_int4(weight), None, 64, 16)
-    floats = products.floats(weight, None)
-    for kind, product in (("int4", int4), ("float32", floats)):
-        assert isinstance(product, NativeProduct)
-        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
-            product.maxima(x)
-        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
-            product.partials(x, torch.ones(1))
-        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
-            product.finished(torch.ones(1, 16).int(), torch.ones(1), x.dtype)
-
-
 @EACH_KERNELS
 def test_other_maxima_and_sums_are_refused(name: Literal["torch", "native"]) -> None:
     product, x = Parts(kernels(name).products, 33, 576, [0]).whole, random(2, 576)
@@ -192,18 +171,6 @@ def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
             if len(x):
                 got, want = (torch.frombuffer(bytearray(one), dtype=x.dtype) for one in both)
                 assert same(got, want), (x.dtype, len(x))
-
-
-def test_a_product_of_floats_joins_nobody() -> None:
-    library = library_or_skip()
-    file = shared_file()
-    exchange = SharedExchange(library, file, 1, 0)
-    os.close(file)
-    product = kernels("native").products.floats(random(16, 64), None)
-    assert isinstance(product, NativeProduct)
-    with pytest.raises(TypeError, match=r"^a product with float32 weights needs parts for . ranks"):
-        product.join(exchange)
-    exchange.close()
 
 
 def test_a_product_that_lost_a_rank_says_so() -> None:

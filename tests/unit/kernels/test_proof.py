@@ -165,6 +165,7 @@ def test_what_is_another_machine_or_library_is_tried_again(
     assert len(children) == 2
 
 
+@pytest.mark.thorough
 def test_a_library_that_lies_elsewhere_is_the_same(
     tmp_path: Path, folder: Path, real: Library, children: list[list[str]]
 ) -> None:
@@ -194,6 +195,7 @@ def test_what_may_be_otherwise_the_next_time_is_not_remembered(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.thorough
 def test_a_cache_that_cannot_be_written_costs_the_memory_alone(
     tmp_path: Path, real: Library, children: list[list[str]]
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
     assert names_fault(line, better, FAKES[fake][1]), line
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_no_library_or_is_gone_costs_a_line_too(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -293,6 +296,7 @@ def test_a_refused_level_is_told_once_though_its_reason_is_put_in_other_words(
     assert names_fault(caplog.messages[1], second, r"float32 33 x 96: results are off by .*")
 
 
+@pytest.mark.thorough
 def test_find_best_tells_the_refused_levels_from_the_best_on(
     monkeypatch: pytest.MonkeyPatch, folder: Path, fakes: Path, real: Library
 ) -> None:
@@ -308,6 +312,7 @@ def test_find_best_tells_the_refused_levels_from_the_best_on(
     assert refused[1].reason.startswith("float32 33 x 96: results are off by")
 
 
+@pytest.mark.thorough
 def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, fakes: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.layout import GROUP, int4_bytes, int8_bytes, pack_levels, unpack_levels
+from specinfer.kernels.layout import GROUP
 from specinfer.kernels.product import NativeProduct, ProductOptions
 from specinfer.kernels.quantized import (
     NativeProducts,
@@ -143,33 +143,12 @@ def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) 
         assert not finite[1].any()
 
 
-@KINDS
-def test_a_weight_that_is_no_number_gives_none(native: Products, kind: str) -> None:
-    weight = random(20, 96)
-    weight[3, 40] = float("nan")
-    for products in (native, Products()):
-        assert product(products, kind, weight)(random(3, 96, seed=1))[:, 3].isnan().all()
-
-
 def test_turning_by_h_is_a_product_with_a_hadamard_matrix() -> None:
     h = rotate(torch.eye(GROUP))
     assert set(h.unique().tolist()) == {-1.0, 1.0}
     assert torch.equal(h @ h.T, GROUP * torch.eye(GROUP))
     x = torch.arange(2.0 * GROUP).view(2, GROUP)
     assert torch.equal(rotate(x), x @ h)
-
-
-def test_packed_levels_are_unpacked_again() -> None:
-    levels = torch.arange(32 * 64).remainder(13).to(torch.uint8).view(32, 64)
-    packed = pack_levels(levels)
-    assert packed.shape == (2, 2, 4, 16, 4)
-    assert torch.equal(torch.cat([unpack_levels(packed[:, g]) for g in (0, 1)], 1), levels)
-
-
-def test_sizes_are_those_of_the_tensors() -> None:
-    weight = random(48, 100)
-    assert sum(t.nbytes for t in quantize_int8(weight)) == int8_bytes(48, 100) == 48 * (128 + 4)
-    assert sum(t.nbytes for t in quantize_int4(weight)) == int4_bytes(48, 100) == 48 * 128 // 32 * 19
 
 
 @pytest.mark.parametrize("name", NAMES)

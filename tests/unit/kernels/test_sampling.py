@@ -68,16 +68,3 @@ def test_the_race_over_named_ids_is_the_twins(native: NativeScan) -> None:
     law = Law(row, ids, int(row.argmax()), 0.9, 200_000)
     for seed in range(40):
         assert coupled_choice(law, seed, 5, native) == coupled_choice(law, seed, 5)
-
-
-def test_one_racer_is_left_but_for_ties(native: NativeScan) -> None:
-    row = np.random.default_rng(5).normal(size=9000).astype(np.float32)
-    law = target_law(row, SamplingParams(temperature=1.0))
-    assert {native.racers(law, key * 0x9E3779B97F4A7C15 % 2**64).shape[0] for key in range(50)} == {1}
-
-
-def test_a_row_of_another_kind_is_refused(native: NativeScan) -> None:
-    with pytest.raises(TypeError, match="expected a row of float32 logits"):
-        native.most_likely(np.zeros((2, 3), dtype=np.float32), 1)
-    with pytest.raises(TypeError, match="float32"):
-        native.mass(np.zeros(3), 0.0, 1.0)  # type: ignore[arg-type]

@@ -90,21 +90,6 @@ def test_either_is_there_whole(draft_memory: DraftMemory, files: tuple[PreparedF
     assert draft_memory.streamed_bytes == (LAYERS - len(draft_memory.layers)) * size
 
 
-def test_a_matrix_that_has_no_place_there(draft_memory: DraftMemory) -> None:
-    assert draft_memory.weight("model.norm.weight", Int8Weight) is None
-    assert draft_memory.weight("model.layers.0.mlp.down_proj.weight", Int8Weight) is None, (
-        "it is another kind"
-    )
-
-
-def test_memory_that_is_kept_is_the_drafts(draft_memory: DraftMemory) -> None:
-    draft_memory.give_to_layers()
-    draft_memory.keep()
-    assert (draft_memory.holder, draft_memory.layers_may_use) == ("draft", False)
-    draft_memory.give_to_layers()
-    assert draft_memory.holder == "draft"
-
-
 def test_files_that_cannot_be_read(
     draft_memory: DraftMemory,
     files: tuple[PreparedFile, PreparedFile],

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specinfer.errors import ModelError, ModelFileError
+from specinfer.errors import ModelFileError
 from specinfer.models.config import Experts
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.experts import Mixture
@@ -71,21 +70,6 @@ def test_a_row_that_is_not_finite_has_weights_of_nan_and_the_others_have_their_o
     assert torch.equal(weights_TK[1:], chosen(name, logits_TE[1:])[1])
 
 
-def test_experts_touched_by_chance() -> None:
-    config = Experts(128, 8, 768, normalized=True)
-    assert [round(config.active(rows)) for rows in (0, 1, 8, 16, 32, 64)] == [0, 8, 52, 82, 112, 126]
-    # Drawn at random, too.
-    random = np.random.default_rng(0)
-    drawn = [len({e for _ in range(16) for e in random.permutation(128)[:8]}) for _ in range(300)]
-    assert np.mean(drawn) == pytest.approx(config.active(16), rel=0.01)
-
-
-def test_a_token_cannot_have_more_experts_than_there_are(tmp_path: Path) -> None:
-    folder = write_tiny_mixture(tmp_path, experts=4, per_token=5)
-    with pytest.raises(ModelError, match=r"^num_experts is 4 and num_experts_per_tok 5; allowed: 1 expert"):
-        open_model(folder)
-
-
 def mixture_of(folder: Path, name: Name) -> tuple[Mixture, Mapping[str, Tensor], Experts]:
     """The mixture of a folder's first layer, its tensors and its sizes."""
     file = open_model(folder)
@@ -117,6 +101,7 @@ def runner_of(folder: Path, name: Name, dtype: torch.dtype, kind: Quantization) 
     return ModelRunner(model, num_blocks=8, block_size=16)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)

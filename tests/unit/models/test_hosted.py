@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 
 from specinfer.attention.backend import AttentionSpec
 from specinfer.config import EngineConfig
@@ -55,6 +54,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_tiny(request.param, folder), folder
 
 
+@pytest.mark.few(3)
 def test_logits_are_transformers_own(both: tuple[nn.Module, Path]) -> None:
     theirs, folder = both
     ours = load_hosted(folder, kernels("native"))
@@ -62,13 +62,7 @@ def test_logits_are_transformers_own(both: tuple[nn.Module, Path]) -> None:
     assert same_with_a_tree(ours)
 
 
-def test_the_twins_have_the_same_logits(both: tuple[nn.Module, Path]) -> None:
-    theirs, folder = both
-    ours = load_hosted(folder, kernels("torch"))
-    assert difference(theirs, ours) < TOLERANCE
-    assert same_with_a_tree(ours)
-
-
+@pytest.mark.few(2)
 def test_bfloat16_stays_near(both: tuple[nn.Module, Path]) -> None:
     theirs, folder = both
     ours = load_hosted(folder, kernels("native"), torch.bfloat16)
@@ -81,6 +75,7 @@ def test_bfloat16_stays_near(both: tuple[nn.Module, Path]) -> None:
     assert same_with_a_tree(ours)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("kind", ["apertus", "hunyuan_v1_moe"])  # an activation, and a router, in float32
 def test_code_may_compute_in_float32(kind: str, quantization: Quantization, tmp_path: Path) -> None:
@@ -92,6 +87,7 @@ def test_code_may_compute_in_float32(kind: str, quantization: Quantization, tmp_
     assert same_with_a_tree(ours)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_matrices_are_quantized_once_and_read_from_then_on(
@@ -174,15 +170,6 @@ def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="refers to code in another repository"):
         open_model(tmp_path, "auto", trust_remote_code=True)
-
-
-def test_matrices_are_kept_for_the_code_that_they_were_read_by(tmp_path: Path) -> None:
-    save_tiny("gpt2", tmp_path)
-    folder = open_model(tmp_path, "transformers")
-    assert isinstance(folder, HostedFolder)
-    before = folder.code
-    (tmp_path / "modeling_own.py").write_text("turned = True\n")
-    assert before != folder.code
 
 
 def test_rows_that_many_rows_round_otherwise_are_computed_one_at_a_time(
@@ -309,13 +296,6 @@ def test_row_by_row_cuts_what_has_as_many_rows_as_the_pass() -> None:
     assert seen[-1] == (1, 3, 4, 1, 1, 2, 2)
 
 
-def test_row_by_row_gives_a_row_whole_to_modules_below() -> None:
-    rows, x = PassRows(8), torch.arange(64.0).view(8, 8)
-    inner = RowByRow(lambda row: row.flip(-1), rows)  # its input, [1, 8], has the pass's size in columns
-    assert torch.equal(RowByRow(lambda row: inner(row) + row, rows)(x), x.flip(-1) + x)
-    assert rows.count == 8
-
-
 def test_functions_of_single_elements_round_alike_wherever_these_stand() -> None:
     x = torch.randn(37, 10, generator=torch.Generator().manual_seed(0)) * 4
 
@@ -327,22 +307,7 @@ def test_functions_of_single_elements_round_alike_wherever_these_stand() -> None
     torch.testing.assert_close(alone, forward(x))
 
 
-def test_a_forward_without_such_functions_is_called_as_it_is() -> None:
-    x, seen = torch.ones(3, 10), list[bool]()
-
-    def forward(x: Tensor) -> Tensor:
-        seen.append(_get_current_function_mode() is not None)
-        return x.exp() if x.shape[-1] == 10 else x * 2
-
-    uneven, even = WholeVectors(forward), WholeVectors(forward)
-    for one, width in ((uneven, 10), (even, 64)):
-        one(torch.ones(3, width))
-        one.settle()
-        one(torch.ones(3, width))
-    assert seen == [True, True, True, False]
-    assert torch.equal(uneven(x), x.exp())
-
-
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "native"),
     [

@@ -70,6 +70,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "m", intermediate_size=72)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt", "opt-350m"])
 def test_a_prepared_model_computes_the_same_bits(

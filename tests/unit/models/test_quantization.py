@@ -52,23 +52,3 @@ def test_int4_searches_for_the_smallest_error() -> None:
     plain = (((groups - low) / step).round() * step + low).view_as(w)
     found = int4_values(quantize_int4(w))
     assert (found - w).square().sum() < 0.97 * (plain - w).square().sum()
-
-
-@pytest.mark.parametrize(
-    "w",
-    [torch.zeros(16, 64), torch.full((16, 64), 0.25), torch.full((16, 64), -3.0), torch.full((16, 64), 1e-9)],
-    ids=["zero", "positive", "negative", "tiny"],
-)
-def test_groups_of_one_value(w: Tensor) -> None:
-    torch.testing.assert_close(int4_values(quantize_int4(w)), w, rtol=2**-9, atol=1e-7)
-    values, scales = int8_matrix(quantize_int8(w), 16, 64)
-    back = rotate((values * scales[:, None]).view(16, 2, GROUP)).flatten(1)
-    torch.testing.assert_close(back, w, rtol=1e-6, atol=1e-4)
-
-
-def test_parts_make_the_same_whole() -> None:
-    w = random(40, 70)  # two blocks and a half, two groups and a bit
-    for quantize in (quantize_int8, quantize_int4):
-        parts = [quantize(part) for part in (w[:16], w[16:32], w[32:])]
-        for whole, *pieces in zip(quantize(w), *parts, strict=True):
-            assert torch.equal(torch.cat(pieces), whole)

@@ -10,19 +10,6 @@ from specinfer.models.positions import DynamicScaling, Llama3Scaling, Rope, Yarn
 from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotations
 
 
-def test_frequencies_fall_from_one_to_one_over_theta():
-    # head_dim 4: theta ** -(0/4), theta ** -(2/4)
-    assert rope_frequencies(Rope(100.0), 4).tolist() == pytest.approx([1.0, 0.1])
-
-
-def test_linear_scaling_divides_positions():
-    assert rope_frequencies(Rope(100.0, linear_factor=4.0), 4).tolist() == pytest.approx([0.25, 0.025])
-
-
-def test_divisors_divide_one_frequency_each():
-    assert rope_frequencies(Rope(100.0, divisors=(1.0, 8.0)), 4).tolist() == pytest.approx([1.0, 0.0125])
-
-
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64)
     plain = rope_frequencies(Rope(10000.0), 8)

@@ -35,11 +35,6 @@ def rows_of(names: Names, tensor: str) -> dict[str, range | tuple[int, ...] | No
     }
 
 
-def test_whatever_is_not_listed_has_the_decoders_name() -> None:
-    for name in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight", "x", "layers.x"):
-        assert Names().sources(name, CONFIG) == {name: Source(name)}
-
-
 def test_names_inside_and_outside_layers() -> None:
     names = Names("blk.", {"out": "lm_head"}, FUSED)
     assert names.sources("out.weight", CONFIG) == {"lm_head.weight": Source("out.weight")}
@@ -130,14 +125,6 @@ def test_matrices_with_a_row_for_each_input_are_turned() -> None:
         assert torch.equal(got, tensor[:, 16 + start : 16 + stop].T)
     with pytest.raises(ModelFileError, match=r"shape \[31, 5\], the config asks for \[32, 5\]"):
         Sources("x", names, {there: (5, 31)}, CONFIG)
-
-
-def test_vectors_that_files_do_not_hold_are_ones() -> None:
-    names = Names("blk.", {}, FUSED, ones=("model.norm", "input_layernorm"))
-    sources = Sources("x", names, {}, CONFIG)
-    inside = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
-    assert sources.shapes == dict.fromkeys(["model.norm.weight", *inside], (16,))
-    assert sources.read(inside[1], None, 3, 9).tolist() == [1.0] * 6
 
 
 def test_a_stack_of_other_rows_than_the_config_says_is_refused() -> None:

@@ -191,19 +191,6 @@ def test_a_damaged_record_is_named_and_read_again() -> None:
         assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
 
 
-def test_a_record_is_checked_the_first_time_alone() -> None:
-    plain = pages(1, 1, 1)
-    source = source_of(plain)
-    records = [record._replace(crc=zlib.crc32(bytes_of(source, record))) for record in plain]
-    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
-        for number in range(3):
-            stream.take(number)
-        until(lambda: stream.read_bytes == 4 * PAGE)
-        source.data = bytes(source.size)
-        stream.take(0)
-        assert taken(stream, 1, records[1]) == bytes(PAGE)
-
-
 def test_two_threads_pass_in_turn() -> None:
     records = pages(2, 1, 3)
     source = source_of(records)
@@ -252,34 +239,6 @@ def test_a_wait_is_counted_and_told_once(
     assert begin.startswith("waiting for the disk: ")
     assert begin.endswith(" of 1")
     assert end.endswith(" s")
-
-
-def test_a_slow_disk_is_waited_for_in_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "_WARN_AFTER", 0.01)
-    records = pages(1, 1, 1)
-    source = source_of(records)
-    source.delay = 0.03
-    with LayerStream(source, records, buffers=2, disk=disk(1, rate=PAGE / 0.03)) as stream:
-        for number in range(3):
-            stream.take(number)
-    assert caplog.records == []
-
-
-def test_the_rate_is_of_the_time_in_which_somebody_reads() -> None:
-    records = pages(4, 4, 4)
-    source = source_of(records)
-    source.delay = 0.002
-    with LayerStream(source, records, buffers=2, disk=disk(1, rate=123.0)) as stream:
-        source.open.clear()
-        assert stream.rate() == 123.0
-        source.open.set()
-        for _ in range(4):
-            for number in range(3):
-                stream.take(number)
-            time.sleep(0.02)
-    assert 0.3 * PAGE / 0.002 < stream.rate() <= PAGE / 0.002
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

@@ -57,15 +57,6 @@ def test_readers_that_are_stuck_are_left_behind_with_a_word(
     until(lambda: not readers())
 
 
-def test_a_stream_that_is_garbage_ends_its_readers() -> None:
-    records = pages(1, 1)
-    stream = LayerStream(source_of(records), records, buffers=2, disk=disk(3))
-    stream.take(0)
-    assert len(readers()) == 3
-    del stream
-    until(lambda: not readers())
-
-
 def test_no_reader_is_left_where_not_all_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started = threading.Thread.start
     count = 0

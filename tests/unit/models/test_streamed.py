@@ -25,6 +25,7 @@ DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
 TAPS = (0, 1, 2)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt"])

@@ -135,6 +135,7 @@ def logits_of(model: LanguageModel) -> Tensor:
     return runner.forward([Rows((3, 1, 4, 1, 5), 0, [0, 1], 0)])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "qwen2-moe", "gemma3", "opt"])
 def test_a_model_may_be_built_before_its_weights_arrive(family: str, name: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
-from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, hurry, soon, token_ids_of
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, hurry, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -56,31 +55,7 @@ def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
     await_no_followers()
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_stage_on_another_host_shares_memory_if_all_of_it_is_there(
-    folder: Path, plain: list[list[int]], hosts: Hosts, together: bool
-) -> None:
-    hosts.follow(2, 2 if together else 1)
-    if not together:
-        hosts.follow(3)
-    with LLM(folder / "target", **hosts.options, pipeline_parallel=2) as llm:
-        assert token_ids_of(llm) == plain
-        group = llm.models.target.group
-        assert group is not None
-        assert group.transport == "shared memory"
-        assert list(group._over_gloo) == ([] if together else [2, 3])
-        assert (len(followers()), len(hosts.workers())) == (1, 2)
-    assert soon(lambda: not hosts.workers())
-
-
-def test_a_port_that_is_taken_is_told(folder: Path, hosts: Hosts) -> None:
-    taken = rf"cannot listen at {hosts.master} \(Address already in use\); master is an address of this host"
-    with socket.create_server(("127.0.0.1", hosts.port)), pytest.raises(ConfigError, match=taken):
-        LLM(folder / "target", **hosts.options)
-    with pytest.raises(ConfigError, match=r"cannot listen at no\.such\.host\.invalid:29500"):
-        LLM(folder / "target", **{**hosts.options, "master": "no.such.host.invalid:29500"})
-
-
+@pytest.mark.thorough
 def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waited_for(
     folder: Path,
     plain: list[list[int]],
@@ -137,22 +112,6 @@ def test_ctrl_c_ends_the_wait_and_gives_the_port_back(
             LLM(folder / "target", **hosts.options)
     finally:
         log.removeFilter(interrupt)
-
-
-def test_of_two_followers_of_one_rank_the_second_waits(
-    folder: Path, plain: list[list[int]], hosts: Hosts
-) -> None:
-    first = hosts.follow()
-    with LLM(folder / "target", **hosts.options) as llm:
-        second = hosts.follow()
-        assert soon(lambda: "rank 1 is connected already from 127.0.0.1" in hosts.says())
-        assert token_ids_of(llm) == plain
-        assert second.poll() is None
-        [worker] = hosts.workers()
-        assert worker.ppid() == first.pid
-    first.terminate()
-    with LLM(folder / "target", **hosts.options) as llm:
-        assert token_ids_of(llm) == plain
 
 
 def test_a_follower_with_another_model_or_version_is_refused(
@@ -214,6 +173,7 @@ def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
         assert heard[0].rank == 1
 
 
+@pytest.mark.thorough
 def test_a_stopped_follower_is_found_when_its_time_is_over(folder: Path, hosts: Hosts) -> None:
     hosts.follow()
     llm = LLM(folder / "target", **hosts.options)
@@ -243,29 +203,6 @@ def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(folder
     assert "in _run" not in hosts.says()
 
 
-def test_what_was_begun_ends_where_the_settings_cannot_be_told(
-    folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("it was reset")
-
-    monkeypatch.setattr(launch.Followers, "send_settings", fail)
-    with pytest.raises(OSError, match="it was reset"):
-        LLM(folder / "target", tensor_parallel=2, **INT8)
-    await_no_followers()
-
-
-def test_a_key_that_is_gone_when_the_engine_comes_is_a_line(folder: Path, hosts: Hosts) -> None:
-    hosts.follow()
-    assert soon(lambda: "waits for an engine" in hosts.says(), 60.0)
-    hosts.key.rename(hosts.key.with_name("elsewhere"))
-    hosts.options["key_file"] = str(hosts.key.with_name("elsewhere"))
-    with pytest.raises(ModelError, match="rank 1 cannot load the model: cannot read the key in"):
-        LLM(folder / "target", **hosts.options)
-    assert soon(lambda: "rank 1: it could not load the model" in hosts.says())
-    assert "Traceback" not in hosts.says()
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -290,6 +227,7 @@ def test_what_does_not_go_with_hosts_is_refused(
         LLM(folder / "target", **{**hosts.options, **options})
 
 
+@pytest.mark.thorough
 def test_a_servers_texts_go_on_behind_a_follower_that_was_killed(folder: Path, hosts: Hosts) -> None:
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=120)
     config = EngineConfig.from_options(str(folder / "target"), hosts.options)

@@ -7,7 +7,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 from specinfer.errors import ConfigError, KeyRefusedError
 from specinfer.parallel import link as link_module
 from specinfer.parallel import rendezvous
-from specinfer.parallel.link import LOST, Link, dial, greet, listen, read_key
-from specinfer.parallel.rendezvous import accept_rank, connect_ranks, forward_addresses
+from specinfer.parallel.link import Link, dial, greet, listen, read_key
+from specinfer.parallel.rendezvous import accept_rank, connect_ranks
 from tests.ranks import soon
 from tests.unit.parallel.test_messages import EACH_MALFORMED
 
@@ -192,46 +191,6 @@ def test_who_does_not_read_is_gone_only_where_signs_of_life_are_due(
     sending[1].result(30)
     for link in (ours, its, other, patient):
         link.close()
-
-
-def test_a_last_word_is_heard_behind_signs_of_life_that_nobody_reads(pool: ThreadPoolExecutor) -> None:
-    ours, its = tcp(pool)
-    ours.beat()
-
-    def leave() -> None:
-        its.send_last(b"why", 30.0)
-        its.close()
-
-    leaving = pool.submit(leave)
-    assert ours.receive() == b"why"
-    time.sleep(0.2)
-    assert not leaving.done(), "it leaves it to the other end to close the link"
-    ours.close()
-    leaving.result(30)
-
-
-def test_a_link_that_was_reset_has_its_addresses_still(pool: ThreadPoolExecutor) -> None:
-    ours, its = tcp(pool)
-    ours.beat()
-    time.sleep(0.1)
-    its.close()  # with something unread
-    with pytest.raises(ConnectionResetError):
-        ours.receive()
-    assert ours.hosts == ("127.0.0.1", "127.0.0.1")
-    ours.close()
-
-
-def test_who_has_lost_another_is_not_taken_for_one_who_answers(pool: ThreadPoolExecutor) -> None:
-    (ours, its), (others, _) = private(), private()
-    its.send(LOST)
-    with pytest.raises(EOFError):
-        forward_addresses([ours], 30.0)
-    assert ours.lost_another
-    ours, its = tcp(pool)
-    its.send(LOST)
-    with pytest.raises(EOFError):
-        connect_ranks({1: ours, 2: others}, 1, 2, key=KEY, limit=30.0)
-    assert ours.lost_another
 
 
 def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool: ThreadPoolExecutor) -> None:

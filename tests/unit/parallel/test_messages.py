@@ -88,6 +88,7 @@ def test_what_does_not_fit_is_refused(message: bytes, line: str) -> None:
         reader().read(message, CACHES)
 
 
+@pytest.mark.thorough
 @settings(max_examples=2000, deadline=None, derandomize=True)  # of five messages each
 @given(st.data())
 def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:

@@ -44,7 +44,6 @@ from tests.ranks import (
     soon,
     token_ids_of,
 )
-from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("forked")
 _POPEN = subprocess.Popen  # before `forked` replaces it
@@ -99,6 +98,7 @@ def test_stages_say_what_one_process_says(
     await_no_followers()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
@@ -130,18 +130,7 @@ def test_ranks_share_drafts(
         assert figures.steps < 0.8 * without.statistics().steps, "they are the guesses of the whole draft"
 
 
-def test_a_draft_that_ranks_cannot_share_is_whole_and_a_target_may_be_its_own(
-    folder: Path, plain: list[list[int]], cache: None
-) -> None:
-    write_tiny_llama(folder / "narrow", num_heads=1, num_kv_heads=1, head_dim=32, tokenizer=True)
-    drafts = (str(folder / "narrow"), str(folder / "target"))
-    with LLM(folder / "target", tensor_parallel=2, drafts=drafts, **INT8) as llm:
-        draft = llm.models.drafts["draft1"]
-        assert isinstance(draft, LanguageModel)
-        assert draft.group is None
-        assert token_ids_of(llm) == plain
-
-
+@pytest.mark.thorough
 def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
     program = (
         "import sys, time, psutil; from specinfer import LLM\n"
@@ -211,6 +200,7 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     await_no_followers()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "size"), [("none", 2), ("int4", 3)])
 def test_floats_add_up_in_parts_to_the_texts_of_one_process(
     folder: Path, cache: None, kind: str, size: int
@@ -272,16 +262,6 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     begun.close()
     begun.wait()
     assert not followers()
-
-
-def test_an_abandoned_stream_leaves_ranks_as_they_were(folder: Path, plain: list[list[int]]) -> None:
-    with LLM(folder / "target", tensor_parallel=2, **INT8) as llm:
-        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-        next(stream)
-        stream.close()  # in the middle of the answer
-        assert token_ids_of(llm) == plain
-        assert llm.statistics().running == 0
-    await_no_followers()
 
 
 def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import pytest
 from specinfer import LLM
 from specinfer.engine import ranks
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.models.language_model import LanguageModel, Read
-from specinfer.parallel.launch import Followers
+from specinfer.models.language_model import Read
 from specinfer.progress import Progress
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon
 
@@ -47,6 +44,7 @@ class Killer(Progress):
         self.done += n
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 3}, {"pipeline_parallel": 2}])
 def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
     folder: Path, plain: list[list[int]], layout: dict[str, int]
@@ -62,28 +60,7 @@ def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
     await_no_followers()
 
 
-def test_the_start_ends_when_a_follower_ends_while_another_one_loads(
-    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send, join = Followers.send_settings, ranks.Ranks.join
-
-    def suspend_and_send(self: Followers, settings: Sequence[Mapping[str, object]]) -> None:
-        min(followers(), key=lambda one: (one.create_time(), one.pid)).suspend()  # it does not load
-        send(self, settings)
-
-    def kill_and_join(self: ranks.Ranks, model: LanguageModel) -> None:
-        kill_last()
-        join(self, model)
-
-    monkeypatch.setattr(Followers, "send_settings", suspend_and_send)
-    monkeypatch.setattr(ranks.Ranks, "join", kill_and_join)
-    began = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"rank 2 \(process \d+\) has ended with status -9 before it was"):
-        LLM(folder / "target", tensor_parallel=3, **INT8)
-    assert time.monotonic() - began < 20.0
-    await_no_followers()
-
-
+@pytest.mark.thorough
 def test_the_start_ends_when_a_follower_lacks_memory_for_its_weights(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +78,7 @@ def test_the_start_ends_when_a_follower_lacks_memory_for_its_weights(
     assert soon(lambda: begun[0].returncode is not None)
 
 
+@pytest.mark.thorough
 def test_a_rank_0_that_does_not_answer_is_named_and_not_the_followers(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

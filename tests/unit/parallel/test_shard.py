@@ -14,7 +14,6 @@ from specinfer.models.config import (
     Family,
     InnerRange,
     ModelConfig,
-    PipelineStage,
     QkNorm,
     Ranges,
 )
@@ -46,23 +45,6 @@ def heads(config: ModelConfig, size: int) -> list[tuple[range, range] | None]:
     return [Shard(rank, size).heads(*sizes) for rank in range(size)]
 
 
-def test_the_shares_of_smollm2_are_six_heads_and_three() -> None:
-    assert heads(SMOL, 1) == [(range(9), range(3))]
-    assert heads(SMOL, 2) == [(range(6), range(2)), (range(6, 9), range(2, 3))]
-    assert heads(SMOL, 3) == [(range(3 * i, 3 * i + 3), range(i, i + 1)) for i in range(3)]
-    part = Shard(1, 2).of(SMOL)
-    assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (3, 1, 768)
-    assert (part.vocab_size, part.hidden_size, part.num_layers) == (49152, 576, 2)
-    assert part.part == Ranges(
-        queries=range(384, 576),
-        keys=range(128, 192),
-        inner=range(768, 1536),
-        vocab=range(24576, 49152),
-        table=range(24576, 49152),
-    )
-    assert Shard(1, 2).of(SMOL, whole_table=True).part.table is None
-
-
 def test_each_rank_has_columns_of_every_expert() -> None:
     mixture = replace(SMOL, experts=Experts(8, 2, 256, normalized=True, shared_size=96))
     part = Shard(1, 2).of(mixture)
@@ -80,25 +62,7 @@ def test_each_rank_has_columns_of_every_expert() -> None:
         Shard(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
 
 
-def test_more_ranks_than_key_value_heads_have_copies_of_these() -> None:
-    assert heads(QWEN, 4) == [
-        (range(0, 3), range(1)),
-        (range(3, 6), range(1)),
-        (range(6, 9), range(1, 2)),
-        (range(9, 12), range(1, 2)),
-    ]
-    assert [None if one is None else len(one[0]) for one in heads(QWEN, 5)] == [3, 3, 2, 2, 2]
-
-
-def test_columns_that_are_quantized_together_stay_together() -> None:
-    narrow = replace(SMOL, num_heads=6, num_kv_heads=6, head_dim=80)  # two heads are five groups of 32
-    assert heads(narrow, 2) == [(range(4), range(4)), (range(4, 6), range(4, 6))]
-    odd = replace(SMOL, num_heads=5, num_kv_heads=5, head_dim=16)  # the last one has no neighbour
-    assert [one and len(one[0]) for one in heads(odd, 3)] == [2, 2, 1]
-    shared = replace(SMOL, num_heads=8, num_kv_heads=2, head_dim=16)
-    assert [one and len(one[0]) for one in heads(shared, 4)] == [2, 2, 2, 2]
-
-
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 def test_every_head_is_one_ranks(head_dim: int) -> None:
     for count, size in product(range(1, 65), range(1, 9)):
@@ -155,6 +119,7 @@ def test_parts_of_sums_are_cut_where_as_many_ranks_would_be() -> None:
     assert thirds == [range(512), range(512, 1024), range(1024, 1536)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> None:
     for count, sum_parts in product((2, 9, 12, 14, 28, 40), (2, 8, 12)):
@@ -207,16 +172,6 @@ def bounds(stages: int, layers: list[int], beside: int = 0) -> tuple[int, ...]:
     return Layout.of(1, stages, layers, beside).bounds
 
 
-def test_layers_are_shared_out_by_their_bytes() -> None:
-    assert bounds(1, [1] * 4) == (0, 4)
-    assert bounds(2, [1] * 4) == (0, 2, 4)
-    assert bounds(2, [1] * 5) in ((0, 2, 5), (0, 3, 5))
-    assert bounds(3, [10] * 9, beside=30) == (0, 1, 5, 9)
-    assert bounds(2, [10] * 9, beside=1000) == (0, 1, 9)
-    assert bounds(2, [50, 10, 10, 10, 10, 10]) == (0, 1, 6)
-    assert bounds(4, [3, 1, 1, 3]) == (0, 1, 2, 3, 4)
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 30])
 def test_every_layer_is_one_stages_and_none_is_without(count: int) -> None:
     for stages in range(1, count + 1):
@@ -226,18 +181,6 @@ def test_every_layer_is_one_stages_and_none_is_without(count: int) -> None:
             assert min(found.layers) >= 1
             assert max(found.layers[1:], default=0) - min(found.layers[1:], default=0) <= 1
             assert found.size == 2 * stages
-
-
-def test_a_rank_of_a_stage_has_its_share_of_the_stages_layers() -> None:
-    model = replace(SMOL, num_layers=3, layer_windows=(None, 8, None))
-    layout = Layout(2, (0, 1, 3))
-    parts = [layout.part(rank, model) for rank in range(4)]
-    assert [part.num_layers for part in parts] == [1, 1, 2, 2]
-    assert [part.layer_windows for part in parts] == 2 * [(None,)] + 2 * [(8, None)]
-    assert [part.stage for part in parts] == 2 * [PipelineStage(0, 1, 3)] + 2 * [PipelineStage(1, 3, 3)]
-    assert [part.num_heads for part in parts] == [6, 3, 6, 3]
-    alone = Layout(1, (0, 1, 3)).part(1, model)
-    assert (alone.num_heads, alone.part) == (9, Ranges(stage=PipelineStage(1, 3, 3)))
 
 
 def test_a_stage_knows_which_of_its_layers_have_no_rope() -> None:
@@ -258,13 +201,6 @@ def test_a_norm_over_all_heads_is_not_shared_out() -> None:
     assert Shard(0, 1).of(config) == config
     with pytest.raises(ConfigError, match="tensor_parallel is 2: a llama model norms the queries of all"):
         Shard(0, 2).of(config)
-
-
-def test_every_tap_is_one_stages() -> None:
-    stages = [PipelineStage(0, 2, 5), PipelineStage(2, 4, 5), PipelineStage(4, 5, 5)]
-    assert [stage.taps(range(6)) for stage in stages] == [[0, 1], [2, 3], [4, 5]]
-    assert [stage.taps([5, 0, 2]) for stage in stages] == [[0], [2], [5]]
-    assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, False), (False, True)]
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -42,6 +42,7 @@ PARAMS = [
 LAYOUTS = [(2, 2), (3, 3), (4, 2)]  # ranks, stages
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_taps_are_those_of_one_process(
@@ -74,6 +75,7 @@ def llama(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "model", tokenizer=True, num_layers=4, **SHAPE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "stages"), LAYOUTS)
 def test_texts_are_those_of_one_process_whoever_guesses(
     llama: Path, size: int, stages: int, tmp_path: Path
@@ -99,24 +101,6 @@ def test_texts_are_those_of_one_process_whoever_guesses(
         for who in ("nobody", "lookups", "draft", "head"):
             assert texts(target, who) == want, who
         assert texts(target, "draft", max_batch_size=1, max_step_tokens=32) == want
-
-
-@pytest.mark.parametrize(("size", "stages"), LAYOUTS)
-def test_logits_that_are_asked_for_later_are_made_by_the_first_stage(
-    llama: Path, size: int, stages: int, tmp_path: Path
-) -> None:
-    def rows_of(model: LanguageModel) -> list[Tensor]:
-        runner = ModelRunner(model, num_blocks=3, block_size=32)
-        silent = runner.launch([Rows([*range(20)], 0, [0], 20)])
-        assert silent.at_once == 0
-        flight = runner.launch(
-            [Rows([*range(64)] + [7] * 9, 0, [0, 1, 2], 0)], likelihoods=lambda: [1.0] * 73
-        )
-        return [torch.from_numpy(flight.row(row)) for row in (72, 0, 40)]
-
-    want = rows_of(whole_model(llama, kernels("native"), tmp_path))
-    with ranks_of(llama, size, kernels("native"), tmp_path, stages=stages) as model:
-        assert all(map(torch.equal, rows_of(model), want))
 
 
 @pytest.mark.parametrize("kind", ["int8", "none"])
@@ -146,29 +130,6 @@ def test_a_pass_in_parts_has_the_bits_of_a_whole_one(
         how: dict[str, Any] = {"quantization": kind, "stages": stages}
         with ranks_of(llama, size, kernels("native"), tmp_path, **how) as model:
             assert all(map(torch.equal, said(model, taps), want)), (size, stages)
-
-
-def test_texts_in_parts_are_those_of_one_process(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native = kernels("native")
-    draft = load_model(
-        write_similar_llama(llama, tmp_path / "similar", noise=0.1),
-        dtype=torch.float32,
-        device=CPU,
-        kernels=draft_kernels(native),
-    )
-
-    def texts(target: LanguageModel, drafts: dict[str, Any] | None) -> list[tuple[int, ...]]:
-        llm = llm_of(target, llama, drafts, tree_size="fixed")
-        found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
-        llm.close()
-        return found
-
-    want = texts(whole_model(llama, native, tmp_path), None)
-    monkeypatch.setattr(StageTimes, "parts", lambda self, rows, stages: max(1, rows // 3))
-    with ranks_of(llama, 4, native, tmp_path, stages=2) as target:
-        assert texts(target, {"draft": draft}) == want
 
 
 def paths_of(batch: ModelBatch) -> list[list[int]]:
@@ -213,27 +174,6 @@ def test_parts_are_the_rows_of_the_whole(data: st.DataObject) -> None:
         [*range(count)] if whole.logit_rows is None else whole.logit_rows.tolist()
     )
     assert [path for one in cut for path in paths_of(one)] == paths_of(whole)
-
-
-def test_parts_are_as_many_as_pay() -> None:
-    pace = StageTimes()
-    assert pace.parts(512, 2) == 1  # nothing is known
-    pace.record(256, 1.0)
-    assert pace.parts(512, 2) == 1
-    for rows, seconds in ((1, 0.07), (64, 0.4), (8, 9.0), (256, 2.0), (2, 0.05), (1, 0.06)):
-        pace.record(rows, seconds)
-    by_row = (1.0 - 0.05) / 256
-    assert pace.parts(512, 2) == round((by_row * 512 / 0.05) ** 0.5) == 6
-    assert pace.parts(512, 3) == 9
-    assert (pace.parts(512, 1), pace.parts(40, 2), pace.parts(20, 2), pace.parts(0, 2)) == (1, 2, 1, 1)
-
-
-def test_a_layer_that_is_not_there_cannot_be_tapped(llama: Path, tmp_path: Path) -> None:
-    with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
-        runner = ModelRunner(model, num_blocks=1, block_size=8)
-        with pytest.raises(ValueError, match=r"got taps \[5\]; allowed: 0 .. 4"):
-            runner.launch([Rows((3, 1), 0, [0], 0)], taps=(5,))
-        assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
 
 
 def test_a_stage_has_its_layers_alone(llama: Path, tmp_path: Path) -> None:

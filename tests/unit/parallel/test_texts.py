@@ -30,7 +30,6 @@ from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
-from tests.engines import runner_of
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
@@ -110,6 +109,7 @@ def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
     return [*map(torch.from_numpy, first), flight.tapped(taps), after]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "name", "kind"), EVERY)
 def test_logits_are_those_of_one_process(
     family: str, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path, saved: Saved
@@ -123,6 +123,7 @@ def test_logits_are_those_of_one_process(
             assert all(map(torch.equal, found, want)), size
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["int4", "none"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -163,19 +164,12 @@ def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
         assert sorted(largest) == sorted(2 * want)
 
 
-def test_ranks_may_be_more_than_key_value_heads(tmp_path: Path) -> None:
-    path = write_tiny_llama(tmp_path / "model", **{**SHAPE, "num_kv_heads": 1})
-    want = said(whole_model(path, kernels("native"), tmp_path))
-    with ranks_of(path, 4, kernels("native"), tmp_path) as model:
-        assert model.config.num_heads == 1
-        assert all(map(torch.equal, said(model), want))
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "model", tokenizer=True, **SHAPE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "kind"), [(2, "int8"), (3, "int8"), (2, "none"), (3, "int4")])
 def test_texts_are_those_of_one_process_whoever_guesses(
     llama: Path, size: int, kind: Quantization, tmp_path: Path
@@ -201,19 +195,6 @@ def test_texts_are_those_of_one_process_whoever_guesses(
     with ranks_of(llama, size, native, tmp_path, quantization=kind, whole_table=True) as target:
         for who in ("nobody", "lookups", "draft", "head"):
             assert texts(target, who) == want, who
-
-
-def test_logits_that_are_asked_for_later_are_made_by_all_ranks(llama: Path, tmp_path: Path) -> None:
-    def rows_of(model: LanguageModel) -> list[Tensor]:
-        runner = ModelRunner(model, num_blocks=3, block_size=32)
-        flight = runner.launch(
-            [Rows([*range(64)] + [7] * 9, 0, [0, 1, 2], 0)], likelihoods=lambda: [1.0] * 73
-        )
-        return [torch.from_numpy(flight.row(row)) for row in (72, 0, 40)]
-
-    want = rows_of(whole_model(llama, kernels("native"), tmp_path))
-    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
-        assert all(map(torch.equal, rows_of(model), want))
 
 
 def overflow_at(path: Path, layer: int) -> None:
@@ -288,21 +269,6 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     assert there.free == (1 << 19) - shared.num_blocks * block
     del shared
     assert there.free == 1 << 19
-
-
-def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_path: Path) -> None:
-    with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
-        llm = llm_of(target, llama)
-        other = llm.variant(max_batch_size=1, max_context=64)
-        assert runner_of(other).cache is not runner_of(llm).cache
-        [one], [two] = (which.generate(PROMPTS[:1], PARAMS[1]) for which in (llm, other))
-        assert one.token_ids == two.token_ids
-        other.close()
-        del other
-        assert target.group is not None
-        assert len(target.group.dropped_caches) == 1
-        llm.generate(PROMPTS[:1], PARAMS[0])
-        assert not target.group.dropped_caches
 
 
 def test_an_interrupt_waits_for_the_pass_and_ranks_stay_in_step(

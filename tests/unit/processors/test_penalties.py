@@ -56,10 +56,6 @@ def test_what_each_takes_from_a_logit(
         assert penalised(params, prompt, output[:cut], output[cut:]) == expected
 
 
-def test_nothing_asked_is_nothing_to_do() -> None:
-    assert Penalties.of(SamplingParams(), [1, 2]) is None
-
-
 def test_a_banned_token_stays_banned() -> None:
     penalties = Penalties([1], repetition=0.5, frequency=-2, presence=-2)
     row = np.array([0, -np.inf], dtype=np.float32)
@@ -74,16 +70,6 @@ def test_looking_at_a_path_leaves_no_trace() -> None:
         row = np.zeros(8, dtype=np.float32)
         penalties.changes(path).apply(row)
         assert row[2] == -expected
-
-
-def test_more_distinct_tokens_than_were_expected() -> None:
-    penalties = Penalties(range(50), repetition=1, frequency=1, presence=0)
-    tokens = [*range(300), *range(300)]
-    for start in range(0, 600, 7):
-        penalties.commit(tokens[start : start + 7])
-    row = np.zeros(400, dtype=np.float32)
-    penalties.changes([0, 399, 399]).apply(row)
-    assert row.tolist() == [-3.0, *[-2.0] * 299, *[0.0] * 99, -2.0]
 
 
 @pytest.mark.parametrize("committed", [0, 14, 15, 16, 40])

@@ -16,14 +16,6 @@ def write(folder: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def test_the_built_in_prompts_are_distinct_and_of_several_kinds() -> None:
-    dataset = built_in()
-    assert len(dataset.conversations) >= 24
-    assert dataset.duplicates == 0
-    assert len({c.category for c in dataset.conversations}) >= 6
-    assert any(len(c.turns) == 2 for c in dataset.conversations)
-
-
 def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -43,13 +35,6 @@ def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
     assert dataset.num_turns == 5
     assert dataset.head(2).num_turns == 3
     assert dataset.head(None) == dataset
-
-
-def test_a_question_asked_twice_is_kept_once_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "a"}', '{"turns": ["a"]}', '{"prompt": "b"}', '{"prompt": "a"}')
-    dataset = read_dataset(path)
-    assert [c.turns for c in dataset.conversations] == [("a",), ("b",)]
-    assert dataset.duplicates == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from specinfer.runtime.batch import (
     chain_rows,
     likelihoods,
     logit_rows,
-    slots_of,
     step_rows,
 )
 from specinfer.sampling_params import SamplingParams
@@ -58,13 +57,6 @@ def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
     assert batch.logit_rows is None
 
 
-def test_a_tree_that_is_a_chain_is_one() -> None:
-    tree, chain = build(Rows([4, 5, 7], 3, [0, 1], 0, [-1, 0, 1])), build(Rows([4, 5, 7], 3, [0, 1], 0))
-    assert paths(tree) == paths(chain)
-    assert tree.positions_T.tolist() == chain.positions_T.tolist() == [3, 4, 5]
-    assert tree.paths.tails.size == 0
-
-
 def test_a_prompt_followed_by_a_tree() -> None:
     # Blocks 5 and 2: positions 0..3 are slots 20..23, position 4 is slot 8.
     batch = build(Rows([1, 2, 4, 5, 7], 0, [5, 2], 2, [-1, 0, 0]))
@@ -79,14 +71,6 @@ def test_the_frontier_of_a_half_grown_tree_sees_nodes_that_are_in_the_cache() ->
     batch = build(Rows([30, 40], 5, [0, 1], 0, [-1, 0, 0, 1, 2]))
     assert batch.positions_T.tolist() == [4, 4]
     assert paths(batch) == [[0, 1, 2, 3, 5], [0, 1, 2, 4, 6]]
-
-
-def test_a_chunk_without_logits() -> None:
-    batch = build(chain_rows([1, 2], 4, [9, 2], logits=False))
-    assert batch.logit_rows is not None
-    assert batch.logit_rows.tolist() == []
-    assert paths(batch)[1] == [36, 37, 38, 39, 8, 9]
-    assert slots_of([9, 2], [0, 3, 5], 4) == [36, 39, 9]
 
 
 def test_requests_follow_one_another() -> None:

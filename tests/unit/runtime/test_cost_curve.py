@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +82,6 @@ def test_between_sizes_it_is_straight_and_beyond_them_it_goes_on() -> None:
     assert curve.seconds(np.array([[8], [12]])).tolist() == [[2], [6]]
 
 
-@pytest.mark.parametrize(
-    ("least", "seconds"),
-    [
-        (1.0, [2, 2, 2, 3, 4, 6, 10, 110]),  # less than one row's cost: the curve is unchanged
-        (3.0, [3, 3, 3, 3, 4, 6, 10, 110]),  # it crosses at a size
-        (3.5, [3.5, 3.5, 3.5, 3.5, 4, 6, 10, 110]),  # and between two
-        (50.0, [50, 50, 50, 50, 50, 50, 50, 110]),  # or where it goes on
-    ],
-)
-def test_passes_that_wait_take_as_long_as_the_wait(least: float, seconds: list[float]) -> None:
-    curve = CostCurve((1, 8, 16), (2.0, 2.0, 10.0)).at_least(least)
-    assert curve.seconds([1, 4, 8, 9, 10, 12, 16, 116]).tolist() == pytest.approx(seconds)
-    assert curve.seconds([0]).tolist() == [0]
-    assert (np.diff(curve.table(300)[1:], 2) > -1e-9).all(), "it rises ever faster"
-
-
-def test_a_flat_curve_that_waits_stays_flat() -> None:
-    assert CostCurve((1, 4), (1.0, 1.0)).at_least(2.0).seconds([1, 9999]).tolist() == [2, 2]
-
-
 def test_curves_add_up() -> None:
     both = CostCurve((1, 8, 16), (2.0, 2.0, 10.0)) + CostCurve((1, 12), (1.0, 12.0))
     assert both.seconds([0, 1, 8, 10, 12, 16, 17, 116]).tolist() == [0, 3, 10, 14, 18, 26, 28, 226]
@@ -146,15 +125,6 @@ def test_a_quick_model_is_measured_at_every_size_several_times(
     assert pace.now < 2
 
 
-def test_a_slow_model_is_measured_at_both_ends_and_no_more(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pace = Paced(lambda rows: 1.5 + 0.1 * rows)
-    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
-    assert pace.passes[1:] == [1, 16]
-    assert curve.seconds([1, 16, 32]).tolist() == pytest.approx([1.6, 3.1, 4.7])
-
-
 @pytest.mark.parametrize(
     ("free", "largest"),
     [
@@ -174,20 +144,6 @@ def test_a_slow_model_is_measured_until_its_passes_take_longer(
     assert curve.seconds([2 * largest])[0] == pytest.approx(1.5 * max(1.0, 2 * largest / free), rel=0.2)
 
 
-def test_large_passes_of_a_quick_model_are_measured_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Paced(lambda rows: 0.001 + (rows / 5000) ** 2)
-    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=2048, clock=pace.clock)
-    assert pace.passes[-4:] == [256, 512, 1024, 2048]
-    assert curve.seconds([256, 2048]).tolist() == pytest.approx([0.001 + 0.0512**2, 0.001 + 0.4096**2])
-
-
-def test_a_disturbed_pass_does_not_count(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = count()
-    pace = Paced(lambda rows: 0.001 + (0.05 if next(number) % 3 == 0 else 0))
-    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
-    assert curve.seconds([1, 128]).tolist() == pytest.approx([0.001, 0.001])
-
-
 def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pace, before = Paced(lambda rows: 0.001 * rows), Paced(lambda rows: 0.0)
     first = before.over(runner(tiny), monkeypatch)
@@ -205,15 +161,6 @@ def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.M
     assert curve.seconds([1, 4]).tolist() == pytest.approx([0.001, 0.004])
     assert order[1:] == ["first", "second"] * (len(order) // 2)
     assert len(order) < 3 * 2 * 7 + 2, "the time is up sooner"
-
-
-@pytest.mark.parametrize(("max_rows", "largest"), [(1, 2), (2, 2), (5, 4), (31, 16), (999, 512)])
-def test_no_pass_is_larger_than_a_step(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, largest: int
-) -> None:
-    pace = Paced(lambda rows: 0.0001 * rows)
-    measure(pace.over(runner(tiny), monkeypatch), max_rows=max_rows, clock=pace.clock)
-    assert max(pace.passes) == largest
 
 
 def damaged_files() -> dict[str, Callable[[str], str]]:
@@ -261,12 +208,6 @@ def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
     assert len(list(tmp_path.iterdir())) == 3, "nothing but whole curves is left behind"
 
 
-def test_a_curve_that_is_measured_in_no_time_is_kept_where_somebody_asks(tiny: Tiny, tmp_path: Path) -> None:
-    first = cost_curve(runner(tiny), max_rows=4, variant="none", folder=tmp_path, keep=True)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert cost_curve(runner(tiny), max_rows=4, variant="none", folder=tmp_path) == first
-
-
 def test_other_kernels_have_another_curve(tiny: Tiny, slow: list[int], tmp_path: Path) -> None:
     chosen = tiny.target.kernels
     for kernels in (
@@ -308,22 +249,3 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(
     taken = tmp_path / "taken"
     taken.write_text("a file, no folder")
     assert cost_curve(runner(tiny), max_rows=512, variant="", folder=taken).rows == (1, 16)
-
-
-def test_what_is_measured_in_a_blink_is_not_kept(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A blink is an hour here, as on a busy machine even a tiny model may take longer than a real one.
-    monkeypatch.setattr("specinfer.runtime.cost_curve._MIN_CACHED", 3600.0)
-    curve = cost_curve(runner(tiny), max_rows=8, variant="", folder=tmp_path)
-    assert (np.diff(curve.seconds(range(1, 9))) >= 0).all()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("every_row", [False, True])
-def test_a_pass_makes_the_logits_that_a_step_asks_for(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, every_row: bool
-) -> None:
-    pace = Paced(lambda rows: 0.1)
-    measure(pace.over(runner(tiny), monkeypatch), max_rows=8, every_row=every_row, clock=pace.clock)
-    assert pace.likeliest_first == (not every_row)

@@ -11,7 +11,6 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
-from tests.operations import lines_run
 
 CURVE = CostCurve((1, 4, 16, 64), (5.0, 5.5, 9.0, 25.0))
 Truth = Callable[[int, int, float], float]  # seconds of a pass: by its number, its rows and its context
@@ -65,18 +64,6 @@ def test_seconds_become_those_that_passes_take(truth: str) -> None:
     np.testing.assert_allclose(thought, wanted, rtol=bound)
 
 
-def test_a_long_context_makes_passes_longer() -> None:
-    def takes(number: int, rows: int, context: float) -> float:
-        return at(rows) + 0.0005 * context * rows
-
-    model = taught(takes, context=lambda number: 10 * (number % 300))
-    for context in (0.0, 1000.0, 3000.0):
-        model.begin(context)
-        np.testing.assert_allclose(
-            model.seconds([1, 8, 16]), [takes(0, rows, context) for rows in (1, 8, 16)], rtol=0.12
-        )
-
-
 def test_a_machine_that_becomes_slow_is_noticed_within_a_dozen_passes() -> None:
     model = taught(lambda number, rows, context: at(rows), rows=(8,), interrupted=0)
     for _ in range(12):
@@ -110,24 +97,6 @@ def test_absurd_times_leave_costs_within_bounds(seconds: float, caplog: pytest.L
     assert "passes of target take more than 3.0 or less than 0.3 times" in record.getMessage()
 
 
-@pytest.mark.parametrize(("slow", "warned"), [(1, False), (3, False), (4, True)])
-def test_a_curve_is_blamed_for_what_goes_on_and_not_for_slow_first_passes(
-    slow: int, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = CostModel("draft", CURVE)
-    for median in range(40):
-        for _ in range(5):
-            model.learn(8, at(8) * (4 if median < slow else 1))
-    assert bool(caplog.records) is warned
-
-
-def test_two_interrupted_passes_of_five_are_not_learnt_from() -> None:
-    model = CostModel("target", CURVE)
-    for number in range(500):
-        model.learn(8, at(8) * (1000 if number % 5 < 2 else 1))
-    assert model.seconds([8])[0] == pytest.approx(at(8), rel=1e-3)
-
-
 def test_no_clock_has_a_say_where_costs_are_the_curves() -> None:
     model = CostModel("target", CURVE, learns=False)
     for number in range(100):
@@ -143,14 +112,3 @@ def test_more_rows_never_take_less_and_none_take_nothing() -> None:
         thought = taught(truth, 100).seconds(np.arange(300))
         assert thought[0] == 0
         assert (np.diff(thought) >= 0).all()
-
-
-def test_learning_from_a_pass_is_a_few_lines_of_python() -> None:
-    model = CostModel("target", CURVE)
-
-    def five() -> None:
-        for _ in range(5):
-            model.learn(8, 7.0)
-
-    assert lines_run(five) < 250
-    assert lines_run(lambda: model.begin(300.0)) < 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Sequence
 
 import torch
@@ -64,22 +63,3 @@ def test_features_are_taken_in_order_whatever_they_came_in() -> None:
     assert positions_in(unread.take(1)) == [9]
     unread.drop_before(16)
     assert (unread.first, unread.end) == (16, 16)
-
-
-def kept_bytes(unread: UnreadFeatures) -> int:
-    """The memory of all passes that are kept for these."""
-    gc.collect()
-    passes = {id(part._pass_TND): part._pass_TND.nbytes for part in unread._parts}
-    return sum(passes.values())
-
-
-def test_what_is_kept_of_large_passes_and_of_many_is_copied() -> None:
-    unread = UnreadFeatures(0)
-    unread.add(rows_of(0, 100, others=20))  # a prompt, and what another has beside it
-    assert kept_bytes(unread) == 4 * 120
-    unread.add(rows_of(100, 2, others=900))  # two rows of a large batch
-    assert kept_bytes(unread) == 4 * 122
-    for first in range(102, 302, 2):
-        unread.add(rows_of(first, 2, others=10))
-    assert kept_bytes(unread) < 4 * (302 + 64 * 12)
-    assert positions_in(unread.take(302)) == [*range(302)]

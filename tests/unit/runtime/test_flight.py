@@ -14,7 +14,7 @@ from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.scan import NO_TOKEN, NUMPY, choice, sample_request
+from specinfer.verify.scan import NUMPY, choice, sample_request
 
 VOCAB = 300
 REQUESTS = [
@@ -56,15 +56,6 @@ def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
         with pytest.raises(IndexError, match=f"got rows {wrong} .. {wrong} of a pass with logits of 5"):
             flight.row(wrong)
     assert head.passes == [5]
-
-
-def test_a_pass_that_wants_no_logits_makes_none() -> None:
-    head = Head()
-    flight = HostFlight(hidden(0), head, VOCAB, NUMPY)
-    assert (head.passes, flight.held_bytes, flight.vocab) == ([], 0, VOCAB)
-    assert flight.choices([], []) == []
-    with pytest.raises(IndexError):
-        flight.row(0)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +117,6 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
         assert found.found.tolist() == [3] * size
 
 
-def test_rows_without_numbers_have_no_choice() -> None:
-    rows = torch.tensor([[0.0, float("nan")], [1.0, 2.0], [-torch.inf, -torch.inf]])
-    flight = HostFlight(rows, lambda h: h, 2, NUMPY)
-    assert flight.choices([0, 1, 2], REQUESTS[:1] * 3) == [NO_TOKEN, 1, NO_TOKEN]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.dtype) -> None:
     vocab = 151_936
@@ -156,10 +141,3 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
         flight.choices(list(range(first, first + 128)), REQUESTS[:1] * 128)
     assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MAX_BYTES
     assert max(alive) <= flight_module.MAX_BYTES == 32 * 2**20
-
-
-def test_a_layer_without_a_tap_has_no_hidden_states() -> None:
-    flight = HostFlight(hidden(2), Head(), VOCAB, NUMPY, taps=((3,), torch.ones(4, 1, 8)))
-    assert flight.tapped([3]).shape == (4, 1, 8)
-    with pytest.raises(KeyError):
-        flight.tapped([2])

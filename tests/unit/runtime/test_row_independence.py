@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.attention import sdpa
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -110,6 +109,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.few(1)
 @DTYPES
 def test_rows_are_as_independent_with_more_threads(folder: Path, threads: int, dtype: torch.dtype) -> None:
     runner = runner_of(folder, "torch", dtype)
@@ -118,12 +118,7 @@ def test_rows_are_as_independent_with_more_threads(folder: Path, threads: int, d
     assert branching_differs(runner, FEW) == []
 
 
-@pytest.mark.thorough
-def test_what_makes_rows_independent_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "PAD", 1)
-    assert differing_lengths(runner_of(folder, "torch", torch.float32))
-
-
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flight_says_what_a_pass_does_and_keeps_what_layers_were_given(folder: Path, name: str) -> None:
     runner = runner_of(folder, name, torch.float32)

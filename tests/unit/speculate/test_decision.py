@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,43 +131,6 @@ def test_who_has_failed_is_told_of() -> None:
         assert [one.reason for one in decision.contributions] == [reasons.FAILED, reasons.GUESSED]
 
 
-def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
-    decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=sized(HALF))
-    # As in test_cost_policy: three of the probabilities .88 .78 .68 .60 ... pay.
-    assert tree.num_nodes == 4
-    assert decision.probabilities == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
-    assert decision.expected_tokens == pytest.approx(3.34, abs=0.01)
-    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(1.5), pytest.approx(2.5))
-
-
-def test_passes_of_drafts_are_in_the_price() -> None:
-    draft = CostCurve((1, 9), (0.125, 0.125))
-    free = CostCurve((1, 9), (1.0, 1.0))
-    decision, tree = decided(Levels("draft", 10, 11), policy=sized(free, draft, (1, 1)))
-    assert tree.num_nodes == 3
-    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(0.25), pytest.approx(1.25))
-
-
-def test_prompts_are_in_the_seconds_and_not_in_the_price() -> None:
-    text = [*range(9), 7]
-    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=sized(HALF))
-    ensemble.propose(plans.plan(plans.entry(text, rows=3, max_nodes=9, max_depth=5)))
-    [decision] = ensemble.explain()
-    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(0.5), pytest.approx(2.5))
-
-
-class Silent(SpeculationPolicy):
-    """Forbids all guesses, without a reason."""
-
-    def begin_step(self, plan: StepPlan) -> StepPlan:
-        return StepPlan(tuple(replace(entry, speculators=()) for entry in plan.entries))
-
-
-def test_why_a_policy_lets_nobody_guess_may_not_be_known() -> None:
-    decision, _ = decided(Chain("a", 10), policy=Silent())
-    assert decision.contributions[0].reason == reasons.HELD
-
-
 def test_why_the_guard_lets_nobody_guess() -> None:
     policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
     ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
@@ -181,19 +143,6 @@ def test_why_the_guard_lets_nobody_guess() -> None:
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
     assert reasons_given[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]
     assert reasons_given[-1] == reasons.GUARD
-
-
-def test_a_step_takes_what_plain_ones_take_besides_their_pass() -> None:
-    policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
-    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
-    for _ in range(5):  # plain ones: a pass of 1 s, and 0.5 s of other things
-        ensemble.propose(plans.plan(entry()))
-        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0, "schedule": 0.5}))
-    ensemble.propose(plans.plan(entry()))
-    [decision] = ensemble.explain()
-    assert decision.seconds is not None
-    assert decision.guess_seconds is not None
-    assert decision.seconds - decision.guess_seconds == pytest.approx(1.5, rel=0.02)
 
 
 def test_a_decision_as_json() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specinfer.errors import ConfigError, SpeculatorError
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
@@ -46,13 +46,6 @@ def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay(
     tree.check_integrity()
 
 
-def test_the_earlier_of_equally_likely_guesses_stays() -> None:
-    a, b = Fan("a", [10, 11]), Fan("b", [11, 12])
-    (tree,) = Ensemble([a, b], vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(3)))
-    assert tree.token_ids == (7, 10, 11)
-    assert [(draw.node, draw.speculator) for draw in tree.draws] == [(1, "a"), (2, "a"), (2, "b")]
-
-
 def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     draft = Levels("draft", [10, 11], [0.9, 0.9])
     fans = Fan("fan", [10, 12, 13]), Fan("suffix", [20, 21, 22]), Fan("mute", [])
@@ -86,18 +79,6 @@ def test_where_nobody_may_guess_nobody_is_asked() -> None:
     assert (head.offered, head.steps_seen) == ([4], 1)
 
 
-def test_hidden_states_are_kept_over_some_steps_without_guesses_and_no_longer() -> None:
-    ensemble = Ensemble([Reading("head", [10])], vocab=99, policy=SpeculationPolicy())
-
-    def taps(speculators: tuple[str, ...] | None) -> tuple[int, ...]:
-        ensemble.propose(plans.plan(entry(4, speculators=speculators)))
-        return ensemble.taps
-
-    for _ in range(2):
-        assert [taps(()) for _ in range(9)] == [*8 * [(2,)], ()]
-        assert taps(None) == (2,)
-
-
 class Sampling(Fan):
     """Declares its guesses as samples."""
 
@@ -118,15 +99,6 @@ def test_samples_have_their_turn_and_their_room_first() -> None:
         *((11, "second"), (15, "second")),
         *((10, "before"), (11, "before")),
     ]
-
-
-def test_prompts_are_shown_and_only_trees_are_asked_for() -> None:
-    fan = Fan("a", [10])
-    reading = plans.entry([3, 7, 7, 7], rows=3, max_nodes=0, max_depth=0)
-    step = plans.plan(entry(1, max_depth=0), reading, entry(8), entry(8, speculators=("b",)))
-    trees = Ensemble([fan], vocab=99, policy=SpeculationPolicy()).propose(step)
-    assert [tree.token_ids for tree in trees] == [(7,), (7, 10), (7,)]
-    assert [(e.end, e.max_nodes) for e in fan.shown] == [(2, 1), (4, 0), (2, 8)]
 
 
 def test_two_speculators_of_one_name_are_refused() -> None:
@@ -283,30 +255,6 @@ def test_a_policy_that_fails_costs_no_guesses(caplog: pytest.LogCaptureFixture) 
         assert tree.token_ids == (7, 5)
         ensemble.observe(StepReport([plans.outcome(5)]))
     assert len(caplog.records) == 1
-
-
-class Watching(SpeculationPolicy):
-    """Notes what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[tuple[int, ...]] = []
-
-    def worth_starting(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        unread: Sequence[int],
-        guessed: Sequence[TokenTree],
-    ) -> list[bool]:
-        self.shown.extend(tree.token_ids for tree in guessed)
-        return [True] * len(entries)
-
-
-def test_before_a_draft_starts_all_is_known_that_needs_none() -> None:
-    policy = Watching()
-    free = [Fan("suffix", [10]), Fan("ngram", [11])]
-    Ensemble([*free, Levels("draft", [10], [0.9])], vocab=99, policy=policy).propose(plans.plan(entry(2)))
-    assert policy.shown == [(7, 10, 11)]
 
 
 class RaisingPolicy(SpeculationPolicy):

@@ -103,20 +103,6 @@ def test_speculators_and_the_nodes_they_could_use(
     assert (ours.speculators(asked), ours.nodes(asked)) == (speculators, nodes)
 
 
-def test_callers_own_speculators_may_fill_the_tree() -> None:
-    ours = limits(extra=("mine",))
-    assert ours.names == ("grammar", "prediction", *EVERYBODY, "mine")
-    assert ours.nodes(request()) == 100
-    assert ours.nodes(request({"speculators": ["mine"], "max_nodes": 6})) == 6
-    assert ours.nodes(request({"speculators": ["ngram"]})) == 1 + LOOKUP
-
-
-def test_a_callers_own_speculator_may_have_a_name_that_was_another_ones() -> None:
-    ours = limits(extra=("suffix",))
-    assert ours.speculators(request({"speculators": ["suffix"]})) == ("suffix",)
-    assert ours.speculators(request({"speculators": ["ngram"]})) == ("lookup",)
-
-
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
     ours = limits(SpeculationConfig(lookup=False))
     assert ours.nodes(request()) == 1
@@ -144,15 +130,3 @@ def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -
     with pytest.raises(RequestError) as caught:
         limits().check(request(speculation))
     assert str(caught.value) == line
-
-
-def test_the_shape_of_a_drafts_trees_is_refused_where_nobody_drafts() -> None:
-    asked = request({"expansion": "3,1"})
-    limits().check(asked)
-    limits(SpeculationConfig(lookup=True), extra=("ours",)).check(asked)  # the caller's own may heed it
-    with pytest.raises(RequestError) as caught:
-        limits(SpeculationConfig(lookup=True)).check(asked)
-    assert str(caught.value) == (
-        "speculation.expansion is 3,1; it is the shape of a draft model's trees, and this engine has no "
-        "draft model: leave it out"
-    )

@@ -20,10 +20,3 @@ def test_dense_has_zeros_for_the_others() -> None:
 def test_a_token_has_a_place_in_the_support_or_none(token: int, place: int | None) -> None:
     assert SPARSE.index_of(token) == place
     assert place is None or SPARSE.id_at(place) == token
-
-
-@pytest.mark.parametrize("law", [SPARSE, Distribution(SPARSE.dense(), None, 8)], ids=["sparse", "whole"])
-def test_over_other_ids_it_is_the_dense_one_there(law: Distribution) -> None:
-    for ids in ([0], [7], [1, 4, 6], [0, 1, 2, 5, 6, 7], list(range(8))):
-        assert law.over(np.array(ids)).tolist() == law.dense()[ids].tolist()
-    assert law.over(None).tolist() == law.dense().tolist()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specinfer.tree.draw import Draw, DrawRule, Run, Runs, any_sampled, as_runs
+from specinfer.tree.draw import Draw, DrawRule, Runs, any_sampled, as_runs
 
 LAW, OTHER_LAW = np.array([0.5, 0.5]), np.array([0.25, 0.75])
 MIXED = (
@@ -44,16 +44,6 @@ def test_runs_hold_the_same_draws_in_the_same_order() -> None:
     assert fields_of(runs) == fields_of(MIXED)
     assert tuple(runs[3]) == tuple(MIXED[3])
     assert fields_of(runs[2:4]) == fields_of(MIXED[2:4])
-
-
-def test_a_draw_of_a_run_is_made_once() -> None:
-    runs = as_runs(MIXED)
-    assert [*runs] == [*runs], "each equals itself alone"
-    assert runs[3] is [*runs][3]
-
-
-def test_there_may_be_no_draws() -> None:
-    assert (len(as_runs(())), [*as_runs(())], any_sampled(Runs(()))) == (0, [], False)
 
 
 def test_a_run_moves_to_other_nodes() -> None:
@@ -109,8 +99,3 @@ def test_random_draws_are_kept_as_one_by_one() -> None:
 def test_sampled_draws_are_seen_in_runs_as_one_by_one(rule: DrawRule) -> None:
     draws = [MIXED[0], Draw(0, 4, "b", rule, LAW if rule.is_sampled else None)]
     assert any_sampled(draws) == any_sampled(as_runs(draws)) == rule.is_sampled
-
-
-def test_runs_name_what_they_hold() -> None:
-    run = Run("a", DrawRule.POINT_MASS, [0], [1], [0.5], [], 0)
-    assert "speculator='a'" in repr(Runs((run,)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.merging import keep, likeliest, pinned_nodes, prune
+from specinfer.tree.merging import likeliest, pinned_nodes, prune
 
 #      4
 #     / \
@@ -125,22 +125,7 @@ def test_what_stays_is_what_can_be_text(
     assert [(pruned.path_tokens(d.node), d.speculator) for d in pruned.draws] == kept
 
 
-def test_chosen_nodes_are_kept_with_their_draws() -> None:
-    whole = tree()
-    chosen = [0, *(node for node in range(1, 7) if whole.token_ids[node] in (7, 9))]
-    kept = keep(whole, chosen)
-    assert (kept.token_ids, kept.parents) == ((4, 7, 9), (-1, 0, 1))
-    assert [(d.parent, d.node, d.confidence) for d in kept.draws] == [(0, 1, 0.5)] * 2 + [(1, 2, 0.5)]
-    assert keep(whole, range(whole.num_nodes)) is whole
-    assert keep(whole, [0]) == TokenTree((4,), (-1,))
-
-
 POINT, IID = DrawRule.POINT_MASS, DrawRule.IID
-
-
-@pytest.mark.parametrize("rule", list(DrawRule))
-def test_nodes_of_sampled_draws_stay(rule: DrawRule) -> None:
-    assert pinned_nodes(tree(rule)) == (set() if rule in (POINT, DrawRule.COUPLED) else {1, 2, 3, 4, 5, 6})
 
 
 def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -> TokenTree:
@@ -183,12 +168,6 @@ def test_the_likeliest_nodes_are_a_tree(most: int, left: set[tuple[int, ...]]) -
     whole = tree()
     probabilities = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
     assert paths(likeliest(whole, [probabilities[whole.path_tokens(n)] for n in range(7)], most)) == left
-
-
-def test_samples_are_among_the_likeliest_however_unlikely() -> None:
-    whole = grown((0, 5, IID), (0, 7, POINT), (0, 8, POINT), confidence=(0.01, 0.2, 0.3))
-    for most, left in ((4, {(5,), (7,), (8,)}), (3, {(5,), (8,)}), (2, {(5,)}), (1, {(5,)})):
-        assert paths(likeliest(whole, whole.likelihoods(), most)) == left
 
 
 @given(

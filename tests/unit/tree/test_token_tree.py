@@ -103,12 +103,6 @@ def test_a_draw_equals_itself_alone() -> None:
     assert len({one, other, one}) == 2
 
 
-@pytest.mark.parametrize("parent", [-1, 1])
-def test_a_builder_adds_below_nodes_alone(parent: int) -> None:
-    with pytest.raises(IndexError, match=f"parent {parent} of a tree of 1 nodes"):
-        TreeBuilder(root=0).add(parent, 5, "a")
-
-
 def test_a_full_builder_takes_no_new_node_and_still_takes_draws() -> None:
     builder = TreeBuilder(root=0, max_nodes=2)
     assert not builder.full
@@ -185,25 +179,6 @@ def test_a_merged_tree_holds_the_union_of_the_sequences(many: list[list[list[int
     assert draws(merged) == [draw for tree in trees for draw in draws(tree)]
 
 
-@given(GUESSES, GUESSES, GUESSES)
-def test_merging_in_two_turns_is_merging_at_once(
-    a: list[list[int]], b: list[list[int]], c: list[list[int]]
-) -> None:
-    x, y, z = (grown(7, guesses, name) for name, guesses in zip("abc", (a, b, c), strict=True))
-    turns, once = merge([merge([x, y]), z]), merge([x, y, z])
-    assert (turns.token_ids, turns.parents) == (once.token_ids, once.parents)
-    assert draws(turns) == draws(once)
-
-
-def test_merging_keeps_how_sure_everybody_was() -> None:
-    trees = []
-    for name, confidence in (("a", 0.2), ("b", 0.7)):
-        builder = TreeBuilder(root=4)
-        builder.add(0, 5, name, confidence=confidence)
-        trees.append(builder.build())
-    assert [(d.node, d.confidence) for d in merge(trees).draws] == [(1, 0.2), (1, 0.7)]
-
-
 def test_a_node_is_as_likely_as_its_path() -> None:
     builder = TreeBuilder(root=4)
     first = builder.add(0, 5, "a", confidence=0.2)
@@ -213,10 +188,3 @@ def test_a_node_is_as_likely_as_its_path() -> None:
     builder.add(0, 7, "a", confidence=0.25)
     assert builder.build().likelihoods() == [1.0, 0.5, 0.25, 0.25]
     assert single_node(4).likelihoods() == [1.0]
-
-
-def test_what_a_speculator_saw_stays_with_its_draw() -> None:
-    builder = TreeBuilder(root=4)
-    builder.add(0, 5, "a", evidence=(3.0, 0.5))
-    merged = merge([grown(4, [[9, 5]], "b"), builder.build()])
-    assert [(d.node, d.evidence) for d in merged.draws] == [(1, ()), (2, ()), (3, (3.0, 0.5))]

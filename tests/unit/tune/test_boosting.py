@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specinfer.errors import TuneError
 from specinfer.progress import NoProgress
 from specinfer.tune.boosting import (
-    BoostConfig,
     dataset_of,
     discounted,
     hit_probabilities,
@@ -22,11 +18,8 @@ from specinfer.tune.boosting import (
 )
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.evaluation import read_draft
-from specinfer.tune.prompts import HELD_OUT, temperature_of
+from specinfer.tune.prompts import HELD_OUT
 from specinfer.tune.small_model import SsmKind
-from specinfer.tune.trainer import TrainConfig
-from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.test_small_model import opened
 
 GREEDY, WARM, HOT = (HELD_OUT * number + 1 for number in (0, 1, 2))  # keys
@@ -41,10 +34,6 @@ def text(key: int, tokens: tuple[int, ...] = (1, 7, 4)) -> TunedText:
     return TunedText(
         torch.tensor(tokens), 1, torch.zeros(len(tokens) - 1, 0, 32), laws[1], laws[0], key, held_out=False
     )
-
-
-def test_keys_have_these_temperatures() -> None:
-    assert [temperature_of(key, held_out=False) for key in (GREEDY, WARM, HOT)] == [0.0, 0.7, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -133,41 +122,3 @@ def test_a_member_proposes_its_likeliest_tokens(target: Path, corpus: Corpus, tm
     assert [one.tolist() for one in found] == [[-1, *logits[1:].argmax(dim=-1).tolist()]] * 4
     few = proposed(member, corpus.text(0, held_out=False), torch.tensor([5, 7, 11]))
     assert few[1:].tolist() == [(5, 7, 11)[int(row[[5, 7, 11]].argmax())] for row in logits[1:]]
-
-
-def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> None:
-    """A small model reads no hidden states, even if they were collected for others."""
-    whole = Corpus(tmp_path / "shards")
-    (tmp_path / "shards").mkdir()
-    for number in range(3):
-        one = text(GREEDY + 48 * HELD_OUT * number, (1, 7 + number, 4, 2))
-        wide = replace(one, taps_TND=torch.zeros(3, 2, 32))
-        held_out = replace(wide, key=0, held_out=True)
-        whole.add([held_out, wide, replace(wide, tokens_T=torch.tensor([1, 9, 9 + number, 2]))], 1.0)
-    source = opened(target)
-    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
-    corpus = Corpus(tmp_path / "shards", [])
-    known = proposals(draft, corpus, NoProgress())
-    for number in range(6):
-        learnt = corpus.text(number, held_out=False)
-        assert learnt.taps_TND.shape == (3, 0, 32)
-        assert torch.equal(known[number], proposed(draft, learnt))
-
-
-def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
-        tuning_of(target, tmp_path, members=0)
-    with pytest.raises(TuneError, match="boost is sequence, warm, which needs more than one member"):
-        Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="sequence")), clock=ticking())
-
-
-@pytest.mark.parametrize("form", ["token", "residual"])
-def test_forms_that_never_won_are_refused(form: Any) -> None:
-    with pytest.raises(TuneError, match=f"boost is '{form}'; allowed: discount, sequence, none"):
-        BoostConfig(form=form)
-
-
-@pytest.mark.parametrize("loss", ["tv", "coupled"])
-def test_losses_that_never_won_are_refused(loss: Any) -> None:
-    with pytest.raises(TuneError, match=f"loss is '{loss}'; allowed: hybrid, kl"):
-        TrainConfig(loss=loss)

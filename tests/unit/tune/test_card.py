@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
-from specinfer.tune.card import Licence, front_matter, licence_of
+from specinfer.tune.card import licence_of
 
 
 def folder(path: Path, card: str | None) -> ModelFiles:
@@ -62,19 +62,3 @@ def test_of_a_folder_its_card_says_it(tmp_path: Path, card: str | None, named: s
 def test_of_a_gguf_file_its_metadata_say_it(metadata: dict[str, Any], named: str | None) -> None:
     found = licence_of(gguf(metadata))
     assert (None if found is None else found.name) == named
-
-
-def test_of_a_name_the_catalogue_says_it_where_its_file_does_not() -> None:
-    assert licence_of(gguf({}, "smollm2-135m")) == Licence("Apache-2.0", None, "specinfer's catalogue")
-    assert licence_of(gguf({"general.license": "mit"}, "smollm2-135m")) == Licence(
-        "mit", None, "its GGUF file"
-    )
-
-
-def test_hubs_are_told_what_they_know() -> None:
-    assert front_matter(None) == "license: unknown"
-    assert front_matter(Licence("Apache-2.0", None, "")) == "license: apache-2.0"
-    odd = Licence('Their "own" licence', "https://a.example/b", "")
-    assert front_matter(odd) == (
-        'license: other\nlicense_name: "Their \\"own\\" licence"\nlicense_link: "https://a.example/b"'
-    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from specinfer.errors import TuneError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
@@ -22,9 +19,7 @@ from specinfer.tune.collector import (
     in_order,
 )
 from specinfer.tune.dataset import Corpus
-from specinfer.tune.head_kinds import default_taps
 from specinfer.tune.prompts import Prompts, read_prompts, temperature_of
-from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import engine, ticking, write_prompts
 
 TAPS = (0, 1, 2)
@@ -84,32 +79,6 @@ def test_what_is_answered_is_not_asked_again(target: Path, tmp_path: Path) -> No
     assert (none.answered, third.tokens, third.keys) == (0, second.tokens, {one.key for one in asked.prompts})
 
 
-def test_prompts_that_are_too_long_are_counted_and_the_others_answered(target: Path, tmp_path: Path) -> None:
-    asked = read_prompts([write_prompts(tmp_path, ["1 + 2", "3 + 4", "5 " * 40])])
-    _, found = collect(target, asked, tmp_path / "shards")
-    assert (found.answered, found.refused) == (2, 1)
-    assert found.refusal == "a prompt has 80 tokens, 1 to 62 are possible"
-
-
-def test_only_prompts_that_are_too_long(target: Path, tmp_path: Path) -> None:
-    asked = read_prompts([write_prompts(tmp_path, ["5 " * 40, "6 " * 41])])
-    with pytest.raises(TuneError, match=r"no prompt fits the target.*--max-context"):
-        collect(target, asked, tmp_path / "shards")
-
-
-def test_a_target_that_says_nothing_is_told_of(tmp_path: Path) -> None:
-    silent = write_tiny_llama(tmp_path / "silent", num_layers=3, tokenizer=True)
-    config = silent / "config.json"
-    config.write_text(
-        config.read_text().replace('"eos_token_id": null', f'"eos_token_id": {list(range(64))}')
-    )
-    asked = read_prompts([write_prompts(tmp_path, [f"{n}" for n in range(200)])])
-    with pytest.raises(TuneError, match=r"gave no usable answer to \d+ prompts") as error:
-        collect(silent, asked, tmp_path / "shards")
-    assert int(re.search(r"to (\d+) prompts", str(error.value))[1]) < 200  # the number of attempts is limited
-    assert list((tmp_path / "shards").iterdir()) == []
-
-
 def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -130,14 +99,6 @@ def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
                 assert torch.equal(text.tokens_T, long.tokens_T[: len(text.tokens_T)])
                 assert torch.allclose(text.taps_TND, long.taps_TND[: len(text.taps_TND)], atol=1e-5)
     assert compared == 4
-
-
-def test_one_that_is_held_out_is_asked_first(prompts: Path) -> None:
-    asked = read_prompts([prompts]).prompts
-    for seed in (0, 1, -7):
-        ordered = in_order(asked, seed)
-        assert [one.held_out for one in ordered[:2]] == [True, False]
-        assert sorted(one.key for one in ordered) == sorted(one.key for one in asked)
 
 
 def test_another_seed_asks_in_another_order_and_gets_other_answers(target: Path, tmp_path: Path) -> None:
@@ -168,9 +129,3 @@ def test_a_damaged_shard_is_left_out(target: Path, tmp_path: Path) -> None:
     left = Corpus(tmp_path)
     assert left.damaged == [paths[0].name]
     assert 0 < left.tokens < whole.tokens
-
-
-def test_default_taps_are_layers_of_the_target(target: Path) -> None:
-    with LLM(engine(target)) as llm:
-        config = llm.models.target.config
-    assert default_taps(config) == (0, 1, 2)

@@ -7,21 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.errors import TuneError
-from specinfer.heads.checkpoint import HeadFolder, target_head
+from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.eagle import EagleHead
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.dataset import Corpus, TunedText, block_batch
 from specinfer.tune.evaluation import held_out_texts, measure
-from specinfer.tune.head_draft import EagleHeadDraft, read_initial_head, with_vocabulary
+from specinfer.tune.head_draft import EagleHeadDraft
 from specinfer.tune.head_kinds import EagleKind
 from specinfer.tune.initial_head import new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import beginning_of, engine, ticking, tuning_of
+from tests.unit.tune.conftest import engine, ticking, tuning_of
 
 SHAPE = EagleKind(depth=3, vocabulary=48)
 
@@ -78,23 +77,3 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
             alone_LD = head(ids_TS[None], taps[None, :place])[0, -1]
             assert (alone_LD - along_ALD[number]).abs().max() < 1e-5
             assert batch.before_BAL[0, number].tolist() == ids_TS[-1].tolist()
-
-
-def test_it_does_not_begin_as_its_target(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match="init is target, which is for block heads"):
-        Tuning(tuning_of(target, tmp_path / "head", kind=SHAPE, init="target"))
-
-
-def test_an_exported_head_can_name_more_tokens(tuned: Path, target: Path) -> None:
-    opened, begun = open_model(target), beginning_of(target, Corpus(tuned / "work" / "shards"))
-    taps = SHAPE.taps(opened.config)
-    scale = torch.ones(len(taps), opened.config.hidden_size)
-    few = read_initial_head(str(tuned), SHAPE.config(opened.config, taps), opened, scale)
-    many = with_vocabulary(few, 60, begun)
-    assert (len(few.ids), len(many.ids)) == (48, 60)
-    own = torch.searchsorted(many.ids, few.ids)
-    assert torch.equal(many.lm_head.weight[own], few.lm_head.weight)
-    new = torch.isin(torch.arange(60), own, invert=True)
-    of_target = target_head(opened, many.ids.tolist())
-    likeness = torch.cosine_similarity(many.lm_head.weight[new], of_target[new])
-    assert torch.allclose(likeness, torch.ones(12), atol=1e-5)

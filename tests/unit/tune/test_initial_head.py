@@ -11,16 +11,14 @@ import torch
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import HeadFolder, target_head
+from specinfer.heads.checkpoint import target_head
 from specinfer.heads.layers import HeadLayer
-from specinfer.hub import resolve
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
 from specinfer.tune.head_draft import BlockHeadDraft, read_initial_head, with_vocabulary
 from specinfer.tune.head_kinds import BlockKind, Layout
 from specinfer.tune.initial_head import (
-    calibrate_norm,
     copy_target_layers,
     fit_bigrams,
     likely_tokens,
@@ -135,15 +133,6 @@ def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> N
     assert torch.allclose(added, plain, atol=1e-5)
 
 
-def test_the_scale_that_loses_least_is_kept(opened: OpenModel) -> None:
-    head = untrained(opened)
-    whole = head.norm.weight.detach().clone()
-    draft = BlockHeadDraft(head, SCALE, 8)
-    least = calibrate_norm(draft, lambda one: abs(float(one.last_norm.weight[0] / whole[0]) - 0.3))
-    assert least == pytest.approx(0.05)
-    assert torch.allclose(head.norm.weight, whole * 0.35) or torch.allclose(head.norm.weight, whole * 0.25)
-
-
 def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -157,22 +146,6 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
     assert losses[None] == losses["target"], "it is how a block head begins where nothing is said"
-
-
-def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: Path) -> None:
-    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
-    first.run(read_prompts([prompts]), [prompts.name])
-    config = replace(tuning_of(target, tmp_path / "second"), init=str(tmp_path / "first"))
-    second = Tuning(config, clock=ticking())
-    second._collect(read_prompts([prompts]))
-    dataset = TrainingSet(second._corpus)
-    trainer = second._training(dataset, []).trainer
-    texts = first_texts(dataset, 8)
-    begun = first._training(TrainingSet(first._corpus), []).trainer
-    assert torch.equal(trainer.draft.ids, begun.draft.ids)
-    assert loss_of(trainer.draft, texts, config.training) == pytest.approx(
-        loss_of(begun.averaged(), texts, config.training), rel=0.05
-    )  # bfloat16 on disk
 
 
 @pytest.mark.parametrize("layout", ["specinfer", "dspark"])
@@ -215,23 +188,6 @@ def test_an_exported_head_can_name_more_tokens(
         assert float(rows[new].norm(dim=1).mean()) == pytest.approx(
             float(rows[own].norm(dim=1).mean()), rel=0.3
         )
-
-
-def test_a_head_with_more_tokens_learns_on_and_resumes(target: Path, prompts: Path, tmp_path: Path) -> None:
-    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
-    first.run(read_prompts([prompts]), [prompts.name])
-    wider = tuning_of(
-        target,
-        tmp_path / "second",
-        init=str(tmp_path / "first"),
-        kind=replace(first._config.kind, vocabulary=60),
-    )
-    Tuning(wider, clock=ticking()).run(read_prompts([prompts]), [prompts.name])
-    again = Tuning(replace(wider, resume=True, minutes=wider.minutes + 1), clock=ticking())
-    again.run(read_prompts([prompts]), [prompts.name])
-    assert (
-        HeadFolder(resolve(str(tmp_path / "second")), open_model(target).config).config.draft_vocab_size == 60
-    )
 
 
 def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:

@@ -74,12 +74,3 @@ def test_a_shortlist_has_the_likeliest_labels_and_stands_for_the_rest() -> None:
         assert torch.equal(short.entries_S[short.places_RK], entries)
         sums.append(float((logits[0, short.entries_S] + short.raised_S).exp().sum()))
     assert np.mean(sums) == pytest.approx(full, rel=0.02)
-
-
-def test_labels_that_were_only_drawn_are_not_learnt() -> None:
-    _, entries, probs = laws(rows=8)
-    short = shortlist(entries, probs, NUM_TOKENS, 4, torch.Generator().manual_seed(1))
-    kept = short.probs_RK > 0
-    assert torch.equal(short.entries_S[short.places_RK][kept], entries[kept])
-    assert bool((short.places_RK[kept] < 3).all())
-    assert 0 < int(kept.sum()) < kept.numel()

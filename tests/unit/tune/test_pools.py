@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from specinfer.errors import TuneError
 from specinfer.hub.pool import read_pool
 from specinfer.llm import LLM
-from specinfer.progress import NoProgress
-from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.boosting import Boost, BoostConfig
-from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
-from specinfer.tune.evaluation import read_draft
-from specinfer.tune.head_kinds import EagleKind
-from specinfer.tune.selection import measured_costs
 from specinfer.tune.training import read_checkpoint
-from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.unit.tune.conftest import KilledError, dies_at, engine, ticking, tuning_of
-from tests.unit.tune.runs import BLOCK, SSM, TARGET, free, run
+from specinfer.tune.tuning import TuneConfig
+from tests.unit.tune.conftest import KilledError, dies_at, engine, tuning_of
+from tests.unit.tune.runs import BLOCK, SSM, free, run
 
 
 def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2) -> TuneConfig:
@@ -71,33 +62,6 @@ def test_a_pool_guesses_more_than_its_members(
     assert second == ((first[1] + 1) // 2 if boost == "sequence" else first[1], first[1])
 
 
-@pytest.mark.parametrize("kind", [SSM, BLOCK, EagleKind(depth=3, vocabulary=48)])
-@pytest.mark.parametrize("warm", [True, False])
-def test_a_later_member_begins_as_the_one_before_it(
-    target: Path, prompts: Path, tmp_path: Path, kind: Kind, warm: bool
-) -> None:
-    config = pool_of(target, tmp_path / "pool", kind, "none")
-    config = replace(config, boost=BoostConfig(form="none", warm=warm))
-    run(config, prompts)
-    tuning = Tuning(replace(config, resume=True), clock=ticking())
-    first = dict(read_draft(config.out / "member1", tuning._target, kind.depth).module.named_parameters())
-    (config.work / "member2.safetensors").unlink()
-    second = tuning._training(TrainingSet(tuning._corpus), [], 1).trainer
-    assert second.state.steps == 0
-    alike = [
-        torch.allclose(begun, first[name])
-        for name, begun in second.average.items()
-        if begun.dim() == 2 and name != "fc.weight"  # which reads multiplied hidden states
-    ]
-    assert all(alike) is warm
-    assert config.boosting.facts() == {
-        "form": "none",
-        "width": 1,
-        "dropped": 0.5,
-        **({"warm": True} if warm else {}),
-    }
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: float) -> None:
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
@@ -131,38 +95,3 @@ def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: 
     assert len(read_pool(config.out).members) >= 1
     _, lines = run(again, prompts)
     assert any("minutes are spent" in line for line in lines)
-
-
-def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path) -> None:
-    facts = json.loads((pool / "work" / "tuning.json").read_text())
-    assert facts["members"] == 2
-    whole = {"form": "discount", "width": 1, "dropped": 0.5, "kept": 0.3, "warm": True}
-    assert facts["boost"] == BoostConfig().facts() == whole
-    before = {"form": "sequence", "width": 1, "dropped": 0.5}
-    assert BoostConfig(form="sequence", warm=False).facts() == before, "as pools of before have it"
-    for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "discount", members=3)):
-        with pytest.raises(TuneError, match=r"the tuning in .* has "):
-            run(replace(other, resume=True), prompts)
-    with pytest.raises(TuneError, match="holds a tuning already; --resume continues it"):
-        run(pool_of(target, pool, SSM, "discount"), prompts)
-
-
-def test_costs_are_those_an_engine_reckons_with(
-    target: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same curves under the same keys, so that engines reuse the measurements of tuning."""
-    asked: list[tuple[str, int, bool]] = []
-
-    def curve(runner: Timed, *, max_rows: int, variant: str, every_row: bool, **_: object) -> CostCurve:
-        asked.append((variant, runner.model.config.num_layers, every_row))
-        return TARGET
-
-    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
-    members = [pool / "member1", pool / "member2"]
-    costs = measured_costs(engine(target), members, NoProgress())
-    assert list(costs.drafts) == ["draft1", "draft2"]
-    measured = [*asked]
-    assert measured == [("none, 64 logits", 3, False), *2 * [("none, 64 logits", 1, True)]]
-    asked.clear()
-    with LLM(engine(target), drafts=[str(pool)], tree_size="cost"):
-        assert asked == measured

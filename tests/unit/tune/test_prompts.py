@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from specinfer.errors import DatasetError
-from specinfer.tune.prompts import HELD_OUT, built_in_prompts, read_prompts, read_traffic
+from specinfer.tune.prompts import HELD_OUT, read_prompts, read_traffic
 from tests.unit.tune.conftest import write_prompts
 
 
@@ -38,21 +35,6 @@ def test_temperatures_are_mixed_and_held_out_answers_are_greedy(tmp_path: Path) 
     assert min(counts) > 60
 
 
-@pytest.mark.parametrize("texts", [[f"{n}" for n in range(2)], [f"x{n}" for n in range(3)]])
-def test_of_a_few_prompts_some_are_held_out_and_some_are_not(tmp_path: Path, texts: list[str]) -> None:
-    prompts = read_prompts([write_prompts(tmp_path, texts)]).prompts
-    assert {one.held_out for one in prompts} == {True, False}
-
-
-def test_a_single_prompt_is_not_enough(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one"}\n{"prompt": "one"}\nnot this\n')
-    with pytest.raises(DatasetError, match=r"1 usable prompts; needed: 2.*line 3: not JSON"):
-        read_prompts([path])
-    with pytest.raises(DatasetError, match="cannot read the data set"):
-        read_prompts([tmp_path / "none"])
-
-
 def test_traffic_is_read_once_each_and_of_this_target(tmp_path: Path) -> None:
     log = tmp_path / "traffic.jsonl"
     rows: list[object] = [{"prompt_token_ids": ids, "text": "x"} for ids in ([1, 2], [1, 2], [3], [64], [])]
@@ -61,9 +43,3 @@ def test_traffic_is_read_once_each_and_of_this_target(tmp_path: Path) -> None:
     assert {one.content for one in found.prompts} == {(1, 2), (3,)}
     assert ["line 4" in found.faults[0], "below the target's 64" in found.faults[0]] == [True, True]
     assert len(found.faults) == 3
-
-
-def test_the_built_in_prompts_are_enough_to_begin_with() -> None:
-    prompts = built_in_prompts().prompts
-    assert len(prompts) >= 20
-    assert {one.held_out for one in prompts} == {True, False}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,9 @@ import pytest
 
 from specinfer.errors import ModelError, ModelFileError, TuneError
 from specinfer.heads.checkpoint import is_head
-from specinfer.hub.pool import Member, Pool, read_pool, write_pool
+from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.open_model import open_model
-from specinfer.tune.boosting import BoostConfig
-from specinfer.tune.dataset import Corpus
 from specinfer.tune.evaluation import Incumbent, PairedComparison, replace_folder
 from specinfer.tune.tuning import Tuning
 from tests.heads import medusa_config, tiny_medusa, write_medusa
@@ -40,13 +36,6 @@ def test_a_gain_has_to_exceed_its_error(new: list[float], old: list[float], bett
     verdict = PairedComparison.of(np.array(new), np.array(old))
     assert verdict.better is better
     assert ("stays" in verdict.summary(Path("pool"))) is not better
-
-
-def test_an_error_is_of_pairs() -> None:
-    verdict = PairedComparison.of(np.array([2.0, 2.0, 5.0]), np.array([1.0, 3.0, 4.0]))
-    assert verdict.gain == pytest.approx(1 / 3)
-    assert verdict.error == pytest.approx(np.std([1, -1, 1], ddof=1) / 3**0.5)
-    assert (verdict.new, verdict.old, verdict.answers) == (3.0, pytest.approx(8 / 3), 3)
 
 
 def test_a_folder_takes_anothers_place_whole(tmp_path: Path) -> None:
@@ -91,55 +80,6 @@ def test_a_better_draft_replaces_a_worse_one_of_another_kind(
     assert is_head(poor)
 
 
-def test_a_pool_is_replaced_as_a_whole(target: Path, prompts: Path, tmp_path: Path) -> None:
-    source = opened(target)
-    old = tmp_path / "old"
-    for number in (1, 2):
-        draft = SSM.blank(source, np.zeros(0), [])  # type: ignore[arg-type]
-        draft.write(old / f"member{number}", source)
-    members = (Member("member1", "ssm"), Member("member2", "ssm"))
-    write_pool(old, Pool("target", fingerprint(source.model), members))
-    config = tuning_of(
-        target,
-        tmp_path / "new",
-        minutes=2.5,
-        kind=SSM,
-        members=2,
-        boost=BoostConfig(form="none"),
-        replace=old,
-    )
-    _, lines = run(config, prompts)
-    assert any(line.startswith(f"{old} is replaced: on ") for line in lines)
-    assert read_pool(old) == read_pool(tmp_path / "new")
-    assert not (old / "work").exists()
-    _, lines = run(replace(config, resume=True), prompts)
-    assert any(line.startswith(f"{old} stays: on ") for line in lines), "it is not better than itself"
-
-
-@pytest.mark.parametrize("out", ["old", "old/new", "."])
-def test_what_is_tuned_and_what_is_replaced_are_apart(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TuneError, match="two folders, neither inside the other"):
-        tuning_of(target, Path(out), replace=tmp_path / "old")
-
-
-def test_nothing_is_replaced_where_no_answer_was_held_out(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tuning_of(target, tmp_path / "old", minutes=0.5, kind=SSM, init="random"), prompts)
-    whole = (tmp_path / "old" / "model.safetensors").read_bytes()
-    count = Corpus.count
-    monkeypatch.setattr(
-        Corpus, "count", lambda corpus, *, held_out: 0 if held_out else count(corpus, held_out=False)
-    )
-    tuning = tuning_of(target, tmp_path / "new", minutes=0.5, kind=BLOCK, replace=tmp_path / "old")
-    _, lines = run(tuning, prompts)
-    assert f"{tmp_path / 'old'} stays: there is no held-out answer to measure both along" in lines
-    assert (tmp_path / "old" / "model.safetensors").read_bytes() == whole
-
-
 def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> None:
     source = opened(target)
     with pytest.raises(
@@ -172,22 +112,6 @@ def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> Non
     write_medusa(tiny_medusa(heads), tmp_path / "medusa")
     with pytest.raises(ModelError, match="Medusa's heads, which cannot be measured"):
         Incumbent(tmp_path / "medusa", source)
-
-
-def test_a_small_model_of_other_tokens_is_refused_though_they_are_as_many(
-    target: Path, tmp_path: Path
-) -> None:
-    source = opened(target)
-    SSM.blank(source, np.zeros(0), []).write(tmp_path / "old", source)  # type: ignore[arg-type]
-    Incumbent(tmp_path / "old", source)
-    file = tmp_path / "old" / "tokenizer.json"
-    description = json.loads(file.read_text())
-    vocabulary = description["model"]["vocab"]
-    first, second = [*vocabulary][:2]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(description))
-    with pytest.raises(ModelError, match="other tokens than target, though as many"):
-        Incumbent(tmp_path / "old", source)
 
 
 def test_a_head_of_another_target_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:

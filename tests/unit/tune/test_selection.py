@@ -10,7 +10,7 @@ import torch
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.evaluation import NOT_RANKED, TokenRanks
-from specinfer.tune.selection import Candidate, best_shapes, fastest, level_sizes, selected, speed_of
+from specinfer.tune.selection import Candidate, best_shapes, fastest, selected, speed_of
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))  # a pass takes a second, however many rows it has
 RISING = CostCurve((1, 2), (1.0, 2.0))  # a second a row
@@ -20,20 +20,6 @@ def candidate(ranks: list[list[int]], curve: CostCurve = FLAT, *, one_pass: bool
     return Candidate(
         "draft", TokenRanks(torch.tensor(ranks), torch.zeros(len(ranks), dtype=torch.int64)), curve, one_pass
     )
-
-
-def test_shapes_of_a_few_levels() -> None:
-    assert candidate([[0, 0, 0]]).shapes() == [
-        *[(1,), (2,), (3,)],
-        *[(1, 1), (2, 1), (3, 1), (2, 2)],
-        *[(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1)],
-    ]
-    assert level_sizes((2, 2, 1)) == [2, 4, 4]
-
-
-def test_passes_of_a_member_are_added() -> None:
-    assert candidate([[0, 0]], RISING).seconds((3, 1)) == 2 + 3  # two tokens are read; a pass for three nodes
-    assert candidate([[0, 0]], RISING, one_pass=True).seconds((3, 1)) == 2
 
 
 def test_a_step_of_two_members_by_hand() -> None:
@@ -50,12 +36,6 @@ def test_a_step_of_two_members_by_hand() -> None:
     assert both.tokens_per_second == pytest.approx(8 / 26)
     assert speed_of([one, two], RISING, {0: (2,)}).tokens_P.tolist() == [2, 2, 2]
     assert speed_of([one, two], RISING, {}).tokens_per_second == 1
-
-
-def test_the_speed_of_each_text() -> None:
-    ranks = TokenRanks(torch.tensor([[0], [0], [5]]), torch.tensor([0, 0, 2]))
-    speed = speed_of([Candidate("draft", ranks, FLAT, True)], FLAT, {0: (1,)})
-    assert speed.of_texts(ranks.texts_P.numpy()).tolist() == [1.0, 0.5]  # text 1 has no place
 
 
 def random_candidates(seed: int, count: int) -> list[Candidate]:

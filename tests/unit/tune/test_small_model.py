@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,18 +70,6 @@ def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path
     assert "these weights: embeddings and output layer" in card.replace("\n", " ")
 
 
-def test_nothing_of_hidden_states_is_collected(tuned: Path) -> None:
-    corpus = Corpus(tuned / "work" / "shards")
-    text = corpus.text(0, held_out=False)
-    assert text.taps_TND.shape == (len(text.tokens_T) - 1, 0, 32)
-    assert not any(name.startswith(("embed", "output")) for name in _trained(tuned))
-
-
-def _trained(tuned: Path) -> list[str]:
-    tensors = read_checkpoint(tuned / "work" / "checkpoint.safetensors").tensors
-    return [name.removeprefix("head.") for name in tensors if name.startswith("head.")]
-
-
 def test_transformers_loads_it_and_says_the_same(tuned: Path, chatting: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
@@ -136,30 +123,6 @@ def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_
 
 def read(model: OpenModel, name: str) -> torch.Tensor:
     return model.read_rows(name, 0, model.shapes[name][0]).float()
-
-
-def test_a_written_model_is_trained_on(tuned: Path, chatting: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(chatting, tmp_path / "more", kind=KIND, init=str(tuned))
-    tuning = Tuning(config, clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    draft = tuning._training(TrainingSet(tuning._corpus), []).trainer.draft
-    written = read_draft(tuned, opened(chatting), 3)
-    for name, weight in written.module.named_parameters():
-        assert torch.equal(weight, draft.module.get_parameter(name)), name
-    with pytest.raises(TuneError, match="differs in shape from the configured one"):
-        Tuning(replace(config, out=tmp_path / "other", kind=SsmKind(layers=1, depth=3)))
-
-
-def test_layers_of_random_numbers_differ_by_seed(target: Path, prompts: Path, tmp_path: Path) -> None:
-    first: list[torch.Tensor] = []
-    for seed in (1, 1, 2):
-        config = tuning_of(target, tmp_path / str(len(first)), kind=KIND, init="random")
-        tuning = Tuning(replace(config, training=replace(config.training, seed=seed)), clock=ticking())
-        tuning._collect(read_prompts([prompts]))
-        draft = tuning._training(TrainingSet(tuning._corpus), []).trainer.draft
-        first.append(draft.module.get_parameter("layers.0.mlp.up_proj.weight").detach())
-    assert torch.equal(first[0], first[1])
-    assert not torch.equal(first[0], first[2])
 
 
 def test_what_cannot_be_a_small_model_is_refused(target: Path, tmp_path: Path) -> None:

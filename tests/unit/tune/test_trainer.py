@@ -14,7 +14,7 @@ from specinfer.tune.draft import Kind
 from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
-from specinfer.tune.trainer import TrainConfig, Trainer, default_rate
+from specinfer.tune.trainer import Trainer
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
@@ -56,19 +56,6 @@ def test_parts_of_a_step_learn_what_the_whole_learns(
             torch.testing.assert_close(summed, whole, atol=1e-2 * largest, rtol=0)
         assert trainers[cores].state.loss == pytest.approx(trainers[1].state.loss, rel=1e-3)
         assert trainers[cores].state.blocks == trainers[1].state.blocks
-
-
-def test_the_rate_is_by_the_width_and_falls_at_the_end(target: Path, prompts: Path, tmp_path: Path) -> None:
-    assert [default_rate(width) for width in (32, 576)] == [1e-3, 1e-3]
-    assert default_rate(1536) == pytest.approx(1e-3 * (576 / 1536) ** 1.5)
-    tuning = Tuning(tuning_of(target, tmp_path / "draft", training=TrainConfig()), clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    dataset = TrainingSet(tuning._corpus)
-    trainer = tuning._training(dataset, []).trainer
-    for left in (1.0, 0.25):
-        for _ in range(30):  # its warm-up
-            trainer.step(dataset, left)
-        assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * min(1.0, 2 * left))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

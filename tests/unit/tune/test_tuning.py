@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,60 +128,6 @@ def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
     assert (kept.best, kept.places) == (best, 5)
     assert (config.out / "model.safetensors").read_bytes() == exported
     assert "makes 2.50 tokens per target pass" in (config.out / "README.md").read_text()
-
-
-def test_a_draft_whose_card_was_not_written_before_a_kill_gets_it(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worth, write, written = iter([1.5, 2.5, *[2.0] * 30]), training.card, list[str]()
-
-    def measured(draft: BlockHeadDraft, *_: Any) -> Figures:
-        exported = bool((draft.scale_ND == 1).all())
-        return Figures((0.1,) * 4, 0.2, 2.5 if exported else next(worth), 5)
-
-    def dies_at_the_second(*args: Any) -> str:
-        if written:
-            raise KilledError
-        written.append(write(*args))
-        return written[-1]
-
-    monkeypatch.setattr(training, "measure", measured)
-    config = tuning_of(target, tmp_path / "head")
-    monkeypatch.setattr(training, "card", dies_at_the_second)
-    with pytest.raises(KilledError):
-        run(config, prompts, ticking(3.0))
-    assert written
-    assert not (config.out / "README.md").exists(), "the first one's card is not the second one's"
-    monkeypatch.setattr(training, "card", write)
-    run(replace(config, resume=True), prompts, ticking(3.0))
-    text = (config.out / "README.md").read_text()
-    assert "makes 2.50 tokens per target pass" in text
-    assert "## What it is worth" in text
-
-
-def test_a_draft_that_somebody_removed_is_exported_anew(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts, ticking(3.0))
-    (config.out / "config.json").unlink()
-    (config.out / "model.safetensors").unlink()
-    run(replace(config, resume=True, minutes=2.0, collect_minutes=0.0), prompts, ticking(3.0))
-    HeadFolder(config.out, open_model(target).config)
-
-
-def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
-    text = (tuned / "README.md").read_text()
-    for part in (
-        "A draft head for target",
-        "prompts.jsonl",
-        "answers of the target",
-        "loss hybrid",
-        "vocabulary | 48 of 64",
-        "license: unknown\n---",
-        "The licence of target is unknown",
-        "The prompts (prompts.jsonl) may have their own terms",
-    ):
-        assert part in text
-    assert (tuned / "training.png").exists() is (find_spec("matplotlib") is not None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.errors import ModelError, SpecInferError, TuneError
+from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.open_model import open_model
 from specinfer.tune import training
@@ -23,8 +22,7 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.tiny_models import write_tiny_llama
-from tests.unit.tune.conftest import KilledError, dies_at, engine, ticking, tuning_of, write_prompts
+from tests.unit.tune.conftest import KilledError, dies_at, ticking, tuning_of, write_prompts
 from tests.unit.tune.runs import SHAPE, run
 
 _CHECKPOINT = "work/checkpoint.safetensors"
@@ -75,25 +73,6 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
         assert torch.allclose(average, second.average[name], atol=1e-6), name
 
 
-def test_minutes_that_are_over_are_told_and_more_go_on(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts, ticking(3.0))
-    steps = read_checkpoint(config.out / _CHECKPOINT).state.steps
-    _, lines = run(replace(config, resume=True), prompts)
-    assert lines[0] == "the 1 minutes are spent; --resume with more continues"
-    assert not any("steps" in line for line in lines)
-    run(replace(config, resume=True, minutes=3.0), prompts, ticking(8.0))
-    assert read_checkpoint(config.out / _CHECKPOINT).state.steps > steps
-
-
-def test_time_for_a_single_step_still_makes_a_head(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=1.0)
-    outcome, _ = run(config, prompts, ticking(1000.0))
-    assert outcome.figures.places > 0
-    assert read_checkpoint(config.out / _CHECKPOINT).state.steps == 1
-    HeadFolder(config.out, open_model(target).config)
-
-
 def test_a_full_disk_is_told_and_what_was_kept_stays(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,31 +95,6 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(
     HeadFolder(config.out, open_model(target).config)
     run(replace(config, resume=True), prompts, ticking(8.0))
     assert len(read_checkpoint(config.out / _CHECKPOINT).state.history) > 1
-
-
-def test_a_disk_that_is_full_of_shards_is_told(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr("specinfer.tune.dataset.write_safetensors", full)
-    config = tuning_of(target, tmp_path / "head")
-    with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
-        run(config, prompts)
-    assert list((config.work / "shards").iterdir()) == []
-    assert not (config.out / "config.json").exists()
-
-
-def test_bad_lines_are_told(target: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = [json.dumps({"prompt": f"{n} + {n}"}) for n in range(8)]
-    path.write_text("\n".join([*rows[:3], "{broken", *rows[3:]]))
-    _, lines = run(tuning_of(target, tmp_path / "head"), path, ticking(20.0))
-    assert [line for line in lines if line.startswith("skipped")] == [
-        f"skipped: {path} line 4: not JSON (Expecting property name enclosed in double quotes at column 2); "
-        'each line must be an object with "prompt" (a string) or "turns" (a list of strings)'
-    ]
 
 
 def test_folders_that_are_something_else_are_refused(
@@ -178,36 +132,6 @@ def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
     Tuning(tuning_of(target, out, kind=kind))
 
 
-def test_what_a_draft_began_as_may_be_gone_when_it_is_gone_on_with(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(tuned, old)
-    config = tuning_of(target, tmp_path / "head", init=str(old))
-    run(config, prompts, ticking(20.0))
-    shutil.rmtree(old)
-    run(replace(config, resume=True, minutes=2 * config.minutes), prompts, ticking(20.0))
-
-
-def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_collected(
-    tuned: Path, target: Path, tmp_path: Path
-) -> None:
-    narrow = replace(SHAPE, vocabulary=32)
-    with pytest.raises(TuneError, match="vocabulary is 32, and the head to resume from has 48 tokens"):
-        Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
-    assert not (tmp_path / "head").exists()
-
-
-def test_a_folder_is_claimed_when_there_is_something_to_be_put_there(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    config = replace(tuning_of(target, tmp_path / "head"), target=engine(target, kv_cache_memory=1))
-    with pytest.raises(SpecInferError, match="memory"):
-        run(config, prompts)
-    assert not config.out.exists()
-    run(tuning_of(target, config.out), prompts, ticking(20.0))
-
-
 def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = tuning_of(target, tmp_path / "head")
     run(config, prompts, ticking(20.0))
@@ -215,29 +139,3 @@ def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(TuneError, match=r"checkpoint.safetensors is damaged .*remove it"):
         run(replace(config, resume=True, minutes=3.0), prompts)
-
-
-def test_times_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
-    for changes in ({"minutes": 0.0}, {"minutes": float("nan")}, {"collect_minutes": 1.0}):
-        with pytest.raises(TuneError, match="allowed"):
-            tuning_of(target, tmp_path, **changes)
-
-
-def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
-    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
-    path = target / "config.json"
-    path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
-    with pytest.raises(ModelError, match="no draft can be trained for llama yet"):
-        Tuning(tuning_of(target, tmp_path / "head"))
-
-
-def test_the_best_head_is_measured_anew_where_more_is_held_out(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts)
-    more = write_prompts(tmp_path, [f"{n} * {n + 2}" for n in range(60)])
-    kept = read_checkpoint(config.out / _CHECKPOINT).state
-    _, lines = run(replace(config, resume=True, minutes=2.0, collect_minutes=1.0), more)
-    assert any("held-out positions available now" in line for line in lines)
-    assert read_checkpoint(config.out / _CHECKPOINT).state.places > kept.places > 0

@@ -45,12 +45,6 @@ def test_cores_are_shared_out(cores: int, most: int, workers: int, shares: list[
     assert later == [cores], "a thread that computes for the first time"
 
 
-def test_parts_are_computed_at_the_same_time() -> None:
-    torch.set_num_threads(2)
-    both = threading.Barrier(2, timeout=30)
-    assert sorted(Workers(2).map(lambda part: both.wait(), [0, 1])) == [0, 1]
-
-
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_part_that_fails_ends_the_step(cores: int) -> None:
     torch.set_num_threads(cores)

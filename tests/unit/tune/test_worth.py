@@ -9,8 +9,6 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Curves
-from specinfer.heads.checkpoint import HeadFolder
-from specinfer.models.open_model import open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.prompts import read_prompts
@@ -67,28 +65,3 @@ def test_a_draft_that_does_not_pay_is_said_not_to_and_stays(
     assert "It does not pay on this machine" in card
     assert (out / "config.json").exists()
     assert outcome.selection.verdict().startswith("does not pay on this machine (")
-
-
-def test_a_card_says_it_once_and_of_the_last_run(target: Path, prompts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "head"
-    _, lines = tuned(target, prompts, out, dear, minutes=3.0)
-    before = (out / "README.md").read_text()
-    _, lines = tuned(target, prompts, out, cheap, minutes=3.0, resume=True)
-    assert lines[0] == "the 3 minutes are spent; --resume with more continues"
-    after = (out / "README.md").read_text()
-    heading = "## What it is worth"
-    assert (before.count(heading), after.count(heading)) == (1, 1)
-    assert before.partition(heading)[0] == after.partition(heading)[0]
-    assert "does not pay" in before
-    assert "does not pay" not in after
-
-
-def test_the_figures_are_of_the_draft_that_is_kept(target: Path, prompts: Path, tmp_path: Path) -> None:
-    """Also for a run without a better draft, whose later weights are not in the folder."""
-    out = tmp_path / "head"
-    first, _ = tuned(target, prompts, out, cheap, minutes=3.0)
-    kept = (out / "model.safetensors").read_bytes()
-    again, _ = tuned(target, prompts, out, cheap, minutes=3.0, resume=True)
-    assert (out / "model.safetensors").read_bytes() == kept
-    assert again.figures == first.figures
-    HeadFolder(out, open_model(target).config)

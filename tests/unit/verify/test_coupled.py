@@ -6,7 +6,6 @@ import pytest
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import noise
 from specinfer.verify.coupled import coupled_choice, coupled_top_k
-from specinfer.verify.law import Law
 from specinfer.verify.target_law import target_law
 from tests.oracles import verification
 
@@ -55,12 +54,6 @@ def test_the_dense_choice_is_the_plain_oracles():
         assert coupled_choice(law, seed, 5) == verification.coupled_choice(law.dense().tolist(), seed, 5)
 
 
-def test_cold_laws_choose_the_argmax():
-    logits = np.random.default_rng(2).normal(size=3000).astype(np.float32)
-    law = target_law(logits, SamplingParams(temperature=2e-5))
-    assert {coupled_choice(law, seed, 0) for seed in range(200)} == {int(logits.argmax())}
-
-
 @pytest.mark.parametrize("top_k", [0, 20, 500])
 def test_a_speculator_with_the_targets_law_proposes_the_targets_choice_first(top_k):
     logits = np.random.default_rng(4).normal(size=2000).astype(np.float32) * 6
@@ -76,16 +69,3 @@ def test_top_k_is_the_order_of_the_oracles_scores():
         scores = verification.coupled_scores(law.dense().tolist(), seed, 2)
         expected = sorted(range(12), key=lambda token: -scores[token])[:4]
         assert coupled_top_k(law, seed, 2, 4).tolist() == expected
-
-
-def test_only_the_pool_runs_and_a_narrow_law_proposes_fewer():
-    logits = np.arange(100, dtype=np.float32) / 50
-    law = target_law(logits, SamplingParams())
-    proposed = {token for seed in range(50) for token in coupled_top_k(law, seed, 0, 2, pool=4).tolist()}
-    assert proposed == {96, 97, 98, 99}
-    assert len(coupled_top_k(target_law(logits, SamplingParams(top_k=2)), 0, 0, 5)) == 2
-
-
-def test_a_point_mass_needs_no_noise():
-    law = Law(np.zeros(1, dtype=np.float32), np.array([7]), 0, 1.0, 50)
-    assert coupled_choice(law, seed=1, position=1) == 7

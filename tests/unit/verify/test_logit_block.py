@@ -28,22 +28,6 @@ def test_rows_are_float32_when_looked_at(kind: str) -> None:
         block[3]
 
 
-def test_rows_may_lie_apart() -> None:
-    wide = np.zeros((4, 10), dtype=np.float32)
-    wide[::2, :3] = VALUES[:2]
-    block = LogitBlock(wide[::2, :3])
-    assert (block.stride, block.vocab, len(block)) == (20, 3, 2)
-    assert [row.tolist() for row in block] == VALUES[:2].tolist()
-
-
-@pytest.mark.parametrize(
-    "wrong", [VALUES[0], VALUES.astype(np.float64), VALUES[:, ::2], VALUES.T, VALUES[None]], ids=str
-)
-def test_other_arrays_are_refused(wrong: NDArray[np.float32]) -> None:
-    with pytest.raises(TypeError, match=r"logits must be \[R, V\] of float32, or of uint16 .*; got float"):
-        LogitBlock(wrong)
-
-
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_rows_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> None:
     made = VALUES if kind == "float32" else bfloat16(VALUES)

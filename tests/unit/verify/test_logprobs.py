@@ -26,7 +26,6 @@ from specinfer.verify.logprobs import (
 )
 from specinfer.verify.scan import NUMPY, LogitBlock, Scan
 from tests.exact.oracles import processed_law
-from tests.exact.slow_sampling import logprobs
 
 
 class Letters:
@@ -82,12 +81,6 @@ def test_the_likeliest_are_those_of_a_full_sort(row: list[float], top: int) -> N
 LOGITS = np.array([3.0, 1.0, 0.0, -1.0, -np.inf, 700.0, 699.0], dtype=np.float32)
 
 
-def test_raw_ones_are_the_log_softmax() -> None:
-    found = raw_logprobs(LOGITS)
-    assert found.tolist() == pytest.approx(logprobs(LOGITS.tolist()), abs=1e-12)
-    assert np.exp(found).sum() == pytest.approx(1, abs=1e-12)
-
-
 @pytest.mark.parametrize(
     "params",
     [{}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5, "temperature": 3}],
@@ -96,11 +89,6 @@ def test_processed_ones_are_those_of_the_law_tokens_are_chosen_from(params: dict
     logits, asked = LOGITS[:5], SamplingParams(**params)
     expected = [math.log(p) if p > 0 else -math.inf for p in processed_law(logits, asked)]
     assert processed_logprobs(logits, asked).tolist() == pytest.approx(expected, abs=1e-9)
-
-
-def test_greedy_ones_are_taken_at_temperature_one() -> None:
-    greedy = SamplingParams(temperature=0, top_k=1)
-    assert processed_logprobs(LOGITS, greedy).tolist() == raw_logprobs(LOGITS).tolist()
 
 
 # Many rows at once, and what is kept of them.
@@ -155,19 +143,6 @@ def test_a_prompts_reports_are_none_until_they_are_known() -> None:
     assert found[2] == {8: Logprob(-8.0, 9, chr(8))}
     with pytest.raises(IndexError):
         found[4]
-
-
-def test_a_prompts_reports_are_whole_whenever_they_are_read() -> None:
-    """Completions share them, and other threads read while they are made."""
-    found, seen = PromptLogprobs(3, 0), list[object]()
-
-    def text_of(token: int) -> str:
-        seen.append(found[1])
-        return chr(token)
-
-    found.add(*known(1, [7]), text_of)
-    assert seen == [None]
-    assert found[1] == {7: Logprob(-7.0, 8, chr(7))}
 
 
 def test_a_prompts_reports_are_kept_and_sent_as_numbers() -> None:

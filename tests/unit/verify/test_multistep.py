@@ -71,14 +71,6 @@ def test_the_walk_goes_on_below_an_accepted_node_and_asks_only_about_visited_nod
     assert asked == [0, first, second]
 
 
-def test_the_targets_law_is_not_mutated_and_results_repeat():
-    p = np.array([0.25, 0.25, 0.5])
-    tree = root_with((0, IID, [0.8, 0.1, 0.1]), (0, IID, [0.8, 0.1, 0.1]), (1, POINT, None))
-    results = {verify_multistep(tree, lambda node: p, seeded_coin(3, 9)) for _ in range(3)}
-    assert len(results) == 1
-    assert p.tolist() == [0.25, 0.25, 0.5]
-
-
 def test_a_residual_lost_to_rounding_leaves_the_law_as_it_was():
     p = [0.5, 0.5]
     q = [np.nextafter(0.5, 1), 0.5]  # sums to 1 in floats; p - q has no positive entry

@@ -36,13 +36,6 @@ def test_it_agrees_with_the_oracle():
         assert noise.exponentials(seed, position, ids) == pytest.approx(oracle, rel=1e-14)
 
 
-@pytest.mark.parametrize(("seed", "position"), [(0, 0), (0, 1), (1, 0), (123456789, 4096)])
-def test_exponentials_are_exponential(seed, position):
-    values = noise.exponentials(seed, position, IDS)
-    assert kolmogorov(values, lambda x: -np.expm1(-x)) > 1e-3
-    assert len(np.unique(values)) == len(values)
-
-
 def uniforms(seed, position, ids=IDS):
     return -np.expm1(-noise.exponentials(seed, position, ids))
 
@@ -67,12 +60,6 @@ def test_neighbours_are_independent(pair):
     some, others = pair()
     cells = (some * 16).astype(int) * 16 + (others * 16).astype(int)
     assert chi_square(np.bincount(cells, minlength=256)) > 1e-3
-
-
-@pytest.mark.parametrize("shift", [0, 8, 16, 24])
-def test_every_byte_of_the_upper_half_is_uniform(shift):
-    highs = noise.high_halves(noise.race_key(2, 2), noise.vocabulary_hashes(65_536))
-    assert chi_square(np.bincount((highs >> np.uint32(shift)) & np.uint32(255), minlength=256)) > 1e-3
 
 
 def test_one_bit_of_seed_position_or_id_turns_half_of_the_upper_half():
@@ -105,14 +92,3 @@ def test_verifier_uniforms_are_uniform_and_have_a_stream_of_their_own():
     assert 0 <= values.min() <= values.max() < 1
     race = uniforms(1, 0, np.arange(5))
     assert not np.isclose(values[:5, None], race[None, :]).any()
-
-
-def test_draft_streams_differ_by_speculator_and_by_step():
-    streams = {noise.draft_stream(name, root) for name in ("a", "b") for root in range(100)}
-    assert len(streams) == 200
-    a, b = (
-        np.array([noise.uniform(1, i, 0, stream=noise.draft_stream(name, 0)) for i in range(3000)])
-        for name in ("a", "b")
-    )
-    cells = (a * 8).astype(int) * 8 + (b * 8).astype(int)
-    assert chi_square(np.bincount(cells, minlength=64)) > 1e-3

@@ -70,27 +70,6 @@ def test_greedy_is_a_point_mass_on_the_lowest_argmax():
     assert coupled_choice(law, 3, 3) == 1
 
 
-def test_without_filters_the_row_itself_is_the_law():
-    logits = np.random.default_rng(4).normal(size=100).astype(np.float32)
-    law = target_law(logits, SamplingParams(temperature=0.5))
-    assert law.ids is None
-    assert law.logits is logits
-    assert law.dense().sum() == pytest.approx(1, abs=1e-12)
-
-
-@pytest.mark.parametrize("temperature", [1e-4, 1e30, 1e300])
-def test_extreme_temperatures_stay_distributions(temperature):
-    logits = np.array([0, 3, -np.inf, 2.5], dtype=np.float32)
-    for params in (
-        SamplingParams(temperature=temperature),
-        SamplingParams(temperature=temperature, top_p=0.9),
-        SamplingParams(temperature=temperature, min_p=0.5),
-    ):
-        p = target_law(logits, params).dense()
-        assert p.sum() == pytest.approx(1)
-        assert p[2] == 0
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_broken_row_is_refused(bad):
     logits = np.zeros(50, dtype=np.float32)

@@ -14,7 +14,6 @@ from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
-from specinfer.sampling_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import CPU, Tiny, engine_of
@@ -75,28 +74,6 @@ def test_requests_of_one_pass_are_guessed_for_as_alone(
                 assert likelihood_gap(modules[name], text[:end], hidden_TND, event.tree) < 1e-4
                 end += 1 + len(event.acceptance.path)
         assert trees > 1
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
-    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
-) -> None:
-    prompt, seen_from = PROMPTS[0], 8  # two blocks of four are cached among 12 tokens
-    events: list[TreeEvent] = []
-    with engine(tiny, heads[name], block_size=4) as llm:
-        unseen = SpeculationParams(enabled=False)
-        llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0, speculation=unseen))
-        engine_of(llm).on_tree = events.append
-        (output,) = llm.generate([prompt], shaped(8))
-        assert output.cached_tokens == seen_from
-    text, end = [*prompt, *output.token_ids], len(prompt)
-    hidden_TND = hidden_states(tiny, text)[seen_from:]
-    trees = 0
-    for event in events:
-        trees += event.tree.num_nodes > 1
-        assert likelihood_gap(modules[name], text[seen_from:end], hidden_TND, event.tree) < 1e-4
-        end += 1 + len(event.acceptance.path)
-    assert trees > 0
 
 
 @pytest.mark.parametrize("name", HEADS)

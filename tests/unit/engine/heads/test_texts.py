@@ -8,7 +8,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.heads.kinds import AnyHeadModel
-from tests.engines import Tiny, assert_idle, engine_of, slow_generate
+from tests.engines import Tiny, assert_idle, slow_generate
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
 
@@ -62,15 +62,3 @@ def test_a_form_is_kept(tiny: Tiny, heads: dict[str, AnyHeadModel], name: str) -
         (output,) = llm.generate([PROMPTS[0]], params)
     assert output.token_ids == alone.token_ids
     assert output.figures.proposed_by["draft"] > 0
-
-
-def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, AnyHeadModel]) -> None:
-    for name, head in heads.items():
-        with engine(tiny, head) as llm:
-            stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=40, temperature=0))
-            next(stream)
-            stream.close()
-            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3))
-            drafts = [s for s in engine_of(llm)._speculators._speculators if s.name == "draft"]
-            kept = [draft._last if name == "medusa" else draft._texts._texts for draft in drafts]  # type: ignore[union-attr]
-            assert kept == [{}], name

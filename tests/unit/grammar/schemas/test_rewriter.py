@@ -1,6 +1,5 @@
 """Parts of schemas that are dropped, and the rewritten rest."""
 
-import calendar
 import json
 import logging
 from dataclasses import dataclass
@@ -151,18 +150,6 @@ def test_a_strict_schema_may_exclude_more_and_never_less(schema, good, bad):
     assert {text: accepts(grammar, text) for text in [*good, *bad]} == {
         text: text in good for text in [*good, *bad]
     }
-
-
-@pytest.mark.parametrize("kind", ["date", "date-time"])
-def test_days_are_those_of_a_calendar(kind):
-    grammar = grammar_of(response_format=schema_format({"type": "string", "format": kind}, strict=True))
-    time = "T10:00:00Z" if kind == "date-time" else ""
-    for year in (1900, 1999, 2000, 2023, 2024, 2100, 2400):
-        leap = calendar.isleap(year)
-        assert accepts(grammar, f'"{year}-02-29{time}"') == leap
-        assert accepts(grammar, f'"{year}-02-28{time}"')
-        assert accepts(grammar, f'"{year}-12-31{time}"')
-        assert not accepts(grammar, f'"{year}-04-31{time}"')
 
 
 def test_partial_enforcement_of_a_schema_is_logged_once(caplog):

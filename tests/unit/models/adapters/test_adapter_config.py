@@ -82,16 +82,3 @@ def test_what_is_refused_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         read(**config)
     assert "\n" not in str(error.value)
-
-
-def test_how_training_began_has_no_effect() -> None:
-    read(
-        init_lora_weights="gaussian",
-        fan_in_fan_out=True,
-        lora_dropout=0.5,
-        task_type="CAUSAL_LM",
-        eva_config={"rho": 2},
-        megatron_core="megatron.core",
-        use_dora=False,
-        modules_to_save=None,
-    )

@@ -26,6 +26,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("experts", [0, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_the_numbers_they_stand_for(name: str, experts: int, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def values_of(weight: Int4Weight) -> Tensor:
     return torch.cat(columns, 1)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", FORMATS)
 def test_int4_has_the_same_numbers_where_it_can(name: str, tmp_path: Path) -> None:
     floats = write_quantized(tmp_path, FORMATS[name])

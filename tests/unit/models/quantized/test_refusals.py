@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,17 +166,6 @@ def test_tensors_that_are_not_what_is_said(name: str, change: Change, message: s
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     refused(tmp_path, message)
-
-
-@pytest.mark.parametrize("name", ["gptq", "fp8-block", "nf4"])
-def test_other_files_are_not_read_by_a_config_of_this_kind(name: str, tmp_path: Path) -> None:
-    """The config says one thing, the tensors are of another."""
-    other = {"gptq": "w4a16", "fp8-block": "gptq", "nf4": "w8a8"}[name]
-    write_quantized(tmp_path, FORMATS[other])
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = FORMATS[name].said
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, "belongs to no matrix quantized by|lacks tensor")
 
 
 def test_scales_of_activations_and_caches_are_left_aside(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specinfer.speculate.drafts.one_pass import WIDTH
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 from tests.oracles.best_first import Level, Race, grow
@@ -58,15 +57,6 @@ def test_the_nodes_are_the_likeliest_paths_of_all(seed: int, most: int) -> None:
         assert likelihoods[node] == pytest.approx(all_paths(made)[tree.path_tokens(node)])
 
 
-def test_no_more_nodes_are_added_than_there_is_room() -> None:
-    assert len(grown(levels(0), 9, room=4).parents) == 4
-
-
-def test_paths_that_are_hardly_likely_are_left_out() -> None:
-    tree = grown(levels(0, rest=1e6), 9).build()
-    assert tree.num_nodes == 1
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_children_of_a_race_come_as_the_noise_has_them(seed: int) -> None:
     made = levels(seed)
@@ -82,11 +72,6 @@ def test_children_of_a_race_come_as_the_noise_has_them(seed: int) -> None:
         noise = exponentials(3, 7 + len(path), level.tokens_C)
         order = np.argsort(noise / np.exp(level.logits_AC[before]))
         assert list(children) == level.tokens_C[order][: len(children)].tolist()
-
-
-def test_a_node_has_not_more_than_so_many_children() -> None:
-    wide = Level(np.arange(40), np.zeros((1, 40)), 0.0)
-    assert grown([wide], 100).build().num_nodes == 1 + WIDTH
 
 
 def test_large_logits_do_not_overflow() -> None:

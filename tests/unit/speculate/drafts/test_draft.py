@@ -46,24 +46,6 @@ def test_what_follows_is_read_in_order() -> None:
     assert (text.origin, text.cached) == (0, 8)
 
 
-def test_behind_a_gap_it_goes_on_with_the_next_block() -> None:
-    texts = CachedTexts(block_size=4, max_unread=100)
-    read(texts, heard(texts, 0, 3), entry())
-    text = heard(texts, 5, 2)  # 3 and 4 are missing; so are 5 to 7, whose block has begun
-    assert (text.origin, text.cached, text.unread.end) == (8, 8, 8)
-    heard(texts, 7, 3)
-    assert read(texts, text, entry()) == [8, 9]
-    assert (text.origin, text.cached) == (8, 10)
-
-
-def test_no_more_waits_than_so_many() -> None:
-    texts = CachedTexts(block_size=4, max_unread=6)
-    text = heard(texts, 0, 5)
-    heard(texts, 5, 4)
-    assert (text.origin, text.unread.first, text.unread.end) == (4, 4, 9)
-    assert read(texts, text, entry()) == [4, 5, 6, 7, 8]
-
-
 def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
     texts = CachedTexts(block_size=4, max_unread=100)
     text = heard(texts, 0, 10)
@@ -77,17 +59,6 @@ def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
     assert heard(texts, 8, 3, name="d", block_hashes=changed).origin == 8
     texts.forget("a")
     assert heard(texts, 8, 3, name="e").cached == 8
-
-
-def test_blocks_that_are_written_to_hold_nothing_for_others() -> None:
-    texts = CachedTexts(block_size=4, max_unread=100)
-    text = heard(texts, 0, 12)
-    read(texts, text, entry())
-    texts.claim(text, entry())
-    thief = heard(texts, 0, 4, name="b", block_table=[2, 1, 7], block_hashes=[b"x", b"y", b"z"])
-    read(texts, thief, entry("b", block_table=[2, 1, 7], block_hashes=[b"x", b"y", b"z"]))
-    assert heard(texts, 12, 1, name="c").origin == 12, "the second block is gone"
-    assert heard(texts, 4, 1, name="d").cached == 4, "the first is not"
 
 
 def test_what_is_not_made_of_the_whole_text_is_for_nobody_else() -> None:

@@ -16,7 +16,6 @@ from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -113,35 +112,6 @@ def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
         assert [*tree.children()[node]] == [*alone.token_ids[1:]]
 
 
-def test_without_a_policy_a_learned_tree_runs_as_many_nodes_as_a_usual_one(tiny: Tiny) -> None:
-    # The root is run, its likeliest child, and two of that one's children.
-    tree = guesses(shaped(tiny, LEARNED), entry(TEXT), SpeculationPolicy(Expansion((1, 2, 1))))
-    likely, depths = tree.likelihoods(), tree.depths()
-    run = sorted({draw.parent for draw in tree.draws})
-    assert [depths[node] for node in run] == [0, 1, 2, 2]
-    assert tree.num_nodes == 1 + 4 * len(run)
-    for depth, count in ((1, 1), (2, 2)):
-        level = [node for node in range(tree.num_nodes) if depths[node] == depth]
-        best = sorted(level, key=likely.__getitem__, reverse=True)[:count]
-        assert {node for node in run if depths[node] == depth} == {*best}
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0, speculation={"expansion": (2, 2)}),
-        SamplingParams(temperature=0, speculation={"max_nodes": 30}),
-        SamplingParams(temperature=1.0, speculation={"verifier": "mss"}),
-    ],
-)
-def test_without_a_policy_trees_with_a_shape_have_all_of_it(tiny: Tiny, params: SamplingParams) -> None:
-    shape = LEARNED._replace(expansion=Expansion((2, 2)), rule=DrawRule.COUPLED)
-    one = plans.entry(list(TEXT), params=params, block_table=tuple(range(30)))
-    tree = guesses(shaped(tiny, shape), one, SpeculationPolicy(Expansion((1, 1))))
-    assert len({draw.parent for draw in tree.draws}) == len({*tree.token_ids[1:3]}) + 1
-    assert max(tree.depths()) == 2
-
-
 def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
     model = shaped(tiny, LEARNED)
     tree = guesses(model, entry(TEXT), Choosing((1, 3), (0, 5)))
@@ -150,39 +120,6 @@ def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_n
     text = [*TEXT, *committed]
     assert model.begin(plans.plan(entry(text))) == [2]
     assert guesses(model, entry(text)).token_ids == guesses(shaped(tiny, LEARNED), entry(text)).token_ids
-
-
-def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
-    confidences = [draw.confidence for draw in guesses(draft(tiny, 4), entry(TEXT)).draws]
-    for kept, least in enumerate([1.0, *confidences[1:]]):
-        shape = LEARNED._replace(min_probability=least)
-        assert guesses(shaped(tiny, shape), entry(TEXT), Choosing()).num_nodes == 1 + max(1, kept + 1)
-
-
-@pytest.mark.parametrize(
-    ("params", "shape"),
-    [
-        (SamplingParams(temperature=0), 8),
-        (SamplingParams(temperature=1.0), 8),
-        (SamplingParams(temperature=1.0, speculation={"verifier": "mss"}), 2),  # samples have a shape
-        (SamplingParams(temperature=0, speculation={"verifier": "mss"}), 8),
-        (SamplingParams(temperature=0, speculation={"expansion": (2, 2, 2)}), 3),
-        (SamplingParams(temperature=0, speculation={"max_nodes": 8}), 2),  # everything is drawn
-    ],
-)
-def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None:
-    one = plans.entry(TEXT, params=params).request
-    learned = Shape(Expansion((1, 1)), DrawRule.COUPLED, learned=True)
-    assert learned.depth(one) == shape
-    assert learned._replace(learned=False).depth(one) == (shape if shape < 8 else 2)
-
-
-def test_trees_are_deeper_where_a_pass_waits_for_its_weights() -> None:
-    one = plans.entry(TEXT, params=SamplingParams(temperature=0)).request
-    shape = Shape.streamed(SpeculationConfig(drafts=("d",), max_nodes=1024))
-    assert (shape.depth(one), shape.max_nodes(one)) == (48, 1023)
-    shaped_one = plans.entry(TEXT, params=SamplingParams(temperature=0, speculation={"expansion": "2,1"}))
-    assert (shape.depth(shaped_one.request), shape.max_nodes(shaped_one.request)) == (2, 4)
 
 
 def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,17 +186,6 @@ def test_a_long_text_is_read_over_several_steps(
     assert trees[-1].token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
 
 
-def test_prompts_are_read_with_the_rows_that_trees_leave(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = draft(tiny, 2, 2, max_rows=15)
-    lengths = lengths_of_passes(model, monkeypatch)
-    prompt = entry(TEXT, request_id="p", blocks=30, start=0, end=9, max_nodes=0, max_depth=0)
-    (tree,) = propose(model, prompt, entry(TEXT))
-    assert lengths == [[12, 3], [2]]
-    assert tree.num_nodes == 7
-    propose(model, prompt)
-    assert lengths[2:] == [[6]]
-
-
 def test_a_tree_is_no_deeper_than_the_step_and_the_drafts_context_allow(tiny: Tiny) -> None:
     assert max(guesses(draft(tiny, 1, 1, 1), entry(TEXT, max_depth=2)).depths()) == 2
     long = [t % 64 for t in range(94)]  # the draft's context is 96
@@ -324,61 +250,3 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
     assert read(model, monkeypatch, entry(other, request_id="o", block_hashes=(b"3 1 4 1",))) == other
     model.observe([outcome(request_id="o", finished=True)])
     assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
-
-
-class Watching(SpeculationPolicy):
-    """Lets a draft model guess a given number of levels, and records the rows that it had to read."""
-
-    def __init__(self) -> None:
-        self.unread: list[int] = []
-        self.asked: list[int] = []  # how deep the tree was that might have gone deeper
-        self.deepest = 3
-
-    def worth_starting(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        unread: Sequence[int],
-        guessed: Sequence[TokenTree],
-    ) -> list[bool]:
-        self.unread.extend(unread)
-        return [self.deepest > 0] * len(entries)
-
-    def worth_deepening(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        trees: Sequence[TokenTree],
-        ends: Sequence[Sequence[int]],
-    ) -> list[Sequence[int]]:
-        self.asked.extend(max(tree.depths()) for tree in trees)
-        return [
-            of_tree if max(tree.depths()) < self.deepest else ()
-            for tree, of_tree in zip(trees, ends, strict=True)
-        ]
-
-
-def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
-    policy = Watching()
-    model = draft(tiny, 1, 1, 1)
-    tree = guesses(model, entry(TEXT), policy)
-    model.observe([outcome(*tree.token_ids[1:3], 17)])
-    text = [*TEXT, *tree.token_ids[1:3], 17]
-    policy.deepest = 0  # a draft that is not run reads nothing
-    for later in (
-        entry(text),
-        entry([*text, 3, 4]),
-        entry(text, generation=1),
-        entry(text, request_id="another"),
-    ):
-        assert guesses(model, later, policy).num_nodes == 1
-    #  both guesses were run, so the root is left
-    assert policy.unread == [len(TEXT), 1, 3, len(text), len(text)]
-
-
-@pytest.mark.parametrize(("deepest", "asked"), [(3, [1, 2]), (2, [1, 2]), (1, [1]), (0, [])])
-def test_it_goes_as_deep_as_it_may(tiny: Tiny, deepest: int, asked: list[int]) -> None:
-    policy = Watching()
-    policy.deepest = deepest
-    assert max(guesses(draft(tiny, 1, 2, 1), entry(TEXT), policy).depths()) == deepest
-    assert policy.asked == asked

@@ -14,7 +14,6 @@ from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.distribution import Distribution
@@ -36,14 +35,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def kept(option: int | str | None, folder: Path) -> list[int] | None:
     vocabulary = draft_vocabulary(option, Tokenizer.load(folder), VOCAB)
     return None if vocabulary is None else vocabulary.ids.tolist()
-
-
-def test_a_number_keeps_what_ends_a_text_and_the_lowest_ids(folders: tuple[Path, Path]) -> None:
-    assert kept(4, folders[0]) == [0, 1, 2, 90]
-    assert kept(95, folders[0]) == [i for i in range(96) if i != 94 + 1]
-    assert kept(None, folders[0]) is None
-    assert kept(VOCAB, folders[0]) is None
-    assert kept(10**9, folders[0]) is None
 
 
 FILES = {
@@ -76,18 +67,6 @@ def test_a_file_of_something_else_is_refused(
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"{says}.*each from 0 to 95"):
         kept(str(file), folders[0])
-
-
-def test_other_options_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        kept(str(tmp_path / "nowhere"), folders[0])
-    with pytest.raises(ConfigError, match="is 1, and 1 tokens are special"):
-        kept(1, folders[0])
-    for wrong in (-1, True, 1.5, ""):
-        with pytest.raises(ConfigError, match="draft_vocabulary is"):
-            SpeculationConfig(draft_vocabulary=wrong)  # type: ignore[arg-type]
-    assert SpeculationConfig(draft_vocabulary="32768").draft_vocabulary == 32768
-    assert SpeculationConfig(draft_vocabulary=0).draft_vocabulary is None
 
 
 @pytest.mark.parametrize("processed", [False, True])
@@ -158,12 +137,3 @@ def test_the_text_is_the_same_and_only_kept_tokens_are_guessed(
         assert texts == plain
         assert guessed
         assert guessed <= {*range(tokens - 1), 90}
-
-
-def test_sampled_draws_of_a_pruned_draft_are_verified(folders: tuple[Path, Path]) -> None:
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
-    for draw in ("iid", "without_replacement"):
-        options = {"verifier": "mss", "draw": draw, "draft_vocabulary": 60, "expansion": (2, 1)}
-        texts, guessed = generated(folders, params, drafts=(str(folders[1]),), **options)
-        assert [len(text) for text in texts] == [40, 40] or any(90 in text for text in texts)
-        assert guessed <= {*range(59), 90}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
-from specinfer.speculate.drafts.draws import Site, coupled_children, draw_children, probabilities
+from specinfer.speculate.drafts.draws import Site, coupled_children, draw_children
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
@@ -62,12 +61,6 @@ def test_draws_without_replacement_take_from_what_is_left() -> None:
     assert sorted(drawn(draw(DrawRule.WITHOUT_REPLACEMENT, 9, [0.5] * 5))) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
-def test_a_full_tree_stops_sampling_before_it_draws(rule: DrawRule) -> None:
-    # The budget is checked before a uniform number is drawn: a third one would raise StopIteration.
-    assert len(drawn(draw(rule, 5, [0.2, 0.6], max_nodes=3))) == 2
-
-
 def test_a_coupled_draw_of_the_right_law_is_the_targets_choice() -> None:
     law = target_law(LOGITS[0], SamplingParams(temperature=1.0))
     for seed in range(50):
@@ -108,19 +101,6 @@ def test_a_draw_says_how_likely_the_draft_thinks_it(
     by_token = {builder.token_ids[d.node]: d.confidence for d in builder.draws}
     expected = dict(zip([1, 2, 3, 0, 4], [c / scale for c in confidences], strict=False))
     assert by_token == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
-def test_a_sampled_draw_says_its_laws_probability(rule: DrawRule) -> None:
-    builder = draw(rule, 2, [0.2, 0.9])
-    assert [d.confidence for d in builder.draws] == pytest.approx([0.4, 0.2])
-
-
-def test_a_pruned_vocabulary_is_asked_by_its_own_entries() -> None:
-    kept = DraftVocabulary(np.array([3, 5, 8, 9, 11]), 12)
-    tokens = np.array([9, 3])
-    found = probabilities(LOGITS[0], tokens, 1.0, kept)
-    np.testing.assert_allclose(found, [0.2, 0.05], rtol=1e-5)
 
 
 def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:

@@ -123,6 +123,7 @@ def test_only_ends_that_are_chosen_are_run(folder: Path, how: str, monkeypatch: 
     assert rows[1:] == [1] * 9
 
 
+@pytest.mark.few(6)
 @HOW
 @pytest.mark.parametrize("node", range(1, 13))
 def test_after_any_path_the_cache_is_as_good_as_new(folder: Path, how: str, node: int) -> None:
@@ -168,32 +169,6 @@ def test_what_the_draft_has_no_token_for_is_never_guessed(folder: Path) -> None:
     assert kept.spelled([3, 9]) == [kept.draft.encode("\x03")[0], kept.draft.encode("\t")[0]]
 
 
-@pytest.mark.parametrize(("max_rows", "passes"), [(1, 10), (4, 3), (9, 2), (10, 1)])
-def test_a_long_text_is_read_over_several_steps(folder: Path, max_rows: int, passes: int) -> None:
-    model = draft(folder, 2, 2, max_rows=max_rows)
-    trees = [guesses(model, entry(TEXT))[0] for _ in range(passes)]
-    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (passes - 1)
-    assert trees[-1].token_ids == guesses(draft(folder, 2, 2), entry(TEXT))[0].token_ids
-
-
-def test_a_prompt_is_read_in_step_with_the_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = draft(folder, 2, 2)
-    chunk = entry(TEXT, start=0, end=9, max_nodes=0, max_depth=0)
-    assert read(model, monkeypatch, chunk) == [TEXT[:9]]
-    assert read(model, monkeypatch, entry(TEXT)) == [TEXT[8:]]  # 1 and 0 are one token, now that 0 is there
-    [tree] = guesses(model, entry(TEXT))
-    assert tree.token_ids == guesses(draft(folder, 2, 2), entry(TEXT))[0].token_ids
-
-
-def test_it_says_how_much_it_has_yet_to_read(folder: Path) -> None:
-    model = draft(folder, 1, 1)
-    assert model.begin(plans.plan(entry(TEXT))) == [12]
-    [tree] = guesses(model, entry(TEXT))
-    model.observe([outcome(*tree.token_ids[1:2], 17)])
-    text = [*TEXT, tree.token_ids[1], 17]
-    assert model.begin(plans.plan(entry(text), entry([*text, 4]), entry(TEXT, request_id="n"))) == [1, 2, 12]
-
-
 A, B = b"hash of block 0", b"another"
 
 
@@ -221,15 +196,6 @@ def test_a_new_text_goes_on_from_one_that_ended(
     assert tree.token_ids == expected.token_ids
 
 
-def test_few_texts_are_kept_when_they_have_ended(folder: Path) -> None:
-    model = draft(folder, 1, blocks=400)
-    for number in range(18):
-        guesses(model, entry(TEXT[number % 9 :], request_id=str(number), block_hashes=(b"%d" % number,)))
-        model.observe([outcome(request_id=str(number), finished=True)])
-        model.check_integrity()
-    assert len(model._ended) == 16
-
-
 def test_short_blocks_are_taken_from_those_who_do_not_run_and_then_nobody_guesses(folder: Path) -> None:
     model = draft(folder, 1, blocks=4)
     guesses(model, entry(TEXT, max_nodes=2))
@@ -246,14 +212,6 @@ def test_short_blocks_are_taken_from_those_who_do_not_run_and_then_nobody_guesse
 def test_a_text_that_fills_the_drafts_context_is_not_guessed_for(folder: Path) -> None:
     long = [t % 59 for t in range(120)]
     assert guesses(draft(folder, 1, 1), entry(long))[0].num_nodes == 1
-
-
-def test_text_may_use_what_the_target_spells_otherwise(folder: Path) -> None:
-    tokens = exchange(folder, "text")
-    two = tokens.name(tokens.draft.encode("12")[0])
-    assert two >= 64
-    assert tokens.spelled([two]) == tokens.draft.encode("12")
-    assert len(tokens.vocabulary.ids) == tokens.draft.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -281,22 +239,3 @@ def test_a_draft_that_shares_no_token_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
         foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), name="d")
     assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), name="d").by_text
-
-
-@pytest.mark.parametrize(
-    ("options", "cut", "by_text"),
-    [
-        ({}, False, True),
-        ({"draw": "top_k"}, False, True),
-        ({"verifier": "mss"}, False, False),
-        ({"verifier": "mss", "draw": "iid"}, False, False),
-        ({}, True, False),
-    ],
-)
-def test_where_nobody_says_it_is_text_unless_something_needs_a_law(
-    folder: Path, options: dict[str, Any], cut: bool, by_text: bool
-) -> None:
-    target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
-    kept = DraftVocabulary(np.array([3, 9, 30]), 64) if cut else None
-    made = foreign_tokens(target, draft, (64, 65), SpeculationConfig(**options), kept, name="d")
-    assert made.by_text is by_text

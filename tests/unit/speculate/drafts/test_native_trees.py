@@ -117,6 +117,7 @@ def assert_same(native: TokenTree, plain: TokenTree) -> None:
     assert native.token_ids[0] == plain.token_ids[0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3}], ids=str

@@ -12,10 +12,6 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
-from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.speculate.speculator import Speculator
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -89,41 +85,3 @@ def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Lo
     for _ in range(3):
         trees.see_choices([chain(16)], [chain(16)])
     assert grown(trees, head[0]) == 32
-
-
-class Halving(SpeculationPolicy):
-    """Verifies half of the guesses."""
-
-    def choose_nodes(self, guessed: list[TokenTree]) -> list[TokenTree]:  # type: ignore[override]
-        return [chain((tree.num_nodes - 1) // 2) for tree in guessed]
-
-
-class Chain(Speculator):
-    """Guesses a chain of eight, and records the choices it gets."""
-
-    name = "head"
-    fails = False
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-
-    def propose(self, plan: object) -> list[TokenTree]:
-        return [chain(8)]
-
-    def observe(self, outcomes: object) -> None:
-        """Nothing."""
-
-    def see_choices(self, guessed: list[TokenTree], chosen: list[TokenTree]) -> None:
-        assert not self.fails
-        self.seen += [(tree.num_nodes, part.num_nodes) for tree, part in zip(guessed, chosen, strict=True)]
-
-
-def test_who_wants_to_know_is_told_what_will_be_verified() -> None:
-    speculator = Chain()
-    ensemble = Ensemble([speculator], vocab=64, policy=Halving())
-    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().node_limit))
-    assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
-    assert speculator.seen == [(9, 5)]
-    speculator.fails = True
-    assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
-    assert [tree.num_nodes for tree in ensemble.propose(step)] == [1]  # it is not called again

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 
 from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.lookups.answer_store import AnswerStore
-from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator, match_confidence
-from specinfer.tree import DrawRule
+from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
 from specinfer.tree.draw import Verifier
 from tests.engines import Tiny
 from tests.kernels import library_or_skip
@@ -62,11 +59,6 @@ def test_what_followed_the_last_tokens_in_this_text_is_the_guess() -> None:
     assert guess(lookup(), "the cat sat. the c") == ["at "]
 
 
-def test_text_that_never_occurred_gives_no_guess() -> None:
-    assert guess(lookup(), "abcdef") == []
-    assert guess(lookup(), "a", request_id="other") == []
-
-
 def test_all_that_followed_becomes_a_tree_with_shared_nodes() -> None:
     #        a             after "a" came twice "bc" and once "bd"
     #        |
@@ -88,35 +80,13 @@ def test_the_likeliest_nodes_come_first_and_fill_the_budget() -> None:
     assert guess(lookup(max_depth=2, max_nodes=4), text) == ["2", "1z"]
 
 
-def test_nodes_below_the_least_probability_are_left_out() -> None:
-    text = " a1x a2y a1z a"
-    assert guess(lookup(max_depth=2, min_probability=0.4), text) == ["1"]
-    assert guess(lookup(max_depth=2, min_probability=0.7), text) == []
-
-
 def test_longer_matches_weigh_more_than_several_short_ones() -> None:
     # " xa" stands once before 1, "a" alone twice before 2: weights 9 and 2 * 1.
     assert guess(lookup(max_depth=1), "xa1 ya2 za2, xa")[0] == "1"
 
 
-@pytest.mark.parametrize(
-    ("factor", "guessed"),
-    [(0.1, "d"), (0.5, "d"), (1.0, "def"), (2.0, "defghi"), (9.0, "defghijkl")],
-)
-def test_a_longer_match_is_guessed_deeper(factor: float, guessed: str) -> None:
-    speculator = lookup(max_depth=9, depth_factor=factor)
-    assert guess(speculator, "abcdefghijklmnop-abc") == [guessed]
-
-
 def test_a_loop_is_guessed_to_loop() -> None:
     assert guess(lookup(max_depth=7, min_probability=0.3), "go go ") == ["go go g"]
-
-
-def test_depth_is_limited_by_the_speculator_and_by_the_room_left() -> None:
-    assert guess(lookup(max_depth=2), "abcdefab") == ["cd"]
-    assert guess(lookup(max_depth=9), "abcdefab", max_depth=1) == ["c"]
-    assert guess(lookup(), "abcdefab", max_depth=0) == []
-    assert guess(lookup(), "abcdefab", max_nodes=1) == []
 
 
 def test_an_answer_is_guessed_again_for_a_later_request() -> None:
@@ -126,33 +96,6 @@ def test_an_answer_is_guessed_again_for_a_later_request() -> None:
     assert guess(speculator, "do wor", request_id="2") == ["ld"]
 
 
-def test_an_answer_of_several_steps_is_kept_once() -> None:
-    speculator = lookup(max_depth=9)
-    said = ""
-    for part in ("w", "or", "ld"):
-        speculator.propose(plan(entry(letters("say:" + said), request_id="past")))
-        said += part
-        speculator.observe([outcome(*letters(part), request_id="past", finished=said == "world")])
-    assert guess(speculator, "say:") == ["world"]
-    speculator.check_integrity()
-
-
-def test_an_answer_that_ends_while_it_is_read_again_is_kept_whole() -> None:
-    speculator = lookup(max_depth=9)
-    speculator.propose(plan(entry(letters("say:"), request_id="past")))
-    speculator.observe([outcome(*letters("world"), request_id="past")])
-    chunk = entry(letters("say:"), letters("world"), request_id="past", end=6, max_nodes=0)
-    speculator.propose(plan(chunk))  # it was preempted
-    speculator.observe([outcome(request_id="past", finished=True)])
-    assert guess(speculator, "say:") == ["world"]
-
-
-def test_of_the_prompt_only_its_end_is_kept() -> None:
-    speculator = lookup()
-    answer(speculator, "secret" + "-" * 40, "x")
-    assert guess(speculator, "sec") == []
-
-
 def test_a_running_answer_is_not_shared_a_finished_or_aborted_one_is() -> None:
     speculator = lookup()
     speculator.propose(plan(entry(letters("q:"), request_id="1")))
@@ -160,12 +103,6 @@ def test_a_running_answer_is_not_shared_a_finished_or_aborted_one_is() -> None:
     assert guess(speculator, "xab", request_id="2") == []
     speculator.observe([outcome(request_id="1", finished=True)])
     assert guess(speculator, "xab", request_id="3") == ["c"]
-
-
-def test_a_request_that_says_nothing_leaves_nothing() -> None:
-    speculator = lookup()
-    answer(speculator, "abc", "")
-    assert guess(speculator, "ab") == []
 
 
 def test_cache_keys_do_not_see_each_other() -> None:
@@ -179,18 +116,6 @@ def test_cache_keys_do_not_see_each_other() -> None:
     assert guess(speculator, "ab", salt="other", request_id="4") == []
 
 
-def test_the_oldest_answers_leave_when_the_memory_is_full() -> None:
-    two_keys = AnswerStore(1 << 20, library_or_skip())
-    for key in ("ab1", "ab2"):
-        two_keys.add(key, array("i", letters(":" + key)))
-    speculator = lookup(memory=two_keys.num_bytes + 200)
-    for answered in ("ab1", "ab2", "ab3"):
-        answer(speculator, ":", answered, salt=answered)
-    assert guess(speculator, "ab", salt="ab1", request_id="1") == []
-    assert guess(speculator, "ab", salt="ab2", request_id="2") == ["2"]
-    assert guess(speculator, "ab", salt="ab3", request_id="3") == ["3"]
-
-
 def test_without_memory_the_own_text_is_still_looked_at() -> None:
     speculator = lookup(memory=0)
     answer(speculator, ":", "xyz")
@@ -198,38 +123,10 @@ def test_without_memory_the_own_text_is_still_looked_at() -> None:
     assert guess(speculator, "xyz-x", request_id="2") == ["yz-"]
 
 
-def test_it_may_be_asked_in_some_steps_only() -> None:
-    asked_always, asked_late = lookup(), lookup()
-    prompt, output = letters("p:"), letters("abcabdabcab")
-    for speculator in (asked_always, asked_late):
-        speculator.propose(plan(entry(prompt)))
-    for step, token in enumerate(output):
-        for speculator in (asked_always, asked_late):
-            speculator.observe([outcome(token)])
-        asked_always.propose(plan(entry(prompt, output[: step + 1])))
-    trees = [s.propose(plan(entry(prompt, output)))[0] for s in (asked_always, asked_late)]
-    assert spelled(trees[0]) == spelled(trees[1])
-    assert spelled(trees[0])[0] == "dab"
-
-
 def test_of_a_request_it_was_never_asked_about_nothing_is_learnt() -> None:
     speculator = lookup()
     speculator.observe([outcome(*letters("abc"), finished=True)])
     assert guess(speculator, "ab") == []
-
-
-def test_a_finished_request_is_forgotten_and_its_id_free() -> None:
-    speculator = lookup(memory=0)
-    answer(speculator, "abc", "d", request_id="r")
-    assert guess(speculator, "xab", request_id="r") == []
-
-
-def test_draws_are_point_masses_with_the_speculators_name() -> None:
-    [tree] = lookup(max_depth=2, name="memory").propose(plan(entry(letters("xab-xa"))))
-    assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
-        (0, 1, "memory", DrawRule.POINT_MASS, None),
-        (1, 2, "memory", DrawRule.POINT_MASS, None),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -311,15 +208,6 @@ def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
     speculator.check_integrity()
 
 
-def test_a_guess_is_as_sure_as_its_share_of_the_votes_and_the_length_of_its_match() -> None:
-    [tree] = lookup(max_depth=2, depth_factor=9.0).propose(plan(entry(letters("abc-abd+abc*a"))))
-    sure = {"".join(map(chr, tree.path_tokens(d.node))): d.confidence for d in tree.draws}
-    one, two = match_confidence(1), match_confidence(2)
-    assert sure == pytest.approx({"b": one, "bc": two * 2 / 3, "bd": two / 3})
-    seen = {"".join(map(chr, tree.path_tokens(d.node))): d.evidence for d in tree.draws}
-    assert seen == {"b": (1, 3, 1), "bc": (2, 2, 2 / 3), "bd": (2, 1, 1 / 3)}
-
-
 def test_a_prompt_is_read_in_step_with_the_target() -> None:
     speculator, text = lookup(), letters("one two three one two ")
     for end in (6, 12):
@@ -330,11 +218,6 @@ def test_a_prompt_is_read_in_step_with_the_target() -> None:
     assert (tree.token_ids, tree.parents) == (whole.token_ids, whole.parents)
     assert tree.num_nodes > 3
     speculator.check_integrity()
-
-
-@pytest.mark.parametrize(("least", "guessed"), [(1, ["1 x"]), (2, ["2 y"]), (3, [])])
-def test_matches_shorter_than_the_least_do_not_count(least: int, guessed: list[str]) -> None:
-    assert guess(lookup(min_match=least), "xa2 y, a1 xa" if least > 1 else "a1 xa") == guessed
 
 
 @pytest.mark.parametrize(
@@ -357,8 +240,3 @@ def test_earlier_answers_are_not_looked_at_where_they_tell_what_is_drawn(
     assert spelled(speculator.propose(plan(asked))[0]) == found
     own = entry(letters("ab-ab"), request_id="own", params=SamplingParams(**params))
     assert spelled(speculator.propose(plan(own))[0]) == ["-ab"], "its own text is its own"
-
-
-def test_a_longer_match_makes_a_surer_guess_up_to_a_length() -> None:
-    assert [match_confidence(n) for n in (0, 1, 2, 3)] == [0, 0.5, 0.75, 0.875]
-    assert match_confidence(16) == match_confidence(99) < 1

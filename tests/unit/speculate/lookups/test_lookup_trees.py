@@ -105,6 +105,7 @@ class Serving:
         )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(25))
 def test_trees_are_those_found_by_looking_everywhere(library: Library, seed: int) -> None:
     luck = random.Random(seed)
@@ -113,17 +114,6 @@ def test_trees_are_those_found_by_looking_everywhere(library: Library, seed: int
     for _ in range(40):
         serving.step()
     assert serving.compared > 0 or options.max_nodes == 1 or options.min_match > 2
-
-
-def test_a_depth_that_nobody_can_count_is_a_depth(library: Library) -> None:
-    text = [1, 2, 3] * 4
-    options = LookupOptions(max_depth=2000, max_nodes=2000, depth_factor=1e300, min_probability=0.0)
-    for most in (2, 9, 1000):
-        asked = entry(text, max_nodes=most, max_depth=2000)
-        [tree] = LookupSpeculator(library, options).propose(plan(asked))
-        token_ids, parents, _ = lookup_tree(text, [], options, 2000, most)
-        assert (tree.token_ids, tree.parents) == (token_ids, parents)
-        assert tree.num_nodes == most
 
 
 @pytest.mark.parametrize("token", [-1, -(1 << 31), 1 << 31, 1 << 70])
@@ -159,14 +149,6 @@ class Raw:
         return bool(self.call(byref(rule), numbers_at, len(asks), tokens, len(self.tokens), byref(to)))
 
 
-@pytest.mark.parametrize("read", [4, 2, -1, MOST, -MOST])
-def test_an_ask_that_reads_other_tokens_than_there_are_is_refused(library: Library, read: int) -> None:
-    raw = Raw(library)
-    assert not raw.there((raw.index.address, 0, read, 5, 5))
-    assert not raw.there((0, 0, 3, 5, 5)), "no index"
-    raw.index.check_integrity()
-
-
 @pytest.mark.parametrize("depth", [-MOST, 0, 1, MOST])
 @pytest.mark.parametrize("nodes", [-MOST, 0, 1, 2, MOST])
 def test_no_number_leads_out_of_the_room(library: Library, depth: int, nodes: int) -> None:
@@ -177,18 +159,3 @@ def test_no_number_leads_out_of_the_room(library: Library, depth: int, nodes: in
     else:
         assert 0 <= raw.nodes[0] <= max(0, min(nodes - 1, raw.room if depth > 0 else 0))
     assert [*raw.nodes[12:]] == [-7] * 4, "what lies behind the room"
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [{"longest": 0}, {"longest": -1}, {"longest": MOST}, {"surest": -1}, {"surest": MOST}],
-)
-def test_rules_that_cannot_be_are_refused(library: Library, rules: dict[str, int]) -> None:
-    raw = Raw(library)
-    assert not raw.there((raw.index.address, 0, 3, 5, 5), **rules)
-
-
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -1e308, -1.0, 0.0])
-def test_a_factor_that_is_none_guesses_one_token_or_all(library: Library, factor: float) -> None:
-    raw = Raw(library)
-    assert raw.there((raw.index.address, 0, 3, 5, 5), depth_factor=factor, min_probability=factor)

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH
-from specinfer.speculate.lookups.lookup import match_confidence
 from specinfer.speculate.lookups.prediction import PredictionSpeculator
-from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from tests import plans
 from tests.engines import Tiny
@@ -42,10 +40,6 @@ def ask(
     return shape(tree)
 
 
-def test_the_answer_begins_where_the_prediction_begins() -> None:
-    assert ask(PredictionSpeculator(depth=3), "abcdef", "") == ("?abc", (-1, 0, 1, 2))
-
-
 def test_an_answer_that_agrees_is_guessed_as_one_chain() -> None:
     assert ask(PredictionSpeculator(depth=3), "abcdef", "ab") == ("bcde", (-1, 0, 1, 2))
 
@@ -59,23 +53,6 @@ def test_after_a_difference_several_ways_to_go_on_make_a_tree() -> None:
     assert ask(PredictionSpeculator(depth=2), "abcdefghij", "abcdX") == ("Xeffg", (-1, 0, 1, 0, 3))
 
 
-def test_ways_that_begin_alike_share_nodes() -> None:
-    #            ' '
-    #           /   \
-    #         n      o        the new name again, or the old one
-    #         |      |
-    #         e      l
-    speculator = PredictionSpeculator(depth=2)
-    assert ask(speculator, "an old 1; an old 2; an old 3", "an new 1; an ") == (" neol", (-1, 0, 1, 0, 3))
-    #     ' ' - s - a - y - ' ' - n - e
-    #                         \ - o - l
-    speculator = PredictionSpeculator(depth=6)
-    assert ask(speculator, "say old 1; say old 2", "say new 1; ") == (
-        " say neol",
-        (-1, 0, 1, 2, 3, 4, 5, 4, 7),
-    )
-
-
 def test_a_request_without_a_prediction_gets_the_root_and_keeps_no_state() -> None:
     speculator = PredictionSpeculator()
     trees = speculator.propose(
@@ -83,25 +60,6 @@ def test_a_request_without_a_prediction_gets_the_root_and_keeps_no_state() -> No
     )
     assert [shape(tree)[0] for tree in trees] == ["c", "cd"]
     assert list(speculator._alignments) == ["2"]
-
-
-def test_depth_and_budget_are_limited_by_the_entry() -> None:
-    speculator = PredictionSpeculator(depth=5)
-    assert ask(speculator, "abcdefghij", "a", max_depth=2)[0] == "abc"
-    assert ask(speculator, "abcdefghij", "a", max_depth=0)[0] == "a"
-    assert ask(speculator, "abcdefghij", "a", max_nodes=1)[0] == "a"
-    assert ask(speculator, "abcdefghij", "abX", max_nodes=3)[0] == "Xcd"
-
-
-def test_it_may_be_asked_in_some_steps_only_and_survives_preemption() -> None:
-    prediction, output = "abcdefghijklmnopqrstuvw", "abcXYdefghiZmnop"
-    always, seldom = PredictionSpeculator(depth=4), PredictionSpeculator(depth=4)
-    for said in range(len(output)):
-        ask(always, prediction, output[:said])
-        always.observe([outcome(ord(output[said]))])
-        seldom.observe([outcome(ord(output[said]))])
-    assert ask(always, prediction, output) == ask(seldom, prediction, output) == ("pqrst", (-1, 0, 1, 2, 3))
-    assert ask(seldom, prediction, output + "q", generation=1)[0] == "qrstu"
 
 
 def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:
@@ -113,21 +71,6 @@ def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:
     assert list(speculator._alignments) == ["2"]
     # Another request comes with the id of the finished one.
     assert shape(speculator.propose(plan(entry(letters("klm"), (), request_id="1")))[0])[0] == "?kl"
-
-
-def test_draws_are_point_masses_with_the_speculators_name() -> None:
-    [tree] = PredictionSpeculator(depth=2, name="guess").propose(plan(entry(letters("ab"))))
-    assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
-        (0, 1, "guess", DrawRule.POINT_MASS, None),
-        (1, 2, "guess", DrawRule.POINT_MASS, None),
-    ]
-
-
-def test_an_option_outside_its_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="depth of the prediction speculator is 0; allowed: 1 or more"):
-        PredictionSpeculator(depth=0)
-    with pytest.raises(ConfigError, match="branches of the prediction speculator is 0; allowed: 1 or more"):
-        PredictionSpeculator(branches=0)
 
 
 OLD = """\
@@ -200,15 +143,3 @@ def test_in_an_engine_a_prediction_with_errors_saves_steps_and_the_text_is_the_t
     assert output.figures.accepted_tokens < output.figures.proposed_by["prediction"]
     assert output.figures.tokens_per_step > 1.5
     assert speculator._alignments == {}
-
-
-def test_a_guess_is_as_sure_as_the_answer_has_agreed() -> None:
-    def sure(output: str) -> list[float]:
-        speculator = PredictionSpeculator(depth=2)
-        return [
-            d.confidence
-            for d in speculator.propose(plan(entry(letters("abcdefghij"), letters(output))))[0].draws
-        ]
-
-    assert sure("abcdefg") == [match_confidence(n) for n in (11, 12)]  # it was trusted for 4 from the start
-    assert sure("abcdX") == [match_confidence(n) for n in (0, 1, 0, 1)]

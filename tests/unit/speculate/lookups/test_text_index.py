@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.errors import IntegrityError
 from specinfer.kernels.library import Library
 from specinfer.speculate.lookups.text_index import TextIndex
 from tests.sizes import malloced
@@ -38,13 +37,6 @@ def test_places_are_found_newest_first_the_ends_of_texts_among_them(library: Lib
     assert index.places(letters("a"), 2, 4) == [], "longer than what is looked for"
     assert index.places(letters("xa"), 2, 0) == []
     assert index.places(letters("aa"), 2, 4) == [], "no n-gram crosses from one text into the next"
-
-
-def test_texts_are_told_with_their_positions(library: Library) -> None:
-    index = index_of(library, "abc", "", growing="defg")
-    assert index.texts() == [(0, letters("abc")), (4, []), (5, letters("defg"))]
-    assert index.newest_text() == array("i", letters("defg"))
-    assert (index.num_tokens, index.num_texts) == (9, 2)
 
 
 def test_a_dropped_text_leaves_nothing_and_younger_texts_stay(library: Library) -> None:
@@ -126,29 +118,6 @@ def test_bytes_are_known_before_a_text_is_added(
             index.drop_oldest_text()
 
 
-@pytest.mark.parametrize("alphabet", [1, 50, 100_000])
-def test_a_long_text_takes_as_much_whatever_it_says(library: Library, alphabet: int) -> None:
-    luck = random.Random(0)
-    index = TextIndex(library)
-    index.extend([luck.randrange(alphabet) for _ in range(30_000)])  # a prompt
-    assert 52 * 30_000 < index.num_bytes <= 53 * 30_000
-    for number in range(200):  # and an answer, for which a segment as long as the prompt begins
-        index.extend([number])
-        assert index.num_bytes <= 101 * 30_000
-
-
-def test_a_text_that_has_left_leaves_its_memory(library: Library) -> None:
-    index = TextIndex(library, max_segment=100)
-    sizes = []
-    for number in range(200):
-        index.extend([(number + i) % 7 for i in range(50)])
-        index.close_text()
-        if index.num_texts > 20:
-            index.drop_oldest_text()
-        sizes.append(index.num_bytes)
-    assert max(sizes[20:]) <= 1.3 * max(sizes[:20])
-
-
 def test_what_cannot_be_is_refused_and_changes_nothing(library: Library) -> None:
     index = TextIndex(library)
     index.extend([1, 2, 3])
@@ -164,12 +133,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(library: Library) -> None
     index.check_integrity()
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 1), (-1,)])
-def test_lengths_that_no_ngram_has_are_refused(library: Library, lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="allowed: one length or more, each 1 or more"):
-        TextIndex(library, lengths)
-
-
 def test_no_number_leads_out_of_its_memory(library: Library) -> None:
     index = TextIndex(library)
     index.extend(range(100))
@@ -182,15 +145,6 @@ def test_no_number_leads_out_of_its_memory(library: Library) -> None:
     assert index.places([], 1, 9) == []
     assert index.bytes_with(1 << 62) > 1 << 31
     assert index.bytes_with(-5) == index.bytes_with(0)
-    index.check_integrity()
-
-
-def test_tokens_that_are_counted_wrong_are_seen(library: Library) -> None:
-    index = index_of(library, growing="abc")
-    index.num_tokens += 1
-    with pytest.raises(IntegrityError, match="4 tokens are counted"):
-        index.check_integrity()
-    index.recount()
     index.check_integrity()
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from specinfer.speculate.policy.acceptance import (
     CONFIDENCES,
-    LOOKUP_ODDS,
     OFFSET_RATE,
     SLOPE_RATE,
     AcceptanceRates,
@@ -31,13 +30,6 @@ def probabilities(acceptance: AcceptanceRates, tree: TokenTree) -> list[float]:
 
 
 RIGHT, WRONG = (10, 99), (99,)  # texts that go on as a chain's first guess says, or not
-
-
-def test_at_first_a_speculator_is_believed() -> None:
-    #  log-odds 0, 1.1, -2.2: taken for those at 0, 1 and -2
-    assert probabilities(AcceptanceRates(), chain(0.5, 0.75, 0.1)) == pytest.approx(
-        [1, 0.5, 0.5 * 0.731, 0.5 * 0.731 * 0.119], rel=1e-2
-    )
 
 
 def test_results_of_guesses_decide_soon() -> None:
@@ -68,22 +60,8 @@ def test_a_curve_follows_the_gradient_of_its_log_loss() -> None:
     assert curve.rate(2, math.log(2)) == pytest.approx(odds_times(0.5, curve.rate(2)))
 
 
-def test_a_curve_stays_within_its_bounds() -> None:
-    curve = Curve()
-    for _ in range(10_000):
-        curve.learn(-6, True)
-    assert (curve.offset, curve.slope) == (pytest.approx(6.0, abs=0.5), 0.0)
-
-
 def odds_times(part: float, rate: float) -> float:
     return part * rate / (1 - rate + part * rate)
-
-
-def test_curves_that_are_recalled_count_at_once() -> None:
-    acceptance = AcceptanceRates()
-    assert probabilities(acceptance, chain(0.5))[1] == 0.5
-    acceptance.recall({"s": (Curve(), Curve(2.0))})
-    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(1 / (1 + math.exp(-2)))
 
 
 def test_guesses_below_a_wrong_one_teach_nothing() -> None:
@@ -95,32 +73,10 @@ def test_guesses_below_a_wrong_one_teach_nothing() -> None:
     assert acceptance.outcomes == 50
 
 
-def test_second_choices_are_learned_apart() -> None:
-    acceptance, builder = AcceptanceRates(), TreeBuilder(root=9)
-    for token in (10, 11):
-        builder.add(0, token, "s", confidence=0.5)
-    for _ in range(400):
-        acceptance.learn(builder.build(), RIGHT, 0.0)
-    first, second = probabilities(acceptance, builder.build())[1:]
-    assert first > 0.9
-    assert second < 0.1
-
-
 def test_of_two_that_agree_the_more_hopeful_is_believed() -> None:
     tree = merge([chain(0.5, speculator="a"), chain(0.9, speculator="b")])
     assert tree.num_nodes == 2
     assert probabilities(AcceptanceRates(), tree)[1] == probabilities(AcceptanceRates(), chain(0.9))[1]
-
-
-def test_beside_a_draft_the_odds_of_others_count_less() -> None:
-    acceptance = AcceptanceRates({"draft": 1})
-    assert probabilities(acceptance, chain(0.5, speculator="draft"))[1] == 0.5
-    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(0.2 / 1.2), "and at first less than that"
-    for number in range(2000):
-        acceptance.learn(chain(0.5), RIGHT if number % 2 else WRONG, 0.0)
-    assert probabilities(acceptance, chain(0.5))[1] == pytest.approx(
-        LOOKUP_ODDS / (1 + LOOKUP_ODDS), rel=0.02
-    )
 
 
 @pytest.mark.parametrize(("sure", "at"), [(1.0, -1), (0.0, 0), (float("nan"), 0), (7.0, -1)])
@@ -148,11 +104,3 @@ def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> Non
     of_all = levels.all.rates()[0].first
     assert levels.rates(1.2)[0].first < of_all - 0.2 < of_all + 0.2 < levels.rates(0.0)[0].first
     assert levels.rates(0.7)[0].first == of_all, "nothing was seen there"
-
-
-def test_a_twin_is_thought_to_be_right_more_often_than_it_says() -> None:
-    acceptance = AcceptanceRates({"draft": 4, "other": 4})
-    acceptance.expect_self_draft("draft")
-    tree = {name: chain(0.5, 0.9, speculator=name) for name in ("draft", "other")}
-    assert acceptance.node_rates(tree["other"]) == pytest.approx([1.0, 0.5, 0.88], abs=0.01)
-    assert acceptance.node_rates(tree["draft"]) == pytest.approx([1.0, 0.69, 0.94], abs=0.01)

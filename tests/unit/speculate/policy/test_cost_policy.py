@@ -16,7 +16,6 @@ from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import fastest, path_probabilities
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests.plans import outcome, plan
@@ -52,25 +51,6 @@ def test_a_node_has_to_bring_what_its_row_costs(
     curve: CostCurve, trees: list[TokenTree], left: list[int]
 ) -> None:
     assert fitted(curve, trees) == left
-
-
-@pytest.mark.parametrize(("rows", "left"), [(1, 7), (5, 4), (8, 1)])
-def test_rows_of_prompts_count(rows: int, left: int) -> None:
-    curve = CostCurve((1, 8, 9), (1.0, 1.0, 9.0))  # 8 rows are free, the ninth is dear
-    assert fitted(curve, [SURE], entry(rows=rows)) == [left]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 50])
-def test_a_step_that_is_long_anyway_makes_no_guess_worth_more(rows: int) -> None:
-    assert fitted(DEAR, [SURE, SURE], entry("a", rows=rows), entry("b")) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "overrides", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
-)
-def test_who_asks_for_a_size_gets_it(overrides: SpeculationParams) -> None:
-    curve = CostCurve((1, 7, 8), (1.0, 1.0, 9.0))
-    assert fitted(curve, [UNSURE, UNSURE], entry("a", overrides=overrides), entry("b")) == [7, 1]
 
 
 @pytest.mark.parametrize(
@@ -166,15 +146,6 @@ def other_way(*confidences: float) -> TokenTree:
     for node, confidence in enumerate(confidences):
         builder.add(node, 20 + node, "other", confidence=confidence)
     return builder.build()
-
-
-def test_guesses_beside_samples_are_dropped_where_they_do_not_pay() -> None:
-    samples, guess = chain(0.5, rule=DrawRule.IID), other_way(0.5)
-    policy = sized(DEAR)
-    policy.begin_step(plan(entry("a"), entry("b")))
-    after, before = policy.choose_nodes([merge([samples, guess]), merge([guess, samples])])
-    assert after.token_ids == (7, 10)
-    assert sorted(before.token_ids) == [7, 10, 20], "what a sample was drawn after has to stay"
 
 
 def test_of_all_trees_within_the_requests_nodes_the_fastest_are_chosen() -> None:

@@ -24,7 +24,7 @@ from specinfer.speculate.policy.drafting import (
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
-from tests.unit.speculate.policy.priced import chain, entry, unlearning
+from tests.unit.speculate.policy.priced import entry, unlearning
 
 NOBODY = single_node(7)  # guesses below this root
 
@@ -107,59 +107,12 @@ def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(
     assert (reads(prompt(room)), reads(predicted(prompt(room)))) == (plain, with_prediction)
 
 
-@pytest.mark.parametrize(
-    ("level", "row", "reads"), [(0.1, 0.0, True), (0.25, 0.0, True), (0.45, 0.0, False), (0.25, 0.2, False)]
-)
-def test_no_prompt_is_read_for_levels_that_would_not_be_worth_their_passes(
-    level: float, row: float, reads: bool
-) -> None:
-    who = Starting(level, 0.0)
-    for _ in range(50):
-        for choice in (None, 0, None):
-            who.levels.learn(0, choice, 0.0)
-    assert 0.3 < who.levels.rates(0.0)[0].any < 0.38
-    assert starts(who, prompt(), unread=50, row=row) is reads
-
-
-def test_a_text_whose_steps_make_many_tokens_has_few_steps_to_read_it_for() -> None:
-    known = chain(*8 * [0.9], speculator="ngram")
-    slow, quick = (Starting(0.01, 0.025) for _ in range(2))
-    for _ in range(60):  # others leave as much to the draft, and make 1.3 tokens a step, or 3.4
-        starts(slow, entry(room=100), unread=500, tree=chain(0.9, speculator="ngram"), rate=0.3)
-        starts(quick, entry(room=100), unread=500, tree=known, rate=0.999)
-        starts(quick, entry(room=100), unread=500)
-        starts(quick, entry(room=100), unread=500)
-    assert starts(slow, entry(room=100), unread=500)
-    assert not starts(quick, entry(room=100), unread=500)
-
-
-def test_a_text_is_not_read_for_one_step_in_which_nobody_else_guesses() -> None:
-    known = chain(0.9, speculator="prediction")
-    seldom, often = (Starting(0.01, 0.03) for _ in range(2))
-    for _ in range(60):
-        starts(seldom, entry(room=100), unread=500, tree=known, rate=0.999)
-        starts(often, entry(room=100), unread=500, tree=known, rate=0.001)
-    assert not starts(seldom, entry(room=100), unread=500)
-    assert starts(often, entry(room=100), unread=500)
-    assert starts(seldom, entry(room=100), unread=2), "what is read already costs nothing more"
-
-
 def test_a_draft_starts_for_the_temperatures_at_which_it_was_right() -> None:
     who = Starting(0.5, 0.0)
     for _ in range(40):
         who.levels.learn(0, 0, 0.0)
         who.levels.learn(0, None, 1.5)
     assert [starts(who, entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)] == [True, False]
-
-
-@pytest.mark.parametrize(("tokens", "reads"), [(2, False), (4, True)])
-def test_nothing_is_read_for_a_last_token_that_needs_no_guess(tokens: int, reads: bool) -> None:
-    """Others guess nearly all that the draft would: .3 seconds of reading are too much for one such step."""
-    who = Starting(0.01, 0.3 / 500)
-    for _ in range(60):
-        who.levels.learn(0, 0, 0.0)
-    known, one = chain(0.9, speculator="prediction"), replace(entry(), room=tokens)
-    assert starts(who, one, unread=500, tree=known, rate=0.9) is reads
 
 
 def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> None:
@@ -170,18 +123,6 @@ def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> N
         who.levels.learn(0, None, 1.5)
         who.levels.learn(0, 0, 1.5)
     assert who.which([long, short], [900, 2]) == [False, True]
-
-
-def test_guesses_behind_a_token_that_a_draft_guesses_too_are_likelier() -> None:
-    acceptance = AcceptanceRates({"draft": 4})
-    others = chain(0.5, 0.9, 0.9, speculator="lookup")  # tokens 10, 11, 12 behind the root
-    growing = GrowingGuesses(others, acceptance, 32, all_stay=False)
-    alone = growing.known
-    growing.grow(chain(0.9, speculator="draft"))  # token 10
-    sure = acceptance.rates(chain(0.9, speculator="draft").draws)[0]
-    assert growing.known[1] == sure > alone[1]
-    assert growing.known[2:] == pytest.approx([p * sure / alone[1] for p in alone[2:]])
-    assert growing.droppable == growing.known[1:], "no node is counted twice"
 
 
 def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:
@@ -197,21 +138,6 @@ def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:
         asked.refused()
     assert who.levels.rates(0.0)[0].first > 0.5
     assert costs.expected(1) < 0.55
-
-
-def test_a_draft_that_starts_now_and_then_is_known_as_it_is() -> None:
-    who = Starting(0.01, 0.0)
-    for _ in range(60):
-        who.levels.learn(0, 0, 0.0)
-    known = who.levels.all.to_json()
-    for _ in range(20):
-        for _ in range(15):
-            who.starts.refused()
-        assert starts(who, entry(room=100), unread=1)
-    assert who.levels.all.to_json() == known
-    for _ in range(16):
-        who.starts.refused()
-    assert who.levels.all.to_json() != known
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from typing import Any, Final
 import pytest
 
 from specinfer.models.draft_memory import DraftMemory, Holder
-from specinfer.plan import StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
-from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.allowance import DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE, LOSS, TRIALS
 from specinfer.speculate.policy.cost_policy import CostPolicy
@@ -29,7 +27,7 @@ from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
-from tests.unit.speculate.policy.priced import Reckless, entry
+from tests.unit.speculate.policy.priced import Reckless
 
 TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
 DRAFT = CostCurve((1, 64), (0.25, 1.0))
@@ -117,14 +115,6 @@ def test_curves_that_are_off(curve: str, hits: float, careful: bool) -> None:
     assert simulation(hits, careful=careful, **curves).run(STEPS) < BOUND
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
-@pytest.mark.parametrize("curve", [FLAT, STEEP], ids=["rows are free", "rows are dear"])
-def test_curves_of_another_shape(curve: CostCurve, hits: float, batch: int) -> None:
-    assert simulation(hits, curve=curve, batch=lambda step: batch, careful=True).run(STEPS) < BOUND
-
-
 DRAFTS: dict[str, float | Callable[[int], float]] = {
     "never": NEVER,
     "poor": POOR,
@@ -136,6 +126,7 @@ DRAFTS: dict[str, float | Callable[[int], float]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_of_all_kinds(draft: str) -> None:
     assert simulation(DRAFTS[draft]).run(STEPS) < BOUND
@@ -184,6 +175,7 @@ LIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("lie", LIES)
@@ -262,6 +254,7 @@ LENDING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hits", [NEVER, POOR, 0.6])
 @pytest.mark.parametrize("traffic", LENDING)
 def test_memory_that_guesses_are_not_worth_goes_to_layers(traffic: str, hits: float) -> None:
@@ -281,6 +274,7 @@ def test_memory_that_guesses_are_not_worth_goes_to_layers(traffic: str, hits: fl
         assert engine.run(400) < 1 + LOSS + TRIALS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("traffic", LENDING)
 def test_memory_that_guesses_are_worth_stays_the_drafts(traffic: str) -> None:
     engine = draft_memory(1.0, **LENDING[traffic])
@@ -288,60 +282,9 @@ def test_memory_that_guesses_are_worth_stays_the_drafts(traffic: str) -> None:
     assert memory_of(engine).moves == 0
 
 
-def test_memory_comes_back_where_guesses_are_worth_it_again() -> None:
-    engine = draft_memory(lambda step: float(step > 100), length=40)
-    engine.run(600)
-    assert memory_of(engine).holder == "draft"
-    assert engine.run(200) < 0.6
-
-
-def test_a_draft_that_is_not_there_guesses_for_no_size_of_ones_own() -> None:
-    engine = draft_memory(NEVER)
-    memory, policy = memory_of(engine), engine.policy
-    plan = StepPlan((entry(overrides=SpeculationParams(max_nodes=8)),))
-    memory.holder = "layers"
-    assert policy.begin_step(plan).entries[0].speculators is None
-    assert memory.holder == "draft"
-    memory.holder, memory.fails = "layers", True
-    assert policy.begin_step(plan).entries[0].speculators == ()
-
-
-def test_memory_that_takes_long_to_change_hands_seldom_does() -> None:
-    engine = draft_memory(NEVER)
-    memory_of(engine).takes = 20.0
-    engine.run(400)
-    assert memory_of(engine).moves == 1
-
-
-def test_a_draft_that_cannot_be_brought_back_is_not_asked() -> None:
-    engine = draft_memory(NEVER, fails=True, length=40)
-    engine.run(600)
-    memory, guesses = memory_of(engine), engine.guessers[0].passes
-    assert memory.moves > 2, "it is tried again"
-    engine.run(200)
-    assert engine.guessers[0].passes == guesses
-
-
-def test_no_step_is_plain_to_be_timed() -> None:
-    engine = simulation(1.0, known=True, curve=STREAMED, draft_curve=SELF_DRAFT, careful=True)
-    engine.run(300)
-    assert isinstance(engine.policy, CostPolicy)
-    assert engine.policy.guard is not None
-    assert engine.policy.guard.state().off_steps == 0
-
-
 def test_without_the_guard_the_bound_is_broken() -> None:
     assert simulation(NEVER, guarded=False).run(STEPS) > 2
     assert simulation(POOR, guarded=False).run(STEPS) > 1.3
-
-
-def test_a_text_is_the_given_one_whatever_is_decided() -> None:
-    one, other = simulation(GOOD), simulation(NEVER, reading=CLOCKS["stalled"])
-    for engine in (one, other):
-        engine.run(100)
-        (text,) = engine._texts.values()
-        assert text == [position % 97 for position in range(len(text))]
-        assert len(text) == engine.tokens + 1
 
 
 def test_speculation_comes_back_where_it_gains_again() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.allowance import WINDOW
-from specinfer.speculate.policy.guard import GUESSING_STAGES, PLAIN_FIRST, TARGET_STAGES, GuardState
+from specinfer.speculate.policy.guard import PLAIN_FIRST, GuardState
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
@@ -112,10 +111,6 @@ class Driven:
         raise AssertionError("never off")
 
 
-def test_stages_are_those_of_the_engine() -> None:
-    assert {*TARGET_STAGES, *GUESSING_STAGES} - {"observe"} <= set(Stage)
-
-
 def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
     driven = Driven()
     asked = [driven.step() for _ in range(8)]
@@ -139,52 +134,6 @@ def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
     driven.until_off(propose=9.0)  # which leaves nothing to try a new request with
     both = entry("asking", overrides=OWN_SIZE), entry()
     assert [driven.step(*both) for _ in range(10)] == 10 * [["asking"]]
-
-
-def test_steps_with_a_size_of_its_own_show_nothing() -> None:
-    driven = Driven()
-    asking = entry("asking", overrides=OWN_SIZE)
-    for _ in range(500):
-        assert driven.step(asking, seconds=9.0) == ["asking"]
-    assert driven.policy.state().guessing
-
-
-def test_plain_steps_name_nobody_who_may_guess() -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST + 1):
-        driven.step()
-    assert [plan.entries[0].speculators for plan in driven.policy.plans] == [*PLAIN_FIRST * [()], None]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "tokens", "guessing"), [(1.5, 1, False), (1.5, 2, True), (3.0, 2, False)]
-)
-def test_tokens_pay_for_seconds(seconds: float, tokens: int, guessing: bool) -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST):
-        driven.step(seconds=1.0)
-    for _ in range(100):
-        driven.step(seconds=seconds, tokens=tokens)
-    assert driven.policy.state().guessing is guessing
-
-
-def test_what_a_prompt_takes_is_no_loss() -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST):
-        driven.step(seconds=1.0)
-    for _ in range(300):
-        assert driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=9.0, tokens=2) != []
-    assert driven.policy.state().guessing
-
-
-def test_what_guesses_take_beside_a_prompt_is() -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST):
-        driven.step(seconds=1.0)
-    prompt = entry("prompt", rows=21, max_nodes=0)
-    for _ in range(100):
-        driven.step(prompt, entry(), seconds=9.0, propose=0.5)
-    assert not driven.policy.state().guessing
 
 
 def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
@@ -226,24 +175,6 @@ def test_passes_teach_the_costs_unless_they_read() -> None:
     factors = driven.policy.state().factors
     assert factors["target"] == pytest.approx(2, rel=0.1)
     assert factors["draft"] == pytest.approx(2, rel=0.1)
-
-
-def test_a_drafts_passes_teach_nothing_where_a_request_has_a_size_of_its_own() -> None:
-    driven = Driven()
-    for _ in range(50):
-        driven.step(
-            entry(overrides=OWN_SIZE), entry("b"), seconds=2.0, passes=[LevelPass("draft", 1, 1, 9.0)]
-        )
-    factors = driven.policy.state().factors
-    assert factors["target"] == pytest.approx(2, rel=0.1)
-    assert factors["draft"] == 1.0
-
-
-def test_a_prompts_pass_teaches_nothing() -> None:
-    driven = Driven()
-    for _ in range(50):
-        driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=20.0)
-    assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
 
 
 def test_with_no_clock_the_curves_decide() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy import memory as policy_memory
-from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelCounts, LevelRate
+from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import (
-    EVERY,
     MAX_BYTES,
     PolicyMemory,
-    checked_levels,
     learned_values,
     read_policy,
     stored_policies,
@@ -157,22 +154,6 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def test_counts_as_they_fade_are_ones_that_can_be() -> None:
-    for choices in product((0, 1, None), repeat=6):
-        counts = LevelCounts(1)
-        for choice in choices:
-            counts.learn(0, choice)
-        content = counts.to_json()
-        [[firsts, others, tries]], _ = checked_levels({"all": content, "alike": [[]] * 4})
-        assert [firsts, others, tries] == pytest.approx(content[0]), choices
-        assert others <= tries - firsts, choices
-
-
-def test_more_right_guesses_than_tries_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
-        checked_levels({"all": [[1.0, 1.0001, 2.0]], "alike": [[]] * 4})
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -251,24 +232,6 @@ def test_a_disk_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pyte
     assert facts(learned)[0][2] > 0.8  # it learns all the same
 
 
-def test_a_little_is_not_worth_keeping(folder: Path) -> None:
-    learned = new()
-    teach(learned, LEAST - 2)
-    PolicyMemory(KEY, *learned, folder).keep()
-    assert not folder.exists()
-
-
-def test_it_is_kept_every_some_steps(folder: Path) -> None:
-    learned = new()
-    memory = PolicyMemory(KEY, *learned, folder)
-    teach(learned)
-    for _ in range(EVERY - 1):
-        memory.stepped()
-    assert not folder.exists()
-    memory.stepped()
-    assert facts(recalled(folder)) == facts(learned)
-
-
 def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> None:
     later = new()
     second = PolicyMemory(KEY, *later, folder)
@@ -277,34 +240,6 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
     second.keep()
     assert read_policy(the_file(folder)).learned == learned_values(*later)
     assert facts(recalled(folder)) == facts(later)
-
-
-def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) -> None:
-    changed(the_file(folder), put("drafts", "draft", "all", value=[[1.0, 2.0, 50.0]]))
-    learned = recalled(folder)
-    rate, first = learned[0].levels["draft"].all.rates()[0], (1 + 3 * 0.7) / 53
-    assert rate == pytest.approx((first, (1 - first) * 2 / 52))
-
-
-@pytest.mark.parametrize(("before", "now"), [(2, 48), (48, 2)])
-def test_of_trees_of_another_depth_the_levels_that_both_have_are_taken(
-    folder: Path, before: int, now: int
-) -> None:
-    written, guard = AcceptanceRates({"draft": before}), Guard(unlearning("target", CURVE), {})
-    teach((written, guard))
-    for _ in range(20):
-        for level in range(before):
-            written.levels["draft"].learn(level, 0 if level < 2 else None, 0.0)
-    PolicyMemory(KEY, written, guard, folder).keep()
-    read = AcceptanceRates({"draft": now})
-    PolicyMemory(KEY, read, guard, folder).recall()
-    theirs, ours = written.levels["draft"].rates(0.0), read.levels["draft"].rates(0.0)
-    assert ours[:2] == theirs[:2]
-    assert len(ours) == now
-    if now > before:
-        assert ours[2].first == pytest.approx(ours[1].first, abs=0.05), (
-            "levels that are new are as those above"
-        )
 
 
 def test_stored_policies_are_found_and_those_that_cannot_be_used(folder: Path, kept: Learned) -> None:

@@ -141,6 +141,7 @@ def shape(tree: TokenTree) -> tuple[object, ...]:
     return tree.token_ids, tree.parents, places
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_it_decides_as_the_plain_policy_does(requests: int, rule: DrawRule) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests.unit.speculate.policy.priced import entry
@@ -49,10 +48,6 @@ def test_of_the_deepest_level_as_many_are_run_as_the_shape_has_there(
     assert below(shape, [3, 4, 5]) == run
 
 
-def test_ends_that_were_left_behind_are_left() -> None:
-    assert below((1, 2, 1), [2, 3, 4]) == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
@@ -64,19 +59,3 @@ def test_ends_that_were_left_behind_are_left() -> None:
 )
 def test_trees_that_have_a_shape_have_all_of_it(overrides: SpeculationParams | None, rule: DrawRule) -> None:
     assert below((1, 1, 1), [3, 4, 5], overrides, rule) == [3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("config", "run"),
-    [
-        (SpeculationConfig(), [5]),  # as the usual shape has one node there
-        (SpeculationConfig(tree_size="fixed"), [3, 4, 5]),
-        (SpeculationConfig(expansion=Expansion((1, 2, 1))), [3, 4, 5]),
-    ],
-    ids=["learned", "fixed", "given"],
-)
-def test_the_policy_in_the_place_of_another_knows_whether_shapes_are_learned(
-    config: SpeculationConfig, run: list[int]
-) -> None:
-    [chosen] = SpeculationPolicy.instead(config).worth_deepening("draft", [entry("r")], [wide()], [[3, 4, 5]])
-    assert [*chosen] == run

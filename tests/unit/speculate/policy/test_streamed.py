@@ -41,6 +41,7 @@ def speed(hits: float, levels: list[int]) -> float:
     return sum(tokens(hits, one) for one in levels) / sum(map(seconds, levels))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hits", "sure", "at_first", "soon"),
     [
