@@ -47,6 +47,9 @@ test: lint types ## lint, types, quick tests and smokes: at most 6 minutes on 2 
 test-all: prose ## the tests that `make test` leaves out, and the English: at most 18 minutes
 	$(BIN)/python -m pytest -m "not ($(QUICK))" $(SHARED_OUT) $(ARGS)
 
+test-gpu: $(DEV) ## what runs on a CUDA card; writes a page to benchmarks/results (under 10 minutes)
+	$(BIN)/python -m tests.gpu.run $(ARGS)
+
 test-aarch64: $(DEV) ## kernels for aarch64; on other machines with g++-aarch64-linux-gnu and qemu-user
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)
 

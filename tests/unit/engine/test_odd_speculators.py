@@ -120,6 +120,7 @@ def seconds_with(
     return sum(map(COSTS.expected, rows.values()))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("first", "then", "confidence", "most_seconds", "logged"),
     [

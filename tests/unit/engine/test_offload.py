@@ -70,6 +70,7 @@ def texts(llm: LLM, params: list[SamplingParams] | None = None) -> list[tuple[in
         return [output.token_ids for output in answers(llm, params)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", [Planned(), Planned((1,), 3), Planned(self_draft=True)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -83,6 +84,7 @@ def test_texts_of_every_kind(
     assert texts(llm) == want
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     drafts = tuple(str(folder / one) for one in DRAFTS[name])
@@ -102,6 +104,7 @@ def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch:
     assert texts(streamed(folder / "target", monkeypatch, **options)) == want
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "more",
     [

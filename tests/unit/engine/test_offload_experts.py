@@ -46,6 +46,7 @@ def texts(llm: LLM, params: list[SamplingParams] | None = None) -> list[tuple[in
     return [tuple(output.token_ids) for output in outputs]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_texts_of_every_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str) -> None:

@@ -165,6 +165,7 @@ def test_multi_step_texts_come_again_where_no_clock_has_a_say(
     assert any(len(tree) > 1 for tree in runs[0][1]) is (curves != "rows are dear")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_text_is_the_same_whatever_the_clock_says(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -18,6 +18,7 @@ from tests.engines import ENGINE, Tiny
 from tests.unit.engine.heads.head_engines import PROMPTS, AnyHead
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("quantization", "dtype", "kernels"),
     [

@@ -38,6 +38,7 @@ def ending(folder: Path, tiny: Tiny) -> Tiny:
     return replace(tiny, tokenizer=tokenizer)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(("asked", "fits"), FORMS, ids=["regex", "schema"])
 def test_the_text_keeps_its_form_and_is_that_of_the_target_alone(

@@ -30,6 +30,7 @@ from tests.unit.engine.heads.head_engines import (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 def test_every_guess_is_as_likely_as_the_module_says(
     tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
@@ -57,6 +58,7 @@ def test_every_guess_is_as_likely_as_the_module_says(
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 def test_requests_of_one_pass_are_guessed_for_as_alone(
     tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
@@ -76,6 +78,7 @@ def test_requests_of_one_pass_are_guessed_for_as_alone(
         assert trees > 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("draw", ["iid", "without_replacement", "top_k"])
 def test_samples_are_drawn_from_the_law_that_is_told(

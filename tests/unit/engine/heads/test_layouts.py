@@ -53,6 +53,7 @@ def gaps(
     return found, depths
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_guess_is_as_likely_as_the_module_says(
     name: str, deep: Tiny, deep_folder: Path, tmp_path: Path

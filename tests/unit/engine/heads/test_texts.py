@@ -12,6 +12,7 @@ from tests.engines import Tiny, assert_idle, slow_generate
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("reuse", [True, False])
@@ -28,6 +29,7 @@ def test_the_text_is_that_of_the_target_alone(
         assert_idle(llm)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("options", [{}, {"lookup": True}], ids=str)
 def test_requests_that_come_and_go_change_nothing(
