@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
-from specinfer.engine.drafts import timing_key
 from specinfer.errors import ConfigError
 from specinfer.tree.token_tree import TokenTree
 from tests.engines import ENGINE, assert_idle
@@ -97,19 +96,6 @@ def test_ids_that_the_draft_lacks_are_read_all_the_same(folder: Path) -> None:
         assert_idle(llm)
 
 
-@SIZES
-def test_of_common_tokens_those_are_named_that_the_draft_has(folder: Path, target: int, draft: int) -> None:
-    named = folder / "named.json"
-    named.write_text(json.dumps([3, 7, 50, 61, target - 1]))
-    trees: list[TokenTree] = []
-    with engine(folder, target, draft, draft_vocabulary=str(named)) as llm:
-        llm.on_tree = lambda event: trees.append(event.tree)
-        llm.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0))
-    guessed = {token for tree in trees for token in tree.token_ids[1:]}
-    assert guessed
-    assert guessed <= {token for token in (3, 7, 50, 61, target - 1) if token < draft}
-
-
 def test_they_need_no_exchange_of_tokens(folder: Path) -> None:
     with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
         engine(folder, 72, 64, draft_tokens="shared")
@@ -131,12 +117,3 @@ def test_a_draft_that_lacks_tokens_has_another_vocabulary(folder: Path, tmp_path
         [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
         [alone] = llm.variant(drafts=()).generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
         assert output.token_ids == alone.token_ids
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "kept"), [(64, 72, 64), (72, 64, 64), (64, 64, 64), (80, 72, 72)]
-)
-def test_logits_are_made_of_ids_that_both_have(folder: Path, target: int, draft: int, kept: int) -> None:
-    with engine(folder, target, draft) as llm:
-        model = llm.models.drafts["draft"]
-        assert timing_key(model, llm.models.named.get("draft")) == f"{kept} logits"

@@ -48,19 +48,6 @@ def test_a_folder_is_a_draft(
         assert set(output.figures.proposed_by) == {f"draft{i}" for i in range(1, 1 + len(heads))}
 
 
-@pytest.mark.usefixtures("own_cache", "heads")  # the cache of cost curves, the files of heads
-def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
-    heads = [str(folder / f"head{number}") for number in (0, 2, 3, 6)]
-    params = SamplingParams(max_tokens=30, temperature=0)
-    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 24, "lookup": True}
-    with LLM(str(folder / "target"), **options) as llm:
-        alone = llm.generate(PROMPTS, params)
-    with LLM(str(folder / "target"), **options, drafts=heads) as llm:
-        outputs = llm.generate(PROMPTS, params)
-        assert set(llm.statistics().cost_factors) == {"target", *(f"draft{i}" for i in range(1, 5))}
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
-
-
 def test_a_heads_pass_is_timed_behind_its_targets(
     tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
