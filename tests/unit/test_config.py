@@ -79,22 +79,6 @@ def test_ngrams_and_suffixes_are_old_names_of_lookups(options: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"ngram_max": 4}, "ngram_max is no longer an option: longer matches .*; leave it out"),
-        ({"ngram_branches": 2}, "ngram_branches is no longer an option: guesses are trees, .* lookup_nodes"),
-        (
-            {"ngram_depth": 7, "suffix_depth": 9},
-            "lookup_depth is 7 and 9, once under its former name; give",
-        ),
-    ],
-)
-def test_an_old_option_that_means_nothing_now_is_refused(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        EngineConfig.from_options("m", options)
-
-
-@pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({}, "learned"),
@@ -112,13 +96,6 @@ def test_a_shape_is_learned_where_costs_are_weighed_and_nobody_gives_one(
     assert speculation.with_tree_size("cost").shape == ("2,1" if shape == "2,1" else "learned")
     assert speculation.deepest == (8 if shape == "learned" else 1 + shape.count(","))
     assert speculation.with_tree_size("fixed").shape == ("1,1,3,1,1" if shape == "learned" else shape)
-
-
-def test_one_draft_and_a_written_expansion_are_taken_as_meant() -> None:
-    speculation = EngineConfig.from_options("m", {"drafts": "smollm2-135m", "expansion": "1,3"}).speculation
-    assert speculation.drafts == ("smollm2-135m",)
-    assert speculation.expansion == Expansion((1, 3))
-    assert speculation.enabled
 
 
 def test_a_config_is_frozen() -> None:
@@ -222,12 +199,6 @@ def test_a_bad_value_gives_one_line(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_options("m", options)
     assert str(refused.value) == line
-
-
-@pytest.mark.parametrize("model", ["", None, 3])
-def test_a_model_has_a_name(model: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^model is .*; allowed: a folder, a GGUF file, a hub id"):
-        EngineConfig(model=model)
 
 
 def test_every_draw_a_config_offers_is_one_its_verifier_takes() -> None:

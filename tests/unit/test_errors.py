@@ -21,10 +21,6 @@ def test_what_a_user_can_mend_is_a_value_error(name: str) -> None:
     assert issubclass(CLASSES[name], errors.UserError)
 
 
-def test_a_bug_of_ours_is_no_user_error() -> None:
-    assert not issubclass(errors.IntegrityError, errors.UserError)
-
-
 def test_every_exception_of_ours_that_leaves_a_call_is_defined_there() -> None:
     """An exception of another module is caught where it is raised, and is no SpecInferError."""
     package = Path(errors.__file__).parent

@@ -145,14 +145,3 @@ def test_on_a_disk_without_locks_nobody_waits(
     with files.locked(tmp_path / "lock"):
         entered.append(True)
     assert entered
-
-
-def test_a_folder_where_no_lock_can_be_made_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object, blocking: bool) -> None:
-        raise OSError(errno.EACCES, "no")
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    with pytest.raises(OSError, match="no"), files.locked(tmp_path / "lock"):
-        pytest.fail("entered")

@@ -15,8 +15,7 @@ import torch
 from specinfer import EngineConfig, RequestOutput, SamplingParams
 from specinfer.engine.engine import Engine
 from specinfer.engine.steps import Stage
-from specinfer.engine.trace import TreeEvent
-from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
+from specinfer.errors import ClosedError, ConfigError, RequestError
 from specinfer.llm import LLM
 from specinfer.request import Delta
 from specinfer.tokenizer import ChatEncoder
@@ -129,20 +128,6 @@ def test_a_callback_that_raises_cancels_its_requests_at_once(tiny: Tiny, expecte
     assert_idle(llm)
 
 
-def test_a_listener_that_asks_from_within_a_step_is_told_so(tiny: Tiny, expected: list[list[int]]) -> None:
-    llm = tiny.llm()
-
-    def listen(event: TreeEvent) -> None:
-        llm.on_tree = None
-        llm.generate(PROMPTS[:1], GREEDY)
-
-    llm.on_tree = listen
-    with pytest.raises(UserError, match="called within one of its own steps"):
-        llm.generate(PROMPTS, SEEDED)
-    assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
-    assert_idle(llm)
-
-
 @pytest.mark.parametrize("ask", ["stream", "stream_chat", "generate", "chat"])
 def test_what_cannot_be_served_is_refused_before_anything_runs(tiny: Tiny, ask: str) -> None:
     llm = tiny.llm()
@@ -200,18 +185,6 @@ def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
     assert llm.statistics().running == 0
 
 
-def test_statistics_may_be_asked_within_a_step_and_the_listener_be_taken_away(tiny: Tiny) -> None:
-    llm = tiny.llm()
-    seen: list[int] = []
-    llm.on_tree = lambda event: seen.append(llm.statistics().running)
-    llm.generate(PROMPTS[:2], GREEDY)
-    assert set(seen) <= {1, 2}
-    before, llm.on_tree = len(seen), None
-    llm.generate(PROMPTS[:1], GREEDY)
-    assert len(seen) == before
-    assert llm.on_tree is None
-
-
 def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"])
     explained: list[bool] = []
@@ -221,22 +194,6 @@ def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
         llm.generate(PROMPTS[:1], GREEDY)
         assert set(explained) == {wanted}
         explained.clear()
-
-
-def test_who_is_in_a_step_is_told_before_it_computes(tiny: Tiny) -> None:
-    llm = tiny.llm()
-    steps: list[list[str]] = []
-    met: list[bool] = []
-    llm.on_step = lambda ids: steps.append(list(ids))
-    llm.on_tree = lambda event: met.append(len(steps) == event.step and event.request_id in steps[-1])
-    llm.generate(PROMPTS, GREEDY)
-    assert met
-    assert all(met)
-    assert len(steps) == llm.statistics().steps
-    assert max(map(len, steps)) == len(PROMPTS)
-    llm.on_step = None
-    llm.generate(PROMPTS[:1], GREEDY)
-    assert len(steps) < llm.statistics().steps
 
 
 # Its end.
@@ -282,13 +239,6 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
         with pytest.raises(ClosedError, match="the LLM was closed; make a new one"):
             call()
     llm.close()
-
-
-def test_an_error_leaves_the_with_block_as_it_is(tiny: Tiny) -> None:
-    with pytest.raises(RequestError, match="prompt is empty"), tiny.llm() as llm:
-        llm.generate("")
-    with pytest.raises(ClosedError):
-        llm.generate("hello")
 
 
 # Its config.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.request import SpeculationFigures, Timing
+from specinfer.request import SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 
 
@@ -67,11 +67,6 @@ def test_the_edges_of_the_ranges_are_in() -> None:
     assert SamplingParams(seed=0, min_p=0, top_p=1e-9).seed == 0
 
 
-def test_one_stop_string_is_a_list_of_one() -> None:
-    assert SamplingParams(stop="END").stop == ("END",)
-    assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (3,)
-
-
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)])
 def test_temperatures_next_to_zero_are_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
@@ -115,8 +110,3 @@ def test_figures_of_several_requests_add_up() -> None:
         proposed_by={"lookup": 8, "draft": 5},
     )
     assert total.tokens_per_step == 2.0
-
-
-def test_the_time_to_the_first_token() -> None:
-    assert Timing(arrived=10.0, first_token=10.25, finished=None).ttft == 0.25
-    assert Timing(arrived=10.0, first_token=None, finished=11.0).ttft is None

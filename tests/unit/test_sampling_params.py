@@ -116,21 +116,6 @@ def test_what_is_kept_of_a_value(given: dict[str, Any], name: str, kept: Any) ->
     assert getattr(SamplingParams(**given), name) == kept
 
 
-def test_numbers_of_numpy_are_kept_as_pythons_own() -> None:
-    params = SamplingParams(
-        temperature=np.float32(0.5),
-        top_k=np.int64(3),
-        seed=np.uint32(7),
-        allowed_token_ids=np.arange(3),
-        logit_bias={np.int64(1): np.float32(2)},
-        prediction=np.array([4, 5]),
-    )
-    plain = SamplingParams(
-        temperature=0.5, top_k=3, seed=7, allowed_token_ids=(0, 1, 2), logit_bias={1: 2.0}, prediction=(4, 5)
-    )
-    assert repr(params) == repr(plain)
-
-
 def test_the_callers_own_mapping_and_lists_are_not_kept() -> None:
     biases, allowed = {1: 1.0}, [1]
     params = SamplingParams(logit_bias=biases, allowed_token_ids=allowed)  # type: ignore[arg-type]

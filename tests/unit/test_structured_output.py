@@ -11,11 +11,6 @@ def schema_format(schema, **more):
     return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema} | more}
 
 
-def test_nothing_asked_is_a_free_text():
-    assert structured_output() is None
-    assert structured_output(response_format={"type": "text"}) is None
-
-
 @pytest.mark.parametrize(
     ("asked", "kind", "source", "parameter"),
     [
@@ -62,12 +57,6 @@ def test_white_space_is_asked_for_where_there_is_json():
     ) as caught:
         structured_output(json_whitespace="some")
     assert caught.value.parameter == "json_whitespace"
-
-
-def test_a_preamble_goes_with_a_form():
-    form = structured_output(choice=["a"], preamble="preamble: /x*/")
-    assert form == StructuredOutput(OutputKind.CHOICE, '["a"]', "preamble: /x*/")
-    assert form != structured_output(choice=["a"])
 
 
 def test_the_order_of_properties_is_kept_because_it_is_the_order_of_the_text():

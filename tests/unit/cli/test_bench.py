@@ -144,22 +144,6 @@ def test_users_ask_at_once_and_the_warm_up_does_not_count(tmp_path: Path) -> Non
     assert sorted(map(question, server.received[3:])) == ["a", "b", "c"]
 
 
-def test_arrivals_at_a_rate_to_the_other_endpoint(rows: str) -> None:
-    def answer(received: Received) -> Reply:
-        text = {"choices": [{"text": received.body["prompt"].upper(), "finish_reason": "length"}]}
-        return Reply([b"data: " + json.dumps(text).encode() + b"\n\n", DONE])
-
-    with FakeServer(answer) as server:
-        arguments = ["--dataset", rows, "--rate", "200", "--endpoint", "completions", "--model", "mine"]
-        done = run_load("--url", f"{server.url}/v1", *arguments, "--json", "-", "--save-texts")
-    result = json.loads(done.stdout)
-    assert (result["request_rate"], result["max_concurrency"]) == (200, None)
-    assert result["generated_texts"][1] == "AB\n\nAB\n\nCD"
-    assert (result["total_input_tokens"], result["tokens_counted_as_chunks"]) == (None, 6)
-    assert {received.path for received in server.received} == {"/v1/completions"}
-    assert {received.body["model"] for received in server.received} == {"mine"}
-
-
 def test_the_status_is_1_without_answers(rows: str) -> None:
     with FakeServer(lambda received: error("500 Internal Server Error", "no")) as server:
         done = run_load("--url", server.url, "--dataset", rows, "--warmup", "0")
@@ -167,43 +151,6 @@ def test_the_status_is_1_without_answers(rows: str) -> None:
         assert "requests completed / failed  0 / 6" in done.stdout
         with pytest.raises(ConfigError, match=rf"{server.url} failed the warm-up: HTTP 500: no"):
             run_load("--url", server.url, "--dataset", rows)
-
-
-BAD: list[tuple[list[str], str]] = [
-    (
-        ["--url", "u", "--draft", "m", "--dtype", "float32"],
-        "--dtype, --draft: not allowed with --url",
-    ),
-    (["--url", "u", "--batch-size", "2"], "leave it out; --concurrency sets the number; fields of a request"),
-    (["--url", "u", "--raw"], "--chat/--raw: not allowed with --url, .*; --endpoint chooses it"),
-    (
-        ["--url", "u", "--no-ngram", "--plot", "p.png"],
-        r"--plot, --lookup/.*--no-ngram.*: not allowed",
-    ),
-    (
-        ["--rate", "1", "--ignore-eos"],
-        "--rate, --ignore-eos: allowed only with --url; add the address",
-    ),
-    (["--url", "localhost:8000"], "URL is 'localhost:8000'; allowed: like http://localhost:8000"),
-    (["--url", "http://x", "--concurrency", "2", "--rate", "1"], "give one of --concurrency and --rate"),
-    (
-        ["--url", "http://x", "--num-requests", "999"],
-        r"the number of requests is 999; built-in has \d+, and repeated ones",
-    ),
-    (["--url", "http://x", "--num-requests", "0"], "the number of requests is 0"),
-    (["--url", "http://x", "--warmup", "-1"], "warm-up is -1; allowed: an integer >= 0"),
-    (["--url", "http://x", "--save-texts"], "--save-texts needs a file to write them to; give --json FILE"),
-    (["--url", "http://x", "--body", "{"], "body is not JSON"),
-    (["--url", "http://x", "--body", "[1]"], r"body is \[1\]; allowed: a JSON object"),
-    (["--url", "http://x", "--temperature", "-1"], "temperature is -1.0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "says"), BAD)
-def test_options_that_need_an_engine_are_refused_with_a_url(arguments: list[str], says: str) -> None:
-    with pytest.raises(Exception, match=says) as caught:
-        run_load(*arguments)
-    assert isinstance(caught.value, ValueError)
 
 
 def test_a_load_does_not_load_torch(rows: str) -> None:

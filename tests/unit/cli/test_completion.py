@@ -48,28 +48,11 @@ def test_the_script_is_the_shells_and_names_the_program(shell: str, run: Run) ->
     assert "specinfer" in script
 
 
-def test_another_shell_is_refused(run: Run) -> None:
-    status, _, err = run("completion", "tcsh")
-    assert status == 2
-    assert "'tcsh' is not one of 'bash', 'zsh', 'fish'" in err
-
-
 @pytest.mark.parametrize("shell", ASKED)
 def test_commands_are_completed(shell: str) -> None:
     answer = completed(shell, "ru")
     assert "run-batch" in answer
     assert "generate" not in answer
-
-
-def test_options_values_models_and_files_are_completed() -> None:
-    assert "--quantization" in completed("bash", "serve", "--quant")
-    assert completed("bash", "serve", "--quantization", "int").split() == ["plain,int8", "plain,int4"]
-    assert "plain,smollm2-135m" in completed("bash", "serve", "smol")
-    drafts = completed("bash", "generate", "--draft", "smol").split()
-    assert drafts == ["plain,smollm2-135m", "plain,smollm2-135m-head", "file,smol"]
-    assert "plain,self" in completed("bash", "serve", "--draft", "se")
-    assert "file,./mod" in completed("bash", "generate", "--model", "./mod")
-    assert "file,pro" in completed("bash", "generate", "--file", "pro")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from functools import partial
@@ -20,7 +19,6 @@ from specinfer.kernels.disk import measure
 from specinfer.kernels.machine import VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
-from tests.ranks import followers
 from tests.tiny_models import write_tiny_llama
 
 
@@ -90,16 +88,6 @@ def test_the_json_has_the_same_facts(model: str) -> None:
     assert cost["times_floor"] > 0
 
 
-def test_exchanges_between_processes_are_timed() -> None:
-    kernels("native")
-    report = run("--tensor-parallel", "2")
-    for way in ("shared memory", "gloo"):
-        line = rf"^2 ranks over {way}: (\d+) us for 1 and (\d+) us for 16 rows of 1536 sums$"
-        [figures] = re.findall(line, report, re.MULTILINE)
-        assert all(0 < int(micros) < 1_000_000 for micros in figures)
-    assert not followers(module="specinfer.parallel.trial")
-
-
 def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:
     folder = tmp_path / "fast" / "disk"
     disk = found("--offload-folder", str(folder))["disk"]
@@ -114,23 +102,6 @@ def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path,
     assert report.splitlines()[7].endswith(" (large.safetensors)")
 
 
-def test_a_disk_that_cannot_be_timed_is_a_finding(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(facts, "TRIAL", 1 << 60)
-    assert f"disk       not measured in {tmp_path}: a trial takes 1152921504.6 GB, and " in run(
-        "--offload-folder", str(tmp_path)
-    )
-    monkeypatch.setattr(facts, "TRIAL", 1 << 20)
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(facts.tempfile, "NamedTemporaryFile", full)
-    disk = found("--offload-folder", str(tmp_path))["disk"]
-    assert (disk["rate"], disk["fault"]) == (None, "no file can be made there: Read-only file system")
-
-
 def test_without_a_compiler_pytorch_is_timed(no_compiler: None, model: str) -> None:
     report = run()
     assert "PyTorch's, which are slow: no C++ compiler: no-such-compiler not found" in report
@@ -141,19 +112,6 @@ def test_without_a_compiler_pytorch_is_timed(no_compiler: None, model: str) -> N
     assert values["kernels"] == "torch"
     assert values["passes"][0]["milliseconds"] > 0
     assert (values["passes"][0]["times_floor"], values["passes"][0]["attention"]) == (None, "torch")
-
-
-def test_a_compilers_last_words_stay_in_their_column(
-    no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    failing = tmp_path / "c++"
-    failing.write_text('#!/bin/sh\ncase "$*" in *--version*) exit;; esac\necho first\necho second\nexit 3\n')
-    failing.chmod(0o755)
-    monkeypatch.setenv("CXX", str(failing))
-    lines = run().splitlines()
-    assert f"kernels    PyTorch's, which are slow: {failing} failed (3):" in lines
-    assert lines.count("           first") == 1
-    assert lines.count("           second") == 1
 
 
 def test_an_impossible_setting_is_reported_and_stops_models(

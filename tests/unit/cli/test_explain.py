@@ -32,21 +32,6 @@ def test_explain_lists_speculators_and_reasons_by_step(models: Path, run: Run) -
         assert all(step["seconds"] > 0 and step["expected_tokens"] is None for step in steps)
 
 
-def test_tokens_after_the_end_of_the_text_do_not_count(models: Path, run: Run) -> None:
-    """A stop string ends the text within an accepted path."""
-    arguments = ["generate", "-m", models / "target", "--draft", models / "target", "--expansion", "1,1,1,1"]
-    arguments += ["--tree-size", "fixed", "--no-ngram", "--max-tokens", 12, "--explain"]
-    whole: dict[str, Any] = json.loads(run(*arguments, "--json", "abcabc")[1])
-    assert whole["steps"][1]["tokens"] == 5
-    stopping = [*arguments, "--stop", whole["text"][:3]]  # a token is a character
-    status, out, err = run(*stopping, "abcabc")
-    assert status == 0, err
-    assert "[3 tokens |" in err
-    assert out.splitlines()[-1].startswith("2 steps, including the prompt's, 3 tokens")
-    cut = json.loads(run(*stopping, "--json", "abcabc")[1])
-    assert [step["tokens"] for step in cut["steps"]] == [1, 2]
-
-
 EXPLAINED = re.compile(
     r"^ *(?P<step>\d+)   (draft (?P<verified>\d) of (?P<drawn>\d))? +(draft: (?P<reason>[a-z ]+?))?"
     r" +(?P<tokens>\d\.\d\d) +(?P<came>\d) +(?P<guesses>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",

@@ -10,7 +10,6 @@ import pytest
 
 from tests.offloading import FLAGS, count_models_alone, write_large
 from tests.unit.cli.conftest import Run
-from tests.unit.cli.test_chat import write_template
 
 FIGURES = r"\d+ passes, \d+\.\d\d tokens per pass \| [\d.]+ MB streamed \| \d+\.\d s waited for the disk"
 
@@ -29,18 +28,6 @@ def test_generate_reports_the_plan_and_streamed_weights(large: list[str], run: R
     assert decided.startswith("large: 6 of 8 layers streamed, 2.9 MB a pass at 10 MB/s from ")
     assert "draft: the target itself in fewer bits" in decided
     assert re.fullmatch(rf"\[{FIGURES}.*\]", err.splitlines()[-1])
-
-
-def test_the_figures_of_chat_have_the_last_answers_stream(
-    large: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_template(Path(large[1]))
-    lines = iter(["ab", "ab", "/stats", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    status, _, err = run("chat", *large, "--max-tokens", 6, "--ignore-eos", "--speculation", "false")
-    assert status == 0, err
-    assert re.search(rf"6 tokens .*\n{FIGURES}", err)
-    assert "\n6 passes, 1.00 tokens per pass | " in err
 
 
 def test_bench_counts_streamed_weights_by_side(large: list[str], run: Run) -> None:
@@ -106,11 +93,3 @@ def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(
     assert status == 2
     [line] = err.splitlines()
     assert re.search(message, line), line
-
-
-def test_no_layer_is_streamed_if_all_layers_fit(large: list[str], run: Run) -> None:
-    few = ("--memory", "5200000", "--kv-cache-memory", "256KB", "--max-tokens", 4)
-    status, _, err = run("generate", *large, *few, "ab")
-    assert status == 0, err
-    assert "large: all 8 layers kept in memory; " in err
-    assert " passes, " not in err

@@ -36,14 +36,6 @@ def test_a_tree_shows_speculators_and_accepted_nodes() -> None:
     assert [line.plain() for line in lines] == DRAWING.strip().splitlines()
 
 
-def test_colour_marks_the_accepted_path_the_bonus_token_and_the_rest() -> None:
-    coloured = {line.text: line.coloured() for line in draw_tree(event(), WORDS.__getitem__)}
-    assert coloured['" sat" (draft) *'] == '|   |-- \x1b[32;1m" sat" (draft) *\x1b[0m'
-    assert coloured['" on"'] == '|   |   `=> \x1b[36;1m" on"\x1b[0m'
-    assert coloured['" dog" (draft)'] == '`-- \x1b[2m" dog" (draft)\x1b[0m'
-    assert coloured['" the"'] == '" the"'
-
-
 def test_ordinary_decoding_is_a_tree_of_one_node() -> None:
     lines = draw_tree(TreeEvent(1, "r", single_node(0), Acceptance((), 6)), WORDS.__getitem__)
     assert [line.plain() for line in lines] == ["step 1: no guesses", '" the"', '`=> " mat"']

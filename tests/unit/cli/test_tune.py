@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from specinfer.cli import cli
@@ -108,21 +107,3 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
         assert isinstance(done.exception, TuneError)
         assert words in str(done.exception)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (["--boost", "residual"], "'residual' is not one of 'discount', 'sequence', 'none'"),
-        (["--loss", "coupled"], "'coupled' is not one of 'hybrid', 'kl'"),
-        (["--on-trunk"], "No such option '--on-trunk'"),
-        (["--confidence"], "No such option '--confidence'"),
-    ],
-    ids=str,
-)
-def test_options_that_were_dropped_are_refused_by_name(
-    tmp_path: Path, options: list[str], match: str
-) -> None:
-    done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "out"), *options])
-    assert done.exit_code == 2
-    assert match in done.output

@@ -59,19 +59,6 @@ def test_it_shows_the_trace_until_it_is_interrupted_without_torch_or_a_web_frame
     assert (process.returncode, err) == (0, "")
 
 
-def test_it_opens_the_browser(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-
-    def stop(url: str) -> None:
-        opened.append(url)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("webbrowser.open", stop)
-    done = CliRunner().invoke(cli, ["view", str(trace)])
-    [url] = opened
-    assert (done.exit_code, done.output) == (0, f"{trace}: {url}  (Ctrl-C ends)\n")
-
-
 def test_a_file_that_is_no_trace_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("hello")
     done = CliRunner().invoke(cli, ["view", str(tmp_path / "prose.txt"), "--no-browser"])

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from specinfer.errors import ModelNotFoundError
 from specinfer.heads.checkpoint import is_head
 from specinfer.hub import CATALOGUE, resolve
 from specinfer.hub.catalogue import SHIPPED_HEADS
@@ -27,8 +26,3 @@ def test_a_shipped_head_is_in_the_package(name: str) -> None:
     card = (found.path / "README.md").read_text()
     for part in ("## Licence", "Apache-2.0", "CC BY-SA 3.0", "MIT", CATALOGUE[verifier].file):
         assert part in card
-
-
-def test_a_name_that_is_nearly_a_heads_is_suggested() -> None:
-    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m-head'"):
-        resolve("smollm2-135m-heads")

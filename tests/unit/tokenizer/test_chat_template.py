@@ -1,5 +1,4 @@
 import re
-from datetime import datetime
 
 import pytest
 
@@ -42,14 +41,6 @@ def test_deeply_nested_values_are_refused():
         deep = [deep]
     with pytest.raises(RequestError, match="rejects the messages"):
         render("{{ messages | tojson }}", [{"role": "user", "content": "", "more": deep}])
-
-
-def test_strftime_now_gives_the_date():
-    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
-
-
-def test_generation_marks_are_passed_over():
-    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hi!"
 
 
 def test_tools_are_there_and_empty():

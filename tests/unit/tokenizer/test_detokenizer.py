@@ -56,14 +56,6 @@ def test_byte_fallback_tokens_join_into_characters():
     assert [detokenizer.push([i]) for i in ids] == ["", "\u00e9", "  ", "a"]
 
 
-def test_the_first_space_is_dropped_only_at_the_start_of_the_text():
-    word = PREFIXED.encode("a", add_special=False)
-    bos = [1]
-    fresh = Detokenizer(PREFIXED, bos)
-    assert [fresh.push(word), fresh.push(word)] == ["a", " a"]
-    assert Detokenizer(PREFIXED, bos + word).push(word) == " a"
-
-
 def test_a_prompt_that_ends_inside_a_character():
     whole = "\u20ac".encode()
     detokenizer = Detokenizer(BYTES, [*b"price: ", *whole[:2]])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -14,7 +11,7 @@ from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.fill_in import FAMILIES
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 
-from .made_up import CHARACTER, CONTROL, byte_level_header, write_folder
+from .made_up import CHARACTER, CONTROL, byte_level_header
 
 QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
@@ -79,12 +76,6 @@ def test_other_files_stand_before_with_their_names() -> None:
     assert written(made, fewer) == "<|repo_name|>myproject\n<|file_sep|>filename\nB = 2\n" + behind
 
 
-def test_without_a_token_for_files_their_texts_stand_before() -> None:
-    made = tokenizer("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
-    ids = made.encode_fill_in("a", "b", [("one.py", "A = 1")])
-    assert written(made, ids) == "\n\n--- snippet ---\n\nA = 1<fim_prefix>a<fim_suffix>b<fim_middle>"
-
-
 def test_names_of_fill_in_tokens_in_texts_are_text() -> None:
     made = tokenizer(*QWEN)
     code = 'x = "<|fim_suffix|>"  # <|fim_middle|><|fim_pad|>'
@@ -131,12 +122,4 @@ def test_a_gguf_file_may_say_which_tokens_they_are(keys: str) -> None:
     header = byte_level_header(tokens=[*tokens, *OWN], token_type=[*types, *[CONTROL] * 3], **ids)
     vocabulary = read_vocabulary(header)
     made = Tokenizer(vocabulary.backend, eos_token_ids=(), special_tokens=vocabulary.special_tokens)
-    assert written(made, made.encode_fill_in("a", "b")) == "<before>a<behind>b<between>"
-
-
-def test_a_folder_may_say_which_tokens_they_are(tmp_path: Path) -> None:
-    write_folder(tmp_path, backend=backend(OWN))
-    named = dict(zip(("prefix_token", "suffix_token", "middle_token"), OWN, strict=True))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    made = Tokenizer.load(tmp_path)
     assert written(made, made.encode_fill_in("a", "b")) == "<before>a<behind>b<between>"

@@ -46,17 +46,6 @@ def test_respelling_equals_tokenizing_the_whole_text(reader: Tokenizer, seed: in
         assert text.ids[head:] == reader.encode(TEXT, add_special=False)
 
 
-def test_distant_tokens_are_not_spelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = READERS["coarser"]
-    text = Respelling(WRITER, reader, {})
-    lengths = list[int]()
-    encode = reader.encode_behind
-    monkeypatch.setattr(reader, "encode_behind", lambda part: lengths.append(len(part)) or encode(part))
-    for token in WRITER.encode(TEXT):
-        text.extend([token])
-    assert max(lengths) < 100
-
-
 def test_an_incomplete_end_is_spelled_again() -> None:
     text = Respelling(WRITER, READERS["coarser"], {})
     [hel], [ell], [o] = map(WRITER.encode, ("hel", "l", "o"))
@@ -93,17 +82,6 @@ def test_a_begin_of_text_token_stands_once() -> None:
     with_one.extend([start, 65])
     without.extend([65])
     assert with_one.ids == without.ids == [256, 65]
-
-
-def test_half_a_character_waits_where_it_cannot_be_spelled() -> None:
-    half, _ = WRITER.encode("\u00e9")
-    spelled = Respelling(WRITER, READERS["finer"], {})
-    spelled.extend([half])
-    assert (spelled.ids, spelled.whole) == ([0xC3], True)
-    words = Respelling(WRITER, of([], singles=[0xA9, 65]), {})  # no token for that byte
-    words.extend([65, half])
-    assert words.whole is False
-    assert len(words.ids) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.errors import ModelFileError
 from specinfer.hub import ModelFiles
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.tokenizer import vocabulary
@@ -79,12 +78,3 @@ def test_equal_files_are_known_without_building_anything(
     assert built == []
     assert not one.same_ids(other)
     assert built == [folder / "tokenizer.json" for folder in (folders[0], folders[2])]
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.tokens; it holds no complete tokenizer"):
-        of_header(header())
-    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.tokens is 3; allowed: a list of texts"):
-        of_header(header(tokens=3))
-    with pytest.raises(ModelFileError, match=r"no tokenizer\.json; copy the model's tokenizer.json there"):
-        of_folder(tmp_path)

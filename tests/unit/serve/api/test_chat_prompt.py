@@ -69,26 +69,6 @@ def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer
     assert backend.works[0].params.preamble is None
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_no_reasoning_precedes_calls_if_the_template_closed_it(tokenizer: Tokenizer, closed: bool) -> None:
-    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    backend = ScriptedBackend(says(called if closed else f"hm</think>{called}"))
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    asked = {"tools": tools, "tool_choice": "required", "chat_template_kwargs": {"closed": closed}}
-    message = ask(tokenizer, backend, **asked)["choices"][0]["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
-    assert ("preamble" in (backend.works[0].params.grammar or "")) is not closed
-
-
-@pytest.mark.parametrize(
-    "form",
-    [{}, {"response_format": {"type": "text"}}, {"grammar": 'start: /[a-z]+/ "</think>" /.*/'}],
-)
-def test_an_answer_that_may_reason_does(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
-    message = ask(tokenizer, ScriptedBackend(says("hm</think>Hi")), **form)["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
-
-
 @pytest.mark.parametrize("work", ["read_tools", "call_grammar"])
 def test_schemas_are_compiled_while_others_are_answered(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str

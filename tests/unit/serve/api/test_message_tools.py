@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
 from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
@@ -112,16 +111,6 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*written)], do)
 
 
-def test_the_arguments_of_a_broken_call_are_complete(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(tools=[WEATHER], max_tokens=72)
-        assert message["stop_reason"] == "max_tokens"
-        assert message["content"][0]["input"] == {"city": "Rome"}
-
-    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "street": "Vi'
-    ask(tokenizer, [says(written, reason=FinishReason.LENGTH)], do)
-
-
 def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         first = await server.message(tools=[WEATHER])
@@ -146,19 +135,6 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
 
     written = f"<think>Hm.</think>{call('weather', ROME)}\n{call('weather', OSLO)}"
     ask(tokenizer, [says(written), says("Rain.")], do)
-
-
-def test_redacted_reasoning_is_empty(tokenizer: Tokenizer) -> None:
-    locked = {
-        "role": "assistant",
-        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "One."}],
-    }
-
-    async def do(server: MessagesServer) -> None:
-        await server.message(messages=[*HI, locked, {"role": "user", "content": "Go on."}])
-        assert server.prompts == ["user: Hi\nassistant: One.\nuser: Go on.\nassistant: "]
-
-    ask(tokenizer, [says("Rain.")], do)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +176,6 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
         assert named[2].startswith("tools[0].name is 'a b'")
         missing = await server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
         assert missing[2].startswith("tool_choice is 'x'")
-
-    ask(tokenizer, [says("Rain.")], do)
-
-
-def test_examples_of_a_tools_input_are_shown(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        await server.message(tools=[WEATHER | {"input_examples": [{"city": "Rome"}]}])
-        assert '"examples": [{"city": "Rome"}]' in server.prompts[0]
 
     ask(tokenizer, [says("Rain.")], do)
 
@@ -255,13 +223,3 @@ def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
         assert message["content"] == [{"type": "text", "text": " four."}]
 
     ask(tokenizer, [says(" four.")], do)
-
-
-def test_reasoning_cannot_be_disabled_without_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
-
-    async def do(server: MessagesServer) -> None:
-        assert (await server.refusal(thinking={"type": "disabled"}))[0] == 400
-        assert (await server.message(thinking={"type": "enabled", "budget_tokens": 1024}))["content"]
-
-    ask(byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), [says("<think>Hm.</think>Four.")], do)

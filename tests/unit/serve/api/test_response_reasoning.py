@@ -77,17 +77,6 @@ def test_reasoning_is_streamed_before_the_message(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*ANSWER)], do)
 
 
-def test_the_clients_own_accumulation_has_both(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        async with server.responses.stream(model=MODEL, input="2+2?") as stream:
-            snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
-            final = await stream.get_final_response()
-        assert snapshots == ["Fo", "Four."]
-        assert [item.type for item in final.output] == ["reasoning", "message"]
-
-    ask(tokenizer, [says(*ANSWER)], do)
-
-
 def test_an_answer_may_end_within_its_reasoning(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
@@ -137,17 +126,3 @@ def test_the_template_may_open_the_reasoning_and_gets_the_effort(tokenizer: Toke
         assert (await server.refusal(input="x", **unknown))[:2] == (400, "chat_template_kwargs")
 
     ask(tokenizer, [says("Hm.</think>Four.")], do)
-
-
-def test_log_probabilities_are_those_of_the_text(tokenizer: Tokenizer) -> None:
-    wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
-
-    async def do(server: ResponsesServer) -> None:
-        events = await server.events(input="Hi", **wanted)
-        deltas = [one for one in events if one["type"] == "response.output_text.delta"]
-        assert ["".join(p["token"] for p in one["logprobs"]) for one in deltas] == ["Ye", "s"]
-        [part] = events[-1]["response"]["output"][1]["content"]
-        assert "".join(p["token"] for p in part["logprobs"]) == "Yes"
-
-    # The line break belongs to the mark.
-    ask(tokenizer, [says("<think>Hm.", "</think>", "\n", "Ye", "s", logprobs=True)], do)

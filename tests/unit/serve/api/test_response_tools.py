@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
-from pydantic import BaseModel
 
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
@@ -102,36 +100,6 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(*pieces)], do)
 
 
-def test_the_clients_own_accumulation_parses_the_arguments(tokenizer: Tokenizer) -> None:
-    class Weather(BaseModel):
-        city: str
-
-    async def do(server: ResponsesServer) -> None:
-        from openai import pydantic_function_tool  # in chat's form; this endpoint has it flat
-
-        function: Any = pydantic_function_tool(Weather, name="weather")["function"]
-        async with server.responses.stream(
-            model=MODEL, input="Rain?", tools=[{"type": "function", **function}]
-        ) as stream:
-            async for _ in stream:
-                pass
-            final = await stream.get_final_response()
-        [called] = final.output
-        assert called.type == "function_call"
-        assert json.loads(called.arguments) == {"city": "Rome"}
-
-    ask(tokenizer, [says(CALL[:40], CALL[40:])], do)
-
-
-def test_text_between_calls_keeps_its_place(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
-        assert [item.type for item in answer.output] == ["function_call", "message", "function_call"]
-        assert answer.output_text == " and"
-
-    ask(tokenizer, [says(f"{CALL} and {CALL}")], do)
-
-
 def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
@@ -172,21 +140,6 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
 
     both = CALL + call("weather", OSLO)
     ask(tokenizer, [says(f"Well.\n{CALL}"), says(both), says("Dry.")], do)
-
-
-def test_a_result_needs_its_call(tokenizer: Tokenizer) -> None:
-    result = {
-        "type": "function_call_output",
-        "call_id": "call_1",
-        "output": [{"type": "input_text", "text": "x"}],
-    }
-    made = {"type": "function_call", "call_id": "call_1", "name": "time", "arguments": ""}
-
-    async def do(server: ResponsesServer) -> None:
-        assert (await server.refusal(input=[result, made]))[:2] == (400, "input[0].call_id")
-        assert (await server.http.post("/responses", json={"input": [made, result]})).status_code == 200
-
-    ask(tokenizer, [says("ok")], do)
 
 
 def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:

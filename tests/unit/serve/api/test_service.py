@@ -202,16 +202,6 @@ def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: To
     assert caught.value.status == 400
 
 
-def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        service = service_of(Scripted((0, FAILED), (1, WHOLE)), tokenizer)
-        async for _ in service.answer([(1,)], [SamplingParams(n=2, prompt_logprobs=1)]):
-            pass
-
-    with pytest.raises(ApiError, match="3 steps failed"):
-        asyncio.run(run())
-
-
 @pytest.mark.parametrize("max_wait", [0, 5])
 def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int
@@ -347,15 +337,6 @@ def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
     assert works[0].params.prediction == tuple(b"ab" * 516)
 
 
-def test_a_prediction_that_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        await anext(service_of(Slow(), tokenizer).answer([(1,)], [SamplingParams(prediction="\ud800")]))
-
-    with pytest.raises(ApiError, match="half of a surrogate pair") as error:
-        asyncio.run(run())
-    assert (error.value.status, error.value.body["error"]["param"]) == (400, "prediction")
-
-
 def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: Tokenizer) -> None:
     scored = SamplingParams(prompt_logprobs=20)
 
@@ -383,18 +364,3 @@ def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) ->
     with pytest.raises(ApiError) as error:
         asyncio.run(run())
     assert error.value.body["error"]["param"] == "prompt"
-
-
-def test_metrics_count_output_tokens(tokenizer: Tokenizer) -> None:
-    async def run() -> str:
-        backend = Slow()
-        backend.more.set()
-        service = service_of(backend, tokenizer)
-        async for _ in service.answer([(1, 2, 3)], [GREEDY]):
-            pass
-        return service.metrics.text(await backend.health()).decode()
-
-    text = asyncio.run(run())
-    assert 'specinfer:prompt_tokens_total{model_name="m"} 3.0' in text
-    assert 'specinfer:generation_tokens_total{model_name="m"} 1.0' in text
-    assert 'specinfer:request_success_total{finished_reason="length",model_name="m"} 1.0' in text

@@ -195,12 +195,6 @@ def test_a_named_tool_is_called_and_its_result_is_accepted(client: openai.OpenAI
     assert after.choices[0].message.tool_calls is None
 
 
-def test_a_model_that_may_call_may_as_well_talk(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER], max_tokens=10)
-    assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
-    assert answer.usage.completion_tokens <= 10
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_in_a_separate_field(client: openai.OpenAI, stream: bool) -> None:
     options: dict[str, Any] = {
@@ -221,17 +215,6 @@ def test_reasoning_is_in_a_separate_field(client: openai.OpenAI, stream: bool) -
         assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
     assert answer_message["reasoning_content"] == "hm, let me see"
     assert answer_message["content"] == "Yes."
-
-
-def test_a_template_may_open_the_reasoning(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=HI,
-        max_tokens=30,
-        extra_body={"regex": "hm</think>Yes", "chat_template_kwargs": {"enable_thinking": True}},
-    )
-    message = answer.choices[0].message.model_dump()
-    assert (message["reasoning_content"], message["content"]) == ("hm", "Yes")
 
 
 def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> None:

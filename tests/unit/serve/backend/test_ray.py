@@ -32,11 +32,6 @@ def actors(process: int) -> list[psutil.Process]:
     return [one for one in below(process) if "EngineActor" in name(one)]
 
 
-def relays(process: int) -> list[psutil.Process]:
-    """The processes of a server's relays."""
-    return [one for one in psutil.Process(process).children() if "engine" in name(one)]
-
-
 def below(process: int) -> list[psutil.Process]:
     return psutil.Process(process).children(recursive=True)
 
@@ -82,18 +77,6 @@ def test_texts_are_those_of_their_seeds_whichever_actor_dies(
     assert two.metric("num_handed_on") > handed_on
     whole(two)
     until(lambda: len(actors(two.process.pid)) == 2)
-
-
-def test_texts_go_on_where_a_relay_dies_and_its_actor_ends_with_it(two: Served, expected: list[str]) -> None:
-    whole(two)
-    before = {one.pid for one in actors(two.process.pid)}
-    relay = relays(two.process.pid)[0]
-    listeners = Listeners(two)
-    relay.kill()
-    assert listeners.end() == expected
-    whole(two)
-    until(lambda: len(actors(two.process.pid)) == 2)
-    assert len(before & {one.pid for one in actors(two.process.pid)}) == 1
 
 
 def test_texts_go_on_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
@@ -216,22 +199,3 @@ def test_a_node_that_is_lost_is_done_without_until_another_one_comes(
             with node(port, 1, 2):
                 whole(served)
                 assert Listeners(served).end() == expected
-
-
-def refused(folder: Path, *flags: str) -> str:
-    """Return the output of a server that fails to start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "specinfer", "serve", str(folder), *RAY, "--port", "0", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
-    return done.stderr
-
-
-def test_more_replicas_than_the_cluster_has_room_for_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert "--replicas 900 with at least 1 CPUs each do not fit" in refused(folder, "--replicas", "900")

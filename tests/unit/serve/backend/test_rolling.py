@@ -92,23 +92,6 @@ def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(handle
     run_virtual(run())
 
 
-def test_replacing_ends_where_an_engine_cannot_be_started(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run() -> None:
-        async with replicas(3) as backend:
-            monkeypatch.setattr(replica, "EngineChild", cannot_start(0, 1000))
-            await backend.roll()
-            assert [one.runs for one in backend._replicas] == [False, True, True]
-            assert [one.closed for one in handles[:3]] == [True, False, False]
-
-    with caplog.at_level("ERROR"):
-        run_virtual(run())
-    assert (
-        "the remaining engines are not replaced: replica 0 cannot be restarted: no memory" in caplog.messages
-    )
-
-
 def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,17 +23,6 @@ def test_a_session_belongs_to_one_replica_whatever_it_asks() -> None:
     assert key_of("\udcff \N{SNOWMAN}", PROMPT, None) < 1 << 64
 
 
-def test_numbers_that_are_no_tokens_have_a_place_too() -> None:
-    assert key_of("", (-1, 10**24), "\udcff") != key_of("", (-1, 10**25), "\udcff")
-
-
-def test_without_a_session_a_prompts_beginning_and_its_salt_count() -> None:
-    key = key_of("", PROMPT, None)
-    assert key == key_of("", PROMPT[:64], None) == key_of("", (*PROMPT, 7, 8), None)
-    others = [key_of("", (9, *PROMPT), None), key_of("", PROMPT[:63], None), key_of("", PROMPT, "salt")]
-    assert len({key, *others}) == 4
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_each_replica_has_about_its_share(count: int) -> None:
     ring = Ring(count)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.backend.work import CompletionObserver, Work
@@ -32,11 +30,6 @@ def test_several_deltas_are_one_with_everything_in_order() -> None:
         prompt_logprobs=PROMPT,
         cached_tokens=4,
     )
-
-
-def test_figures_of_the_prompt_are_kept() -> None:
-    later = [replace(FIRST, prompt_logprobs=None), replace(LAST, prompt_logprobs=PROMPT)]
-    assert Delta.joined(later).prompt_logprobs == PROMPT
 
 
 def test_an_observer_counts_its_deltas() -> None:

@@ -1,7 +1,5 @@
 """Call formats of chat templates."""
 
-import pickle
-
 import pytest
 
 from specinfer.errors import RequestError
@@ -65,10 +63,6 @@ def test_a_model_without_a_supported_format_is_refused(template, begins):
     assert caught.value.parameter == "tools"
 
 
-def test_the_template_for_tools_is_the_one_that_counts():
-    assert CallFormat.of(tokenizer(PLAIN, tool_template=MISTRAL)).name == "mistral"
-
-
 def test_a_form_may_be_chosen_by_name():
     assert CallFormat.of(tokenizer(QWEN), "hermes") == CallFormat.of(tokenizer(QWEN), "qwen")
     assert CallFormat.of(tokenizer(QWEN), "hermes").native
@@ -96,8 +90,3 @@ def test_marks_that_are_special_tokens_have_to_be_visible():
     for name, family in FAMILIES.items():
         marks = family.format.special
         assert [family.tokenizer.text_of(i) for i in visible[name]] == list(marks)
-
-
-def test_a_format_can_be_sent_to_another_process():
-    found = FAMILIES["mistral_ids"].format
-    assert pickle.loads(pickle.dumps(found)) == found

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.call_parser import CallParser
 from specinfer.serve.dialect.dialect import Reasoning
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.structured_output import structured_output
-from tests.unit.serve.dialect.families import FAMILIES, QWEN, TOOLS, Family, tokenizer, tools_of, verdict
+from tests.unit.serve.dialect.families import FAMILIES, TOOLS, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls
 
 AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("required", "get_time")
@@ -119,16 +118,6 @@ def test_a_call_that_must_be_is_there_at_once_and_whole(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_tool_that_is_named_is_called_and_once(name):
-    family = FAMILIES[name]
-    one, both, _ = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, NAMED)
-    assert verdict(family, grammar, one("get_time", "{}")) is None
-    assert verdict(family, grammar, one("get", CITY)) is not None
-    assert verdict(family, grammar, both(("get_time", "{}"), ("get_time", "{}"))) is not None
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
 def test_without_parallel_calls_there_is_one_call(name, choice):
     family = FAMILIES[name]
@@ -183,16 +172,6 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, tex
         assert (content, len(calls)) == ("" if count else answer, count)
 
 
-@pytest.mark.parametrize("count", [2, 40])
-def test_a_strict_form_goes_beside_any_number_of_tools(count):
-    tools = tools_of(*({"name": f"function_number_{i}"} for i in range(count)))
-    shape = {"name": "x", "strict": True, "schema": OBJECT}
-    form = structured_output({"type": "json_schema", "json_schema": shape})
-    for family in FAMILIES.values():
-        grammar = call_grammar(family.format, tools, AUTO, form=form)
-        assert verdict(family, grammar, '{"name": "Ann", "n": 3}') is None
-
-
 @pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special", "llama3"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
@@ -221,12 +200,6 @@ def test_white_space_in_arguments_follows_the_option():
         "any": [True, True, True],
         "none": [True, False, False],
     }
-
-
-def test_answers_without_tools_are_unconstrained():
-    call_format = FAMILIES["qwen"].format
-    assert call_grammar(call_format, TOOLS, ToolChoice("none")) is None
-    assert call_grammar(call_format, (), AUTO) is None
 
 
 def test_an_answer_that_only_begins_like_a_call_of_llamas_stays_text():
@@ -272,20 +245,6 @@ def test_reasoning_may_hold_anything_and_comes_before_calls(name):
     )
 
 
-def test_a_token_may_lie_across_the_beginning_of_a_call():
-    family = Family(tokenizer(QWEN, text=('ll>\n{"name": "get', "ll>x", "ll", "a</thi", "nk>\n\n<tool_ca")))
-    across, wrong, half, open_end, close_end = range(257, 262)
-    grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=Reasoning(), starts_inside=True)
-    state = family.compiler.compile(structured_output(grammar=grammar)).state()
-    state.commit([open_end])
-    assert state.permits((), wrong)  # in reasoning
-    assert not state.permits((close_end,), wrong)
-    assert state.permits((close_end, half), ord(">"))
-    assert not state.permits((close_end, half, ord(">")), ord("x"))
-    state.commit([close_end, across])
-    assert [i for i in range(262) if state.permits((), i)] == [ord('"'), ord("_")]
-
-
 def test_unsupported_keywords_are_ignored_unless_strict():
     odd = {"type": "object", "properties": {"at": {"type": "string", "format": "poem"}, "n": {"oneOf": [{}]}}}
     tools = tools_of({"name": "f", "parameters": odd})
@@ -295,31 +254,6 @@ def test_unsupported_keywords_are_ignored_unless_strict():
     assert (
         verdict(family, grammar, hermes("f", '{"at": 1}')) == hermes("f", "\0").partition("\0")[0] + '{"at": '
     )
-
-
-def test_schemas_of_any_order_refs_and_odd_texts_are_written_well():
-    schema = {
-        "$defs": {"way": {"enum": ["a\n/b", '"', "\u00d6::=", "]: x"]}},
-        "properties": {"z": {"$ref": "#/$defs/way"}, "a": {"type": "null"}},
-        "required": ["z", "a"],
-    }
-    tools = tools_of(*({"name": f"f{i}.x:y-z", "parameters": schema} for i in range(3)))
-    for name in ("hermes", "llama3", "mistral_args"):
-        family = FAMILIES[name]
-        grammar = call_grammar(family.format, tools, AUTO)
-        text = WRITTEN[name][0]("f2.x:y-z", '{"z": "a\\n/b", "a": null}')
-        assert verdict(family, grammar, text) is None
-        assert verdict(family, grammar, text.replace("/b", "/c")) is not None
-
-
-def test_a_grammar_that_is_too_long_is_refused():
-    large = {"type": "object", "properties": {"x" * 300: {"const": "y" * 100_000}}}
-    tools = tools_of(*({"name": f"f{i}", "parameters": large} for i in range(3)))
-    with pytest.raises(
-        RequestError, match=r"the schemas of tools make a grammar of \d+ characters"
-    ) as caught:
-        call_grammar(FAMILIES["qwen"].format, tools, AUTO)
-    assert caught.value.parameter == "tools"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,7 @@ from specinfer.serve.dialect.reader import (
 )
 from tests.operations import lines_run
 from tests.unit.serve.dialect.families import FAMILIES
-from tests.unit.serve.dialect.whole_answers import Call, content_and_calls
+from tests.unit.serve.dialect.whole_answers import content_and_calls
 
 H = FAMILIES["hermes"].format
 L = FAMILIES["llama3"].format
@@ -158,14 +158,6 @@ def test_however_an_answer_is_cut_it_says_the_same(data):
     assert read(call_format, *pieces) == read(call_format, text)
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_only_the_delimiters_of_calls_are_dropped(data):
-    text = data.draw(st.text(alphabet='<tool_call>{"name: f}[TOOL_CALLS]/ \n', max_size=40))
-    for call_format in (H, L, M, A):
-        assert read(call_format, text) == (text, [])
-
-
 def test_arguments_go_out_as_they_come():
     reader = parser(H)
     assert reader.feed('hi \n<tool_call>\n{"name": "f", "arguments": ') == [Content("hi")]
@@ -174,11 +166,6 @@ def test_arguments_go_out_as_they_come():
     assert reader.feed('"}}') == [ArgumentsPiece(0, '"}'), CallEnded(0)]
     assert reader.feed("\n</tool_call>") == []
     assert (reader.finish(), reader.calls) == ([], 1)
-
-
-def test_an_incomplete_call_is_marked():
-    assert events_of(H, CUT)[-1] == CallEnded(0, complete=False)
-    assert events_of(H, ONE)[-1] == CallEnded(0, complete=True)
 
 
 def test_only_a_possible_start_of_a_call_is_held_back():
@@ -193,16 +180,6 @@ def test_only_a_possible_start_of_a_call_is_held_back():
     assert reader.feed('"n') == []
     assert reader.feed('ot": 1') == [Content('{"not": 1')]
     assert reader.feed(' {"name": "f"') == [Content(' {"name": "f"')]
-
-
-def test_calls_have_ids_such_as_their_format_has():
-    [call] = content_and_calls(CallParser(M, ["f"]).feed('[TOOL_CALLS] [{"name": "f", "arguments": {}}'))[1]
-    assert len(call.call_id) == 9
-    assert call.call_id.isalnum()
-    assert call == Call(call.call_id, "f", "{}")
-    [call] = content_and_calls(CallParser(H, ["f"]).feed(ONE))[1]
-    assert call.call_id.startswith("call_")
-    assert H.new_id() != H.new_id()
 
 
 @pytest.mark.parametrize(

@@ -83,18 +83,6 @@ def test_several_calls_and_texts_beside_them_are_kept():
         assert "tool_calls" not in answer
 
 
-def test_a_system_message_that_is_there_keeps_its_words():
-    family = Family(tokenizer(PLAIN), "hermes")
-    messages = [{"role": "system", "content": "Be brief."}, ASKED]
-    [system, _], _ = for_template(messages, TOOLS, family.format)
-    assert system["content"].startswith("Be brief.\n\nYou may call functions")
-    parts = [{"type": "text", "text": "Be brief."}]
-    [system, _], _ = for_template([{"role": "system", "content": parts}, ASKED], TOOLS, family.format)
-    assert system["content"].startswith("Be brief.\n\nYou may call functions")
-    assert for_template(messages, (), family.format) == (messages, [])
-    assert messages[0]["content"] == "Be brief."
-
-
 def test_malformed_messages_are_refused_like_in_the_template():
     with pytest.raises(RequestError, match="messages is empty"):
         for_template([], TOOLS, Family(tokenizer(PLAIN), "hermes").format)

@@ -1,6 +1,5 @@
 """Splitting of answers into reasoning and content, and detection of reasoning models."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,8 +8,6 @@ from hypothesis import strategies as st
 
 from specinfer.serve.dialect.dialect import Reasoning, ReasoningSplitter
 from specinfer.structured_output import structured_output
-from specinfer.tokenizer import ChatEncoder
-from tests.operations import lines_run
 from tests.unit.serve.dialect.families import FAMILIES, PLAIN, THINKING, tokenizer, verdict_of_form
 
 
@@ -130,25 +127,3 @@ def test_blanks_around_reasoning_do_not_belong_to_the_form(name, inside, text, l
         assert verdict_of_form(family, structured_output(preamble=rules, **form), text) == legal
     if legal is None:
         assert split(inside, text)[1] == "ab"
-
-
-def test_the_rendered_prompt_shows_open_reasoning():
-    messages = [{"role": "user", "content": "hi"}]
-    reasoning = Reasoning.of(thinking := tokenizer(THINKING))
-    for enabled in (True, False):
-        prompt = ChatEncoder(thinking).render(messages, variables={"enable_thinking": enabled}).text
-        assert reasoning.opened_by(prompt) is enabled
-
-
-def test_a_prompt_may_close_the_reasoning():
-    assert Reasoning().closed_by("[assistant]<think>\n\n</think>\n\n")
-    assert not Reasoning().closed_by("[assistant]<think>A</think>B[user]hi[assistant]")
-
-
-@pytest.mark.parametrize("repeated", ["<", "</think", "\n", "a", "<think>", "</think>"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_time_grows_with_the_length_of_the_answer(inside, repeated):
-    def cost(times):
-        return lines_run(partial(split, inside, *(repeated * times)))
-
-    assert cost(200) < 11 * cost(20)

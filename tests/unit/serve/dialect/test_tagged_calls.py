@@ -12,7 +12,7 @@ from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import CallFormat, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content
-from specinfer.serve.dialect.tagged_calls import call_parser, json_of, schemas_of, types_of
+from specinfer.serve.dialect.tagged_calls import call_parser
 from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import ChatEncoder
@@ -213,23 +213,6 @@ def test_calls_are_held_to_the_form_and_to_their_schemas(family, choice):
         assert verdict(family, grammar, legal + rest) == legal
 
 
-def test_a_free_answer_may_speak_of_functions():
-    grammar = call_grammar(CODER.format, TOOLS, AUTO)
-    for text in ("", "hello", "<function=put>", "So:\n" + PUT):
-        assert verdict(CODER, grammar, text) is None
-
-
-def test_texts_of_the_grammar_are_parsed():
-    grammar = call_grammar(CODER.format, TOOLS, REQUIRED)
-    text = written("put", text="a\n</b>\n", size="XL", n="7", tags="[]", near="x")
-    assert verdict(CODER, grammar, text) is None
-    _, [(name, arguments)] = read(text)
-    assert (name, json.loads(arguments)) == (
-        "put",
-        {"text": "a\n</b>\n", "size": "XL", "n": 7, "tags": [], "near": "x"},
-    )
-
-
 @pytest.mark.parametrize(
     ("schema", "held"),
     [
@@ -256,33 +239,6 @@ def test_string_schemas_of_strict_functions_are_enforced_or_refused(schema, held
         with pytest.raises(RequestError, match="the function f is strict") as caught:
             call_grammar(CODER.format, [strict], AUTO)
         assert caught.value.parameter == "tools"
-
-
-@pytest.mark.parametrize(
-    ("schema", "types"),
-    [
-        ({"type": "string"}, {"string"}),
-        ({"type": ["null", "number"]}, {"null", "number"}),
-        (
-            {"enum": ["a", 1, None, True, 0.5, [], {}]},
-            {"string", "integer", "null", "boolean", "number", "array", "object"},
-        ),
-        ({"const": "a"}, {"string"}),
-        ({"oneOf": [{"const": 1}, {"type": "string"}]}, {"integer", "string"}),
-    ],
-)
-def test_schemas_say_which_types_there_are(schema, types):
-    assert types_of(schema) == types
-
-
-def test_references_are_followed_and_unknown_ones_allow_any_value():
-    [put, now, free] = TOOLS
-    assert types_of(schemas_of(put)["size"]) == {"string"}
-    assert schemas_of(put)["tags"]["$defs"] == SCHEMA["$defs"]
-    assert [tool.takes_others for tool in (put, now, free)] == [False, False, True]
-    loop = Tool("f", {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}})
-    assert len(types_of(schemas_of(loop)["a"])) == 7
-    assert json_of("1e5", types_of({"type": "number"})) == "1e5"
 
 
 def test_the_format_is_read_from_the_template_or_described_to_the_model():

@@ -24,13 +24,6 @@ def test_tools_are_read():
     assert tools_of(function(strict=True, parameters=WEATHER)) == (Tool("f", WEATHER, strict=True),)
 
 
-def test_models_see_tools_without_the_servers_fields():
-    [tool] = tools_of(function(strict=False, parameters=WEATHER, description="d"))
-    shown = {"name": "f", "description": "d", "parameters": WEATHER}
-    assert tool.described() == {"type": "function", "function": shown}
-    assert TOOLS[1].described()["function"] == {"name": "get_time", "parameters": TOOLS[1].parameters}
-
-
 @pytest.mark.parametrize(
     ("schema", "read"),
     [
@@ -90,13 +83,6 @@ def test_invalid_tools_are_refused(given, message, parameter):
         tools_of(*given)
     assert caught.value.parameter == parameter
     assert "\n" not in str(caught.value)
-
-
-def test_the_place_of_a_schema_is_named():
-    with pytest.raises(RequestError) as caught:
-        tools_of(function(), function(name="g", parameters={"required": 3}))
-    assert caught.value.parameter == "tools[1].function.parameters"
-    assert str(caught.value).startswith("tools[1].function.parameters cannot be used: ")
 
 
 def test_a_choice_is_among_the_tools():

@@ -113,18 +113,6 @@ def test_repeated_headers_are_refused(name: str, path: str) -> None:
     assert f"the header {name.lower()} appears more than once" in json.loads(body)["error"]["message"]
 
 
-def test_head_has_the_headers_of_get() -> None:
-    asked = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.append(scope["method"])
-        await PlainTextResponse("ok")(scope, receive, send)
-
-    access = Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
-    assert ask(access, method="HEAD")[0] == 200
-    assert asked == ["GET"]
-
-
 def test_no_key_is_needed_without_keys_and_for_probes() -> None:
     assert ask(guarded())[0] == 200
     assert ask(guarded("sesame"), path="/health")[0] == 200

@@ -44,28 +44,6 @@ def test_bodies_together_have_a_bound_and_the_largest_that_is_not_whole_goes_fir
     run(test)
 
 
-def test_a_body_counts_until_its_request_is_answered() -> None:
-    async def test() -> None:
-        server = Server(Connections(1000, 13_000))
-        first, _ = server.connect()
-        first.data_received(b"POST /hold HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 8000)
-        await settle()
-        assert 8000 < server.connections.held < 8000 + 3000
-        second, pipe = server.connect()
-        second.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
-        await settle()
-        assert pipe.statuses == [503]
-        server.hold.set()
-        await settle()
-        assert server.connections.held == 0
-        third, pipe = server.connect()
-        third.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
-        await settle()
-        assert pipe.statuses == [200]
-
-    run(test)
-
-
 def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
     async def test() -> None:
         server = Server()

@@ -124,16 +124,6 @@ def test_a_stream_starts_at_admission_and_is_kept_alive() -> None:
     assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
 
 
-def test_a_refusal_before_admission_is_not_a_stream() -> None:
-    async def refused() -> AsyncGenerator[str]:
-        await asyncio.sleep(100)
-        raise ApiError("no such field")
-        yield ""
-
-    with pytest.raises(ApiError, match="no such field"):
-        sent(refused(), ping=15.0)
-
-
 def test_a_failure_after_admission_is_the_last_event() -> None:
     error = ApiError("the engine died", status=500)
     assert sent(delayed(9.0, error), ping=5.0) == [

@@ -41,15 +41,6 @@ def test_only_the_owner_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert old.read_bytes() == b"before\nline\n"
 
 
-def test_a_line_that_would_make_it_too_large_begins_a_new_one(tmp_path: Path) -> None:
-    path, before = tmp_path / "log", tmp_path / "log.1"
-    append(path, b"a" * 9, b"b" * 9, b"c" * 9, most=20)
-    assert (before.read_bytes(), path.read_bytes()) == (b"a" * 9 + b"\n" + b"b" * 9 + b"\n", b"c" * 9 + b"\n")
-    append(path, b"d" * 30, b"e", most=20)  # longer than a whole file
-    assert (before.read_bytes(), path.read_bytes()) == (b"d" * 30 + b"\n", b"e\n")
-    assert mode(path) == mode(before) == 0o600
-
-
 @pytest.mark.parametrize("how", ["rm", "mv", "another"])
 def test_a_deleted_file_is_created_again(tmp_path: Path, how: str) -> None:
     path, old = tmp_path / "log", tmp_path / "log.old"
@@ -142,19 +133,3 @@ def test_a_torn_line_that_cannot_be_taken_back_is_ended(
     file.append(b"next")
     assert path.read_bytes() == b"tor\nnext\n"
     file.close()
-
-
-def test_an_invalid_log_path_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name, reason in (
-        ("pipe", "not a regular file"),
-        ("none/log", "No such file"),
-        (".", "Is a directory"),
-    ):
-        with pytest.raises(OSError, match=reason):
-            PrivateLines(str(tmp_path / name), PLENTY)
-    file = PrivateLines(str(tmp_path / "log"), PLENTY)
-    with pytest.raises(OSError, match="another server"):
-        PrivateLines(str(tmp_path / "log"), PLENTY)
-    file.close()
-    PrivateLines(str(tmp_path / "log"), PLENTY).close()

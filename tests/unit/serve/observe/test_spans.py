@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason, SpeculationFigures
-from specinfer.sampling_params import SamplingParams
-from specinfer.serve.backend.work import Work
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.serve.observe.spans import Spans, open_spans
+from specinfer.serve.observe.spans import Spans
 from specinfer.serve.startup import observers
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
@@ -123,11 +120,6 @@ def test_a_caller_without_a_span_makes_a_root(tokenizer: Tokenizer, traceparent:
     assert reasons == {0: ("stop",), 1: ("length",)}
 
 
-def test_a_caller_that_does_not_sample_gets_no_span(tokenizer: Tokenizer) -> None:
-    headers = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
-    assert spans_of(tokenizer, [says("a")], "/completions", {"prompt": "p"}, headers)[0] == []
-
-
 def test_an_answer_that_fails_is_an_error(tokenizer: Tokenizer) -> None:
     wrong = Delta("", finish_reason=FinishReason.ERROR, error="my secret leaves no token")
     [span], _ = spans_of(tokenizer, [[wrong]], "/completions", {"prompt": "p"}, {})
@@ -135,59 +127,6 @@ def test_an_answer_that_fails_is_an_error(tokenizer: Tokenizer) -> None:
     assert span.status.description is None
     assert (span.attributes or {})["gen_ai.response.finish_reasons"] == ("error",)
     assert (span.attributes or {})["error.type"] == "request_error"
-
-
-class Collected(InMemorySpanExporter):
-    """Stands in for the exporter, which need not be installed."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__()
-        self.endpoint = endpoint
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "sent_to"),
-    [
-        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
-        ("https://host/", "https://host/v1/traces"),
-        ("http://host:1/own?key=x", "http://host:1/own?key=x"),
-    ],
-)
-def test_remaining_spans_are_sent_at_the_end(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, endpoint: str, sent_to: str
-) -> None:
-    made: list[Collected] = []
-
-    def exporter(endpoint: str) -> Collected:
-        made.append(Collected(endpoint))
-        return made[0]
-
-    module = ModuleType("trace_exporter")
-    module.OTLPSpanExporter = exporter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, EXPORTER, module)
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    with observers(ServeConfig(otlp_endpoint=endpoint), MODEL, Metrics(MODEL), tokenizer) as [observe]:
-        span = observe(Work("a", (65,), SamplingParams(seed=1)), 0.0)
-        span.delta(says("b")[0], 1.0)
-        span.end(2.0)
-    [sent] = made[0].get_finished_spans()
-    assert made[0].endpoint == sent_to
-    assert (sent.attributes or {})["gen_ai.response.time_to_first_chunk"] == 1.0
-    span_attributes = sent.resource.attributes
-    assert (span_attributes["service.name"], span_attributes["deployment.environment"]) == (
-        "specinfer",
-        "test",
-    )
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    renamed = open_spans(endpoint, MODEL)
-    assert renamed._provider.resource.attributes["service.name"] == "mine"
-    renamed.close()
-
-
-@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://host", "http://"])
-def test_an_endpoint_is_a_url(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"otlp_endpoint is .*allowed: a URL"):
-        open_spans(endpoint, MODEL)
 
 
 def test_missing_packages_are_named_with_their_install_command(

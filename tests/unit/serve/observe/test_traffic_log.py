@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason, SpeculationFigures
@@ -19,7 +18,7 @@ from specinfer.serve.backend.work import BackendError, Health, Work
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.observe import traffic_log
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.serve.observe.traffic_log import LoggedCompletion, PrivateLines, TrafficLog
+from specinfer.serve.observe.traffic_log import PrivateLines, TrafficLog
 from specinfer.serve.startup import observers
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
@@ -192,17 +191,6 @@ def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokeniz
     assert found == [(first, 0, "one", "stop"), (first, 1, "two", "length")]
 
 
-def test_special_tokens_stand_in_the_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<|user|>"])
-    logged = Logged(tmp_path, Tokenizer(backend, eos_token_ids=[]))
-    traffic = logged.log.observe(Work("a", (2, 0, 1), SamplingParams(seed=1)), 0.0)
-    traffic.delta(says("c")[0], 1.0)
-    traffic.end(2.0)
-    assert [line["prompt"] for line in logged.lines()] == ["<|user|>ab"]
-
-
 def test_a_full_disk_costs_its_lines_alone(
     logged: Logged, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,32 +235,6 @@ def test_serving_does_not_wait_for_a_slow_disk(
     assert len(texts) + 5 + logged.lost_more == 8
     assert texts[:2] == ["a", "b"]
     assert "completions finish faster than the disk writes them" in warnings(caplog)[0]
-
-
-def test_a_disk_that_never_answers_does_not_keep_the_server(
-    logged: Logged, disk: FullDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(traffic_log, "_CLOSE_SECONDS", 0.01)
-    disk.answers.clear()
-    logged.complete("a")
-    logged.log.close()
-    assert "does not respond" in warnings(caplog)[0]
-    disk.answers.set()
-
-
-def test_a_line_that_cannot_be_made_costs_itself(
-    logged: Logged, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def odd(completion: LoggedCompletion) -> bytes:
-        raise ValueError(SECRET)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(logged.log, "_line", odd)
-        logged.complete("a")
-        assert logged.lost(1)
-    logged.complete("b")
-    assert logged.texts() == ["b"]
-    assert "ValueError" in warnings(caplog)[0]
 
 
 def test_the_option_opens_the_log_and_metrics_count_lost_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
