@@ -104,16 +104,6 @@ def test_kernels_that_cannot_be_built_are_a_finding(monkeypatch: pytest.MonkeyPa
     assert set(facts.versions) == {"specinfer", "python", "torch", "numpy"}
 
 
-def test_a_cpu_without_any_level_and_a_wrong_wish_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "x86-64", "sse2")
-    assert find_kernels().fault == "this CPU has none of the levels there are kernels for"
-    pretend(monkeypatch, "x86-64", V3, "amx")
-    found = find_kernels()
-    assert found.runs == "nothing"
-    assert found.fault is not None
-    assert found.fault.startswith("SPECINFER_CPU is 'amx', which this CPU lacks; allowed here: avx2")
-
-
 # ---- speeds ----
 
 

@@ -112,16 +112,6 @@ def answered(pool: BlockPool, text: str) -> int:
     return len(found)
 
 
-def test_requests_one_after_another_touch_a_few_times_what_one_needs() -> None:
-    pool = BlockPool(300, block_size=4)
-    for number in range(100):
-        assert answered(pool, unrelated(number, 8)) == 0
-    assert pool.num_touched == (1 + MAX_KEPT_PER_OWNED) * 8
-    for number in range(100, 150):  # longer ones may take more
-        assert answered(pool, unrelated(number, 20)) == 0
-    assert pool.num_touched == (1 + MAX_KEPT_PER_OWNED) * 20
-
-
 def test_a_conversation_finds_its_turns_between_other_requests() -> None:
     pool = BlockPool(1000, block_size=4)
     text = "hello"

@@ -20,7 +20,6 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import write_head
 from specinfer.models.open_model import open_model
 from tests.heads import (
-    IDS,
     NAMED,
     SIZE,
     VOCAB,
@@ -69,31 +68,6 @@ def test_a_head_that_is_written_is_read_again(
     for name, tensor in head.state_dict().items():
         expected = borrowed.get(name)
         assert torch.equal(again[name], tensor if expected is None else expected), name
-
-
-def test_names_of_tensors_are_those_of_checkpoints(tmp_path: Path) -> None:
-    write_tiny_head(tiny_head(eagle_config(fc_norm=True)), tmp_path / "eagle")
-    layer = {
-        *(f"self_attn.{x}_proj" for x in "qkvo"),
-        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
-        *("input_layernorm", "post_attention_layernorm"),
-    }
-    eagle = load_file(tmp_path / "eagle/model.safetensors")
-    assert set(eagle) == {
-        *(f"layers.0.{name}.weight" for name in {*layer, "hidden_norm"}),
-        *(f"fc_norm.{i}.weight" for i in range(3)),
-        *("fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"),
-    }
-    assert eagle["layers.0.self_attn.q_proj.weight"].shape == (32, 2 * SIZE)
-    assert eagle["d2t"].tolist() == [token - place for place, token in enumerate(IDS)]
-    assert eagle["t2d"].dtype == torch.bool
-    write_tiny_head(tiny_head(block_config()), tmp_path / "block")
-    assert set(load_file(tmp_path / "block/model.safetensors")) == {
-        *(f"layers.{i}.{name}.weight" for i in (0, 1) for name in layer),
-        *(f"layers.{i}.self_attn.{x}_norm.weight" for i in (0, 1) for x in "qk"),
-        *("fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"),
-        *("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-    }
 
 
 def test_a_config_has_the_librarys_words(tmp_path: Path) -> None:

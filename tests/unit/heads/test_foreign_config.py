@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from specinfer.engine.drafts import find
 from specinfer.errors import ModelError
@@ -19,7 +18,7 @@ from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress
 from tests.head_layouts import LAYOUTS, write_layout
 from tests.heads import VOCAB
-from tests.published_configs import EAGLE_LAYERS, LAYERS, Json
+from tests.published_configs import LAYERS, Json
 from tests.tiny_models import write_tiny_llama
 
 
@@ -41,19 +40,6 @@ def test_an_authors_layout_is_read_as_the_head_it_is(name: str, target: Path, tm
             tensor_name == "lm_head.weight" and not head.config.own_head
         )
         assert borrowed or torch.equal(again[tensor_name], tensor), tensor_name
-
-
-@pytest.mark.parametrize(("beside", "refused"), [([1, 2, 5], False), ([0, 1, 4], True)])
-def test_layers_that_are_named_twice_must_be_the_same(
-    beside: list[int], refused: bool, target: Path, tmp_path: Path
-) -> None:
-    write_layout(LAYOUTS["SpecForge 3.1"], tmp_path / "head", lambda c: c.update({EAGLE_LAYERS: beside}))
-    opened = open_model(target)
-    if refused:
-        with pytest.raises(ModelError, match=r"\[0, 1, 4\] in eagle_config.* different layers"):
-            HeadFolder(tmp_path / "head", opened.config)
-    else:
-        assert HeadFolder(tmp_path / "head", opened.config).config.taps == (1, 2, 5)
 
 
 def test_embeddings_are_what_layer_minus_one_puts_out(target: Path, tmp_path: Path) -> None:
@@ -201,18 +187,6 @@ def test_a_head_that_calls_itself_a_language_model_makes_no_text(name: str, tmp_
 def test_what_a_config_leaves_out_is_read_off_the_tensors(field: str, target: Path, tmp_path: Path) -> None:
     head = write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head", lambda c: c.pop(field, None))
     assert HeadFolder(tmp_path / "head", open_model(target).config).config == head.config
-
-
-def test_a_published_pickle_gets_the_line_that_converts_it(tmp_path: Path) -> None:
-    """As the authors publish most of their heads: no safetensors at all."""
-    write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head")
-    file = tmp_path / "head" / "model.safetensors"
-    torch.save(load_file(file), tmp_path / "head" / "pytorch_model.bin")
-    file.unlink()
-    with pytest.raises(
-        ModelError, match=r"convert pytorch_model\.bin to safetensors, as pickled .*: python -c"
-    ):
-        find(str(tmp_path / "head"), NoProgress())
 
 
 @pytest.mark.parametrize(

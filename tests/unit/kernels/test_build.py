@@ -109,26 +109,6 @@ def test_a_compiler_may_be_named_with_its_options_and_behind_another_program(
         assert call.startswith("-m64 -DA=a b -"), "options of ours come later, and last those of one's own"
 
 
-def test_a_compiler_is_looked_for_by_its_first_word_unless_its_name_has_spaces(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("clang++", "my c++"):
-        (tmp_path / name).write_text(WRAPPER)
-        (tmp_path / name).chmod(0o755)
-    clang = str(tmp_path / "clang++")
-    for named, found in {
-        "": (clang,),
-        "  ": (clang,),
-        " clang++ ": (clang,),
-        "clang++ -stdlib=libc++": (clang, "-stdlib=libc++"),
-        "my c++": (str(tmp_path / "my c++"),),
-        str(tmp_path / "my c++"): (str(tmp_path / "my c++"),),
-    }.items():
-        monkeypatch.setenv("CXX", named)
-        assert find_compiler() == found, named
-
-
 @pytest.mark.parametrize(
     ("named", "reason"),
     [

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.layout import (
-    FloatTable,
     FloatWeight,
     Int8Weight,
     choose_rows,
@@ -20,8 +19,6 @@ from specinfer.kernels.layout import (
     lay_out_int8,
 )
 from specinfer.kernels.quantized import quantize_int4
-
-SHAPES = [(1, 1), (16, 64), (20, 40), (33, 70), (48, 128)]  # channels, inner
 
 
 def element(blocks: Tensor, row: int, column: int) -> float:
@@ -48,17 +45,6 @@ def int8(channels: int, inner: int) -> tuple[Tensor, Tensor, Int8Weight]:
     values = torch.randint(-127, 128, (channels, inner), generator=generator).to(torch.int8)
     scales = torch.rand(channels, generator=generator)
     return values, scales, lay_out_int8(values, scales)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("channels", "inner"), SHAPES)
-def test_floats_lie_in_blocks_with_zeros_behind_them(channels: int, inner: int, dtype: torch.dtype) -> None:
-    matrix, laid_out = floats(channels, inner, dtype)
-    found = as_matrix(laid_out.values)
-    assert torch.equal(found[:channels, :inner], matrix.float())
-    assert found[channels:].eq(0).all()
-    assert found[:, inner:].eq(0).all()
-    assert found.shape[1] == (inner if dtype is torch.float32 else -(-inner // 32) * 32)
 
 
 @pytest.mark.parametrize("ids", [[], [5], [*range(20)], [32, 0, 19, 19, *range(14)]], ids=len)
@@ -96,25 +82,6 @@ def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns
     assert torch.equal(found_scales, scales[chosen])
     behind = as_matrix(part.values)[:, len(columns) :]
     assert behind.eq(128).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inner", [128, 102])
-def test_ranges_of_floats_are_a_matrix_of_their_own(inner: int, dtype: torch.dtype) -> None:
-    matrix, whole = floats(70, inner, dtype)
-    for rows in ([range(16, 32), range(64, 70)], [range(3, 20), range(40, 41)]):
-        for columns in (range(32, 64), range(96, inner)):
-            wanted = torch.cat([matrix[one.start : one.stop] for one in rows])
-            wanted = wanted[:, columns.start : columns.stop]
-            part = empty_floats(len(wanted), len(columns), dtype)
-            part.values.fill_(7)
-            cut(whole, rows, columns, part)
-            own = empty_floats(*wanted.shape, dtype)
-            lay_out_floats(wanted, own)
-            assert torch.equal(part.values, own.values)
-            table = FloatTable(torch.empty_like(wanted))
-            cut(FloatTable(matrix), rows, columns, table)
-            assert torch.equal(table.rows, wanted)
 
 
 def test_ranges_of_int4_keep_levels_scales_and_zeros() -> None:

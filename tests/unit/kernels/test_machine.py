@@ -17,7 +17,6 @@ from specinfer.kernels.machine import (
     cpu_features,
     cpu_name,
     cpu_share,
-    is_quick_in_bfloat16,
     release_free_memory,
     thread_count,
 )
@@ -214,17 +213,6 @@ def test_a_linux_cpu_says_what_it_is(
     monkeypatch.setattr(machine.platform, "processor", lambda: "a processor")
     assert cpu_name() == name
     assert cpu_features() == features
-
-
-@pytest.mark.parametrize(
-    ("features", "quick"),
-    [("avx2 fma", False), ("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("asimd bf16", True)],
-)
-def test_whose_products_are_quicker_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, features: str, quick: bool
-) -> None:
-    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features.split()))
-    assert is_quick_in_bfloat16() == quick
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its malloc")

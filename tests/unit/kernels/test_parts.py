@@ -14,7 +14,7 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, ProductOptions
-from specinfer.kernels.quantized import NativeProducts, Products, quantize_int4, quantize_int8
+from specinfer.kernels.quantized import NativeProducts, Products, quantize_int4
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 
@@ -202,17 +202,3 @@ def test_other_parts_are_refused(name: Literal["torch", "native"]) -> None:
     assert isinstance(plain, NativeProduct)
     with pytest.raises(ValueError, match=r"^this product\'s sums have no parts, hence no branches$"):
         plain.branches(random(1, 64))
-
-
-def test_int8_needs_no_parts() -> None:
-    weight = quantize_int8(random(16, 64))
-    with pytest.raises(TypeError, match=r"^a product with int8 weights is exact, and needs no parts$"):
-        NativeProduct(
-            library_or_skip(),
-            "int8",
-            weight.values,
-            channels=16,
-            inner=64,
-            scales=weight.scales,
-            parts=SumParts((64,), (0, 1)),
-        )

@@ -110,27 +110,6 @@ def test_qwen_windows_need_to_be_switched_on():
     assert config_from_hf(on).layer_windows == (None, 4096, 4096)
 
 
-def test_exaone_reads_no_pattern_beside_layer_types():
-    """Published configs say "LLLG" there."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    text = {**LLAMA, "model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": "LLLG"}
-    assert config_from_hf({**text, "layer_types": kinds}).layer_windows == (5, 5, None)
-    with pytest.raises(ModelError, match="sliding_window_pattern"):
-        config_from_hf(text)
-
-
-def test_cwm_fills_in_what_transformers_does():
-    text = {**LLAMA, "model_type": "cwm", "sliding_window": 0, "rope_scaling": {"rope_type": "default"}}
-    config = config_from_hf(text)
-    assert (config.window, config.rope) == (None, Rope(1e6))
-
-
-def test_ropes_of_layer_types_stand_by_these():
-    text = {**GEMMA_4B["text_config"], "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    with pytest.raises(ModelError, match=r"rope_parameters holds \['rope_theta', 'rope_type'\]; expected"):
-        config_from_hf({**GEMMA_4B, "text_config": text})
-
-
 def test_gemma3_inside_a_vision_model():
     config = config_from_hf(GEMMA_4B)
     assert config.family is Family.GEMMA3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specinfer.models.config import PipelineStage
-from specinfer.models.language_model import LanguageModel, Residual, Taps, check_taps
+from specinfer.models.language_model import LanguageModel, Residual, check_taps
 from specinfer.models.weights import load_model
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
@@ -71,18 +71,6 @@ def test_the_norm_of_chosen_rows_is_theirs_among_all_and_may_be_asked_for_again(
     assert torch.equal(model.final_norm(residual), whole)
     assert torch.equal(residual.x_TD, x_TD)
     assert torch.equal(residual.y_TD, y_TD)
-
-
-def test_taps_are_copies_in_the_order_they_were_asked_for() -> None:
-    x, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
-    taps = Taps([2, 0, 2], x)
-    taps.see(0, Residual(x))
-    x += 5
-    taps.see(1, Residual(x))
-    taps.see(2, Residual(x, y))
-    assert taps.tapped_TND is not None
-    assert taps.tapped_TND.tolist() == [[[16.0, 27.0], [1.0, 2.0], [16.0, 27.0]]]
-    assert Taps([], x).tapped_TND is None
 
 
 def test_taps_of_layers_that_are_not_there_are_refused() -> None:

@@ -40,13 +40,6 @@ def test_what_fits_is_pinned() -> None:
     assert (whole.resident_bytes, whole.streamed_bytes, whole.seconds(10)) == (100, 0, 0)
 
 
-def test_layers_that_stream_are_spread_evenly() -> None:
-    placement = Placement.within(10 * (4 + 2), {}, [10] * 12)
-    assert placement.streamed == (1, 2, 4, 5, 7, 8, 10, 11)
-    assert placement.pinned == (0, 3, 6, 9)
-    assert Placement.within(10 * (9 + 2), {}, [10] * 12).streamed == (3, 7, 11)
-
-
 def test_a_buffer_has_room_for_the_longest_layer_that_streams() -> None:
     # Buffers for the long one would take more than it does itself.
     placement = Placement.within(79, {}, [40, 10, 10, 10, 10])

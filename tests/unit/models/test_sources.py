@@ -44,19 +44,6 @@ def test_names_inside_and_outside_layers() -> None:
         assert names.sources(odd, CONFIG) == {odd: Source(odd)}
 
 
-def test_a_stack_has_its_tensors_one_after_the_other() -> None:
-    names = Names("blk.", {}, FUSED)
-    assert rows_of(names, "blk.1.attn.qkv.bias") == {
-        "self_attn.q_proj.bias": range(16),
-        "self_attn.k_proj.bias": range(16, 24),
-        "self_attn.v_proj.bias": range(24, 32),
-    }
-    assert rows_of(names, "blk.1.ffn.gate_up.weight") == {
-        "mlp.gate_proj.weight": range(6),
-        "mlp.up_proj.weight": range(6, 12),
-    }
-
-
 def test_a_stack_by_key_heads_has_what_belongs_to_each_together() -> None:
     names = Names("blk.", {}, FUSED, by_key_head=True)
     assert rows_of(names, "blk.1.attn.qkv.weight") == {

@@ -65,20 +65,6 @@ def test_the_buffer_that_is_held_is_not_written_to() -> None:
         until(lambda: stream.read_bytes == 3 * 4 * PAGE)
 
 
-def test_the_next_pass_finds_its_first_records_read() -> None:
-    records = pages(1, 1, 1, 1, 1)
-    source = source_of(records)
-    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
-        with stream.passing():
-            for number in range(5):
-                stream.take(number)
-        until(lambda: stream.read_bytes == 7 * PAGE)
-        source.open.clear()  # further reads do not finish
-        assert taken(stream, 0, records[0]) == bytes_of(source, records[0])
-        assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
-        source.open.set()
-
-
 def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
     records = pages(1, 1, 1, 1, 1, 1)
     source = source_of(records)
@@ -92,17 +78,6 @@ def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
         assert places[:5] == [0, 1, 2, 0, 1]
         # 2 is read only if the reader begins it before the jump to 5.
         assert tuple(places[5:7]) in {(2, 5), (5, 0)}, "3 and 4 were never begun"
-
-
-def test_a_record_that_is_held_is_there_at_once() -> None:
-    records = pages(1, 1, 1)
-    source = source_of(records)
-    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
-        buffer = stream.take(0)
-        until(lambda: stream.read_bytes == 2 * PAGE)
-        source.open.clear()
-        assert stream.take(0) == buffer
-        source.open.set()
 
 
 @pytest.mark.parametrize("buffers", [2, 3])

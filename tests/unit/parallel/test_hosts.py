@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import threading
@@ -22,7 +21,7 @@ from specinfer.errors import CapacityError, ConfigError, ModelError, PeerLostErr
 from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
-from specinfer.parallel import launch, listener
+from specinfer.parallel import launch
 from specinfer.parallel.group import Group
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
@@ -93,25 +92,6 @@ def test_a_follower_that_does_not_come_is_named(
     with pytest.raises(PeerLostError, match=rf"ranks? .*3 did not connect to {hosts.master} within 0\.5 s"):
         LLM(folder / "target", **{**hosts.options, "tensor_parallel": 4, "local_ranks": 2})
     assert soon(lambda: not psutil.Process().children(recursive=True) or not hosts.workers())
-
-
-def test_ctrl_c_ends_the_wait_and_gives_the_port_back(
-    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener, "_WARN_AFTER", 0.1)
-
-    def interrupt(record: logging.LogRecord) -> bool:
-        if f"waiting at {hosts.master}" in record.getMessage():
-            os.kill(os.getpid(), signal.SIGINT)
-        return True
-
-    log = logging.getLogger(listener.__name__)
-    log.addFilter(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            LLM(folder / "target", **hosts.options)
-    finally:
-        log.removeFilter(interrupt)
 
 
 def test_a_follower_with_another_model_or_version_is_refused(

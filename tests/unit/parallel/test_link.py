@@ -19,7 +19,6 @@ from specinfer.parallel import rendezvous
 from specinfer.parallel.link import Link, dial, greet, listen, read_key
 from specinfer.parallel.rendezvous import accept_rank, connect_ranks
 from tests.ranks import soon
-from tests.unit.parallel.test_messages import EACH_MALFORMED
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -138,18 +137,6 @@ def test_what_listens_and_is_none_of_ours_is_left(pool: ThreadPoolExecutor, answ
     pool.submit(other, listening)
     with pytest.raises((OSError, ValueError)):
         dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
-
-
-@EACH_MALFORMED
-def test_a_stream_of_anything_else_ends_over_tcp_too(
-    pool: ThreadPoolExecutor, sent: bytes, line: str
-) -> None:
-    ours, its = tcp(pool)
-    os.write(its.number, sent)
-    its.close()
-    with pytest.raises(ValueError, match=line):
-        ours.receive()
-    ours.close()
 
 
 def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolExecutor) -> None:

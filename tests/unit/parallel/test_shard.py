@@ -15,7 +15,6 @@ from specinfer.models.config import (
     InnerRange,
     ModelConfig,
     QkNorm,
-    Ranges,
 )
 from specinfer.models.positions import Alibi, Rope
 from specinfer.parallel.shard import Layout, Shard
@@ -94,29 +93,6 @@ def test_every_column_and_every_token_is_one_ranks(count: int, size: int) -> Non
         assert all(one.start % unit == 0 for one in ranges if one)
         sizes = [-(-len(one) // unit) for one in ranges]
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_parts_of_sums_are_cut_where_as_many_ranks_would_be() -> None:
-    whole = Shard(0, 1, 8).of(SMOL)
-    assert replace(whole, part=Ranges()) == SMOL
-    assert whole.part == Ranges(
-        o=SumParts((64, 192, 256, 320, 384, 448, 512, 576), (0, 8)),
-        down=SumParts(tuple(range(192, 1537, 192)), (0, 8)),
-    )
-    parts = [Shard(rank, 3, 8).of(SMOL).part for rank in range(3)]
-    assert [one.queries for one in parts] == [range(192), range(192, 384), range(384, 576)]
-    assert [one.inner for one in parts] == [range(384), range(384, 960), range(960, 1536)]
-    assert [one.o for one in parts] == [
-        SumParts((64, 192), (0, 2, 5, 8), 0),
-        SumParts((64, 128, 192), (0, 2, 5, 8), 1),
-        SumParts((64, 128, 192), (0, 2, 5, 8), 2),
-    ]
-    assert [one and one.shares for one in (parts[0].down, Shard(1, 2, 8).of(SMOL).part.down)] == [
-        (0, 2, 5, 8),
-        (0, 4, 8),
-    ]
-    thirds = [Shard(rank, 3, 12).of(SMOL).part.inner for rank in range(3)]
-    assert thirds == [range(512), range(512, 1024), range(1024, 1536)]
 
 
 @pytest.mark.few(1)

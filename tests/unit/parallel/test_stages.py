@@ -31,7 +31,7 @@ from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.parallel.conftest import Saved
-from tests.unit.parallel.test_texts import FAMILIES, SHAPE, ends_of, overflow_at, said
+from tests.unit.parallel.test_texts import FAMILIES, SHAPE, said
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], [5, 6]]
@@ -101,20 +101,6 @@ def test_texts_are_those_of_one_process_whoever_guesses(
         for who in ("nobody", "lookups", "draft", "head"):
             assert texts(target, who) == want, who
         assert texts(target, "draft", max_batch_size=1, max_step_tokens=32) == want
-
-
-@pytest.mark.parametrize("kind", ["int8", "none"])
-def test_an_overflow_in_the_second_stage_ends_its_own_request_alone(
-    kind: Quantization, tmp_path: Path
-) -> None:
-    path = write_tiny_llama(tmp_path / "model", tokenizer=True, num_layers=4, tie_embeddings=False, **SHAPE)
-    overflow_at(path, 2)
-    how: dict[str, Any] = {"quantization": kind}
-    want = ends_of(whole_model(path, kernels("native"), tmp_path, width=1, **how), path)
-    assert [end[1] for end in want] == ["error", *["length"] * (len(want) - 1)]
-    with ranks_of(path, 2, kernels("native"), tmp_path, stages=2, **how) as target:
-        assert target.config.stage.behind == 2  # rank 0 has no layer that overflows
-        assert ends_of(target, path) == want
 
 
 @pytest.mark.parametrize("parts", [2, 3, 20])

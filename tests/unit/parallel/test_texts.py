@@ -226,18 +226,6 @@ def ends_of(target: LanguageModel, path: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "none"])
-def test_what_is_no_number_ends_its_own_request_alone(kind: Quantization, tmp_path: Path) -> None:
-    path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.embed_tokens.weight"][63] = float("nan")
-    save_file(tensors, path / "model.safetensors")
-    want = ends_of(whole_model(path, kernels("native"), tmp_path, quantization=kind), path)
-    assert want[0][1] == "error"
-    with ranks_of(path, 3, kernels("native"), tmp_path, quantization=kind) as target:
-        assert ends_of(target, path) == want
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
 def test_an_overflow_in_the_columns_of_one_rank_ends_its_own_request_alone(
     kind: Quantization, tmp_path: Path
 ) -> None:

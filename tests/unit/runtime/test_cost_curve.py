@@ -38,24 +38,6 @@ def runner(tiny: Tiny) -> ModelRunner:
     return ModelRunner(tiny.target, num_blocks=128, block_size=16)
 
 
-@pytest.mark.parametrize(
-    ("measured", "curve"),
-    [
-        ({1: 2.0, 2: 2.0, 4: 2.0, 8: 4.0}, ((1, 4, 8), (2.0, 2.0, 4.0))),
-        ({1: 2.0, 8: 9.0, 16: 4.0}, ((1, 16), (2.0, 4.0))),  # 8 rows were disturbed: 16 took less
-        ({1: 5.0, 2: 3.0, 4: 4.0}, ((1, 2, 4), (3.0, 3.0, 4.0))),  # so was 1
-        ({1: 1.0, 4: 3.5, 16: 4.0}, ((1, 16), (1.0, 4.0))),  # 4 lies above the line from 1 to 16
-        ({4: 1.0, 1: 1.0}, ((1, 4), (1.0, 1.0))),
-    ],
-)
-def test_disturbed_sizes_are_left_out(
-    measured: dict[int, float], curve: tuple[tuple[int, ...], tuple[float, ...]]
-) -> None:
-    hull = CostCurve.through(measured)
-    assert list(zip(hull.rows, hull.at_rows, strict=True))[-1] == (curve[0][-1], curve[1][-1])
-    np.testing.assert_allclose(hull.seconds(range(1, 17)), CostCurve(*curve).seconds(range(1, 17)))
-
-
 def test_a_mixture_rises_with_the_experts_that_rows_touch() -> None:
     experts = Experts(64, 8, 1024, normalized=True)
 
@@ -112,17 +94,6 @@ class Paced:
 
         monkeypatch.setattr(inner, "launch", paced)
         return inner
-
-
-def test_a_quick_model_is_measured_at_every_size_several_times(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pace = Paced(lambda rows: 0.001 * max(rows, 8))
-    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
-    assert curve.seconds([1, 8, 64, 128]).tolist() == pytest.approx([0.008, 0.008, 0.064, 0.128])
-    assert {size: pace.passes[1:].count(size) for size in (1, 8, 128)} == {1: 5, 8: 5, 128: 2}
-    assert pace.passes[-2:] != [256, 512], "larger passes would take longer than the rest is worth"
-    assert pace.now < 2
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-
-import torch
-
-from specinfer.runtime.features import TappedRows, UnreadFeatures, text_rows
+from specinfer.runtime.features import text_rows
 from specinfer.tree import TokenTree
 from tests import plans
-
-
-def rows_of(first: int, count: int, others: int = 0) -> TappedRows:
-    """Return hidden states that encode their position, [count, 1, 1], after `before` other rows."""
-    states = torch.arange(first - others, first + count, dtype=torch.float32)[:, None, None]
-    return TappedRows(states, range(others, others + count))
-
-
-def positions_in(states: Sequence[TappedRows]) -> list[int]:
-    """Return the positions that these rows encode, read as copies and in place."""
-    found: list[int] = []
-    for part in states:
-        copied = part.copied()
-        lie = [ctypes.c_float.from_address(address).value for address in part.addresses()]
-        assert lie == copied.flatten().tolist()
-        found.extend(int(value) for value in lie)
-    return found
 
 
 def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
@@ -49,17 +27,3 @@ def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
     }
     few = found.where(lambda entry: entry.request.request_id != "tree")
     assert few.rows == [[0, 1, 2, 3], [14, 15, 16]]
-
-
-def test_features_are_taken_in_order_whatever_they_came_in() -> None:
-    unread = UnreadFeatures(3)
-    for first, count in [(3, 2), (5, 1), (6, 4)]:
-        unread.add(rows_of(first, count, others=first))
-    assert (unread.first, unread.end) == (3, 10)
-    assert positions_in(unread.take(1)) == [3]
-    assert positions_in(unread.take(4)) == [4, 5, 6, 7]
-    assert (unread.first, unread.end) == (8, 10)
-    unread.drop_before(9)
-    assert positions_in(unread.take(1)) == [9]
-    unread.drop_before(16)
-    assert (unread.first, unread.end) == (16, 16)

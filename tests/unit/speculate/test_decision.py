@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate import decision as reasons
 from specinfer.speculate.decision import Contribution, Decision
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
-from tests.unit.speculate.policy.priced import Reckless, sized
-
-HALF = CostCurve((1, 3), (1.0, 2.0))  # a further row takes half of the first row's time
 
 
 class Chained:
@@ -129,32 +124,3 @@ def test_who_has_failed_is_told_of() -> None:
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
         assert [one.reason for one in decision.contributions] == [reasons.FAILED, reasons.GUESSED]
-
-
-def test_why_the_guard_lets_nobody_guess() -> None:
-    policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
-    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
-    reasons_given = []
-    for _ in range(200):
-        ensemble.propose(plans.plan(entry()))
-        [decision] = ensemble.explain()
-        reasons_given.append(decision.contributions[0].reason)
-        seconds = 3.0 if reasons_given[-1] == reasons.GUESSED else 1.0  # guesses lose, and none is right
-        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
-    assert reasons_given[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]
-    assert reasons_given[-1] == reasons.GUARD
-
-
-def test_a_decision_as_json() -> None:
-    decision, _ = decided(Chain("a", 10), Chain("b"), policy=sized(HALF))
-    assert decision.to_json() == {
-        "speculators": [
-            {"name": "a", "reason": "guessed", "drawn": 1, "verified": 1, "levels": 1},
-            {"name": "b", "reason": "no guess", "drawn": 0, "verified": 0, "levels": 0},
-        ],
-        "expected_tokens": 1.8808,
-        "probabilities": [1.0, 0.8808],
-        "guess_seconds": 0.5,
-        "expected_seconds": 1.5,
-        "requests": 1,
-    }

@@ -86,17 +86,3 @@ def test_each_entry_gets_its_own_and_asking_moves_nothing(tiny: Tiny) -> None:
     assert guesses == [b"abc", b"", b"yz"]
     speculator.observe([])
     assert [bytes(tree.token_ids[1:]) for tree in speculator.propose(plan(*entries))] == guesses
-
-
-def test_an_engine_writes_forced_text_in_few_steps_and_says_who_guessed(tiny: Tiny) -> None:
-    text = "the same text, whatever the model thinks of it"
-    params = SamplingParams(seed=1, choice=[text], max_tokens=60)
-    (output,) = tiny.llm().generate(["?"], params)
-    (plain,) = tiny.llm().generate(
-        ["?"], SamplingParams(seed=1, choice=[text], max_tokens=60, speculation=False)
-    )
-    assert output.text == plain.text == text
-    # 46 bytes and the end: the first token comes with the prompt, then 16 forced ones and one more a step.
-    assert output.figures.steps == 3
-    assert output.figures.accepted_by == {"grammar": 45 - 2}
-    assert plain.figures.steps == len(text)

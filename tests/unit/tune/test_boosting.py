@@ -11,7 +11,6 @@ from torch import Tensor
 from specinfer.progress import NoProgress
 from specinfer.tune.boosting import (
     dataset_of,
-    discounted,
     hit_probabilities,
     proposals,
     proposed,
@@ -49,12 +48,6 @@ def text(key: int, tokens: tuple[int, ...] = (1, 7, 4)) -> TunedText:
 )
 def test_how_likely_a_pool_hits(key: int, proposed_RM: list[list[int]], hits: list[float]) -> None:
     assert hit_probabilities(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
-
-
-def test_a_discounted_law_keeps_a_part_of_what_is_proposed() -> None:
-    left = discounted(text(HOT), torch.tensor([[7, 7], [-1, -1]]), kept=0.5).exp()
-    assert left[0].tolist() == pytest.approx([1 / 3, 0.4, 4 / 15])  # 0.25, 0.3 and 0.2 of 0.75
-    assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
 
 
 def pretended(tokens: list[int]) -> list[Tensor]:

@@ -16,10 +16,9 @@ from specinfer.tune.collector import (
     Collector,
     HiddenStateListener,
     collecting_config,
-    in_order,
 )
 from specinfer.tune.dataset import Corpus
-from specinfer.tune.prompts import Prompts, read_prompts, temperature_of
+from specinfer.tune.prompts import Prompts, read_prompts
 from tests.unit.tune.conftest import engine, ticking, write_prompts
 
 TAPS = (0, 1, 2)
@@ -99,23 +98,6 @@ def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
                 assert torch.equal(text.tokens_T, long.tokens_T[: len(text.tokens_T)])
                 assert torch.allclose(text.taps_TND, long.taps_TND[: len(text.taps_TND)], atol=1e-5)
     assert compared == 4
-
-
-def test_another_seed_asks_in_another_order_and_gets_other_answers(target: Path, tmp_path: Path) -> None:
-    asked = read_prompts([write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])])
-    first, second = (
-        [one.key for one in in_order(asked.prompts, seed) if not one.held_out][:20] for seed in (0, 1)
-    )
-    assert len({*first} & {*second}) < 12
-    answers = []
-    for seed in (0, 1):
-        corpus, _ = collect(target, asked, tmp_path / f"seed{seed}", seed=seed)
-        texts = [corpus.text(number, held_out=False) for number in range(corpus.count(held_out=False))]
-        answers.append({text.key: text.tokens_T.tolist() for text in texts})
-    assert answers[0].keys() == answers[1].keys()
-    differ = [key for key, tokens in answers[0].items() if tokens != answers[1][key]]
-    assert differ
-    assert all(temperature_of(key, held_out=False) > 0 for key in differ)
 
 
 def test_a_damaged_shard_is_left_out(target: Path, tmp_path: Path) -> None:

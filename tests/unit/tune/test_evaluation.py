@@ -10,7 +10,7 @@ import torch
 from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Initialization, TrainableDraft, entries_of
-from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, TokenRanks, figures_of, rank_tokens
+from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, rank_tokens
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.initial_head import new_head
@@ -72,16 +72,3 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
     assert 0 < sum(row[2] == NOT_RANKED for row in expected) < len(expected), (
         "some trees end early, some do not"
     )
-
-
-def test_figures_of_ranks_by_hand() -> None:
-    own = TokenRanks(
-        torch.tensor([[0, 0, 0], [0, 1, 0], [2, 0, 0], [5, NOT_RANKED, NOT_RANKED]]), torch.zeros(4)
-    )
-    figures = figures_of(own)
-    assert figures.hits == (2 / 4, 1 / 2, 1 / 1)
-    assert figures.first_three == 3 / 4
-    assert figures.tokens_per_pass == figures.worth == 1 + (3 + 1 + 0 + 0) / 4
-    other = TokenRanks(torch.tensor([[1, 0], [0, 0], [0, 3], [0, 0]]), torch.zeros(4))
-    assert figures_of(own, [other]).worth == 1 + (3 + 2 + 1 + 2) / 4
-    assert own.accepted((3, 2)).tolist() == [2, 2, 2, 0]

@@ -9,25 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import target_head
 from specinfer.heads.layers import HeadLayer
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
-from specinfer.tune.head_draft import BlockHeadDraft, read_initial_head, with_vocabulary
-from specinfer.tune.head_kinds import BlockKind, Layout
+from specinfer.tune.head_draft import BlockHeadDraft
+from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.initial_head import (
     copy_target_layers,
     fit_bigrams,
-    likely_tokens,
     new_head,
 )
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import beginning_of, ticking, tuning_of
+from tests.unit.tune.conftest import ticking, tuning_of
 
 SHAPE = BlockKind(depth=3, vocabulary=24, markov_rank=24)
 SCALE = torch.full((2, 32), 0.5)
@@ -146,59 +143,3 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
     assert losses[None] == losses["target"], "it is how a block head begins where nothing is said"
-
-
-@pytest.mark.parametrize("layout", ["specinfer", "dspark"])
-def test_an_exported_head_can_name_more_tokens(
-    target: Path, prompts: Path, tmp_path: Path, layout: Layout
-) -> None:
-    kind = replace(SHAPE, layout=layout)
-    first = Tuning(tuning_of(target, tmp_path / "first", kind=kind), clock=ticking())
-    first.run(read_prompts([prompts]), [prompts.name])
-    opened, corpus, said = open_model(target), first._corpus, list[str]()
-    taps, begun = kind.taps(opened.config), beginning_of(target, corpus, said.append)
-    wanted, scale = kind.config(opened.config, taps), torch.ones(len(taps), 32)
-    few = read_initial_head(str(tmp_path / "first"), replace(wanted, draft_vocab_size=8), opened, scale)
-    assert isinstance(few, BlockHead)
-    assert with_vocabulary(few, None, begun) is with_vocabulary(few, 24, begun) is few
-    with pytest.raises(TuneError, match="vocabulary is 23, and the head to resume from has 24 tokens; give"):
-        with_vocabulary(few, 23, begun)
-    assert not said
-    many = with_vocabulary(few, 40, begun)
-    assert said == ["the head has 24 tokens; adding 16 more"]
-    assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps its own tokens"
-    assert len(with_vocabulary(few, 8192, begun).ids) == 64, "a target has no more"
-    own = torch.searchsorted(many.ids, few.ids)
-    assert torch.equal(many.ids[own], few.ids)
-    likely = [token for token in likely_tokens(corpus, 64).tolist() if token not in few.ids]
-    assert {*likely[:16]} == {*many.ids.tolist()} - {*few.ids.tolist()}
-    h, before = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), torch.arange(5)
-    logits, more = (head.logits(h) + head.pair_logits(before) for head in (few, many))
-    assert torch.allclose(more[:, own], logits, atol=1e-5)
-    new = torch.isin(torch.arange(40), own, invert=True)
-    rows, of_target = many.lm_head.weight.detach(), target_head(opened, many.ids.tolist())
-    assert torch.allclose(torch.cosine_similarity(rows[new], of_target[new]), torch.ones(16), atol=1e-5)
-    rarest = [token for token in likely_tokens(corpus, 64).tolist() if token in few.ids][-6:]
-    pairs, before = many.markov_head.markov_w2.weight, few.markov_head.markov_w2.weight
-    expected = before[torch.searchsorted(few.ids, torch.tensor(rarest))].mean(dim=0)
-    assert torch.allclose(pairs[new], expected.expand(16, -1), atol=1e-6)
-    if layout == "specinfer":
-        assert torch.equal(rows, of_target)
-    else:
-        assert float(rows[new].norm(dim=1).mean()) == pytest.approx(
-            float(rows[own].norm(dim=1).mean()), rel=0.3
-        )
-
-
-def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
-    opened = open_model(target)
-    config = SHAPE.config(opened.config, (1, 2))
-    with pytest.raises(TuneError, match="which is not a draft head"):
-        read_initial_head(str(target), config, opened, SCALE)
-    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
-    first.run(read_prompts([prompts]), [prompts.name])
-    with pytest.raises(TuneError, match="differs in shape"):
-        read_initial_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
-    dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
-    with pytest.raises(TuneError, match="init is target, which is for block heads"):
-        Tuning(dspark)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -55,22 +55,6 @@ def test_shapes_are_as_quick_as_any(seed: int) -> None:
     every = product(pair[0].shapes(), pair[1].shapes())
     oracle = max(speed_of(pair, target, {0: a, 1: b}).tokens_per_second for a, b in every)
     assert best_shapes(pair, target, [0, 1]).tokens_per_second == pytest.approx(oracle, rel=0.005)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_members_that_pay_are_found(seed: int) -> None:
-    four, target = random_candidates(seed, 4), CostCurve((1, 8), (1.0, 2.0))
-    pools = selected(four, target)
-    assert [len(pool.members) for pool in pools] == [1, 2, 3, 4]
-    assert all(small.members == large.members[:-1] for small, large in pairwise(pools))
-    singles = [best_shapes(four, target, [number]).tokens_per_second for number in range(4)]
-    assert pools[0].members == (int(np.argmax(singles)),)
-    oracle = max(
-        best_shapes(four, target, members).tokens_per_second
-        for size in (1, 2, 3, 4)
-        for members in combinations(range(4), size)
-    )
-    assert fastest(pools).tokens_per_second == pytest.approx(oracle, rel=0.02)
 
 
 def test_a_member_that_guesses_what_others_do_is_not_taken() -> None:

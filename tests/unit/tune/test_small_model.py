@@ -12,10 +12,10 @@ import torch
 from specinfer.errors import ModelError, TuneError
 from specinfer.hub import resolve
 from specinfer.llm import LLM
-from specinfer.models.open_model import OpenModel, open_model
+from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import ChatEncoder, Tokenizer
-from specinfer.tune.dataset import Corpus, TrainingSet, anchors_of, block_batch
+from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Target
 from specinfer.tune.evaluation import held_out_texts, measure, read_draft
 from specinfer.tune.prompts import read_prompts
@@ -85,44 +85,6 @@ def test_transformers_loads_it_and_says_the_same(tuned: Path, chatting: Path) ->
     assert tokenizer("12 * 3")["input_ids"] == Tokenizer.load(chatting).encode("12 * 3")
     said = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], tokenize=False)
     assert said == "7" == ChatEncoder(Tokenizer.load(tuned)).render([{"role": "user", "content": "7"}]).text
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_the_same_with_it(tuned: Path, chatting: Path, temperature: float) -> None:
-    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
-    with (
-        LLM(engine(chatting)) as plain,
-        LLM(engine(chatting), drafts=[str(tuned)], tree_size="fixed") as drafted,
-    ):
-        expected = [one.token_ids for one in plain.generate(["2 * 3", "7 * 8"], params)]
-        outputs = drafted.generate(["2 * 3", "7 * 8"], params)
-    assert [one.token_ids for one in outputs] == expected
-    assert sum(one.figures.accepted_by.get("draft", 0) for one in outputs) > 0
-
-
-def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_path: Path) -> None:
-    """With every layer it begins as its target, and has its laws: an oracle of module and labels."""
-    kind = SsmKind(layers=3, depth=2)
-    tuning = Tuning(tuning_of(target, tmp_path / "model", kind=kind), clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    dataset = TrainingSet(tuning._corpus)
-    draft = tuning._training(dataset, []).trainer.draft
-    assert isinstance(draft, SmallDraft)
-    ratio = draft.model.norm.weight / read(open_model(target), "model.norm.weight")
-    assert float(ratio.detach().std()) < 1e-5, "the norm is as loud as loses least"
-    with torch.no_grad():
-        draft.model.norm.weight.div_(ratio)
-        text = dataset.text(0)
-        batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 2, draft.scale_ND)
-        said = draft.logits(draft.level_states(batch, 2), batch.before_BAL).log_softmax(dim=-1)
-    ids = batch.label_ids_BALK[batch.valid_BAL]
-    ours = said[batch.valid_BAL].gather(1, ids).exp()
-    assert torch.allclose(ours, batch.label_probs_BALK[batch.valid_BAL], atol=2e-3)  # float16 on disk
-    assert measure(draft, held_out_texts(tuning._corpus)).hits[0] == 1.0
-
-
-def read(model: OpenModel, name: str) -> torch.Tensor:
-    return model.read_rows(name, 0, model.shapes[name][0]).float()
 
 
 def test_what_cannot_be_a_small_model_is_refused(target: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.heads.layers import HeadLayer
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.head_kinds import BlockKind, EagleKind
@@ -56,29 +55,3 @@ def test_parts_of_a_step_learn_what_the_whole_learns(
             torch.testing.assert_close(summed, whole, atol=1e-2 * largest, rtol=0)
         assert trainers[cores].state.loss == pytest.approx(trainers[1].state.loss, rel=1e-3)
         assert trainers[cores].state.blocks == trainers[1].state.blocks
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_products_of_bfloat16_learn_what_float32_learns(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
-    tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    dataset = TrainingSet(tuning._corpus)
-    losses: dict[bool, list[float]] = {}
-    computed: list[torch.dtype] = []
-    for rounded in (False, True):
-        monkeypatch.setattr("specinfer.tune.losses.is_quick_in_bfloat16", lambda rounded=rounded: rounded)
-        one = tuning._training(dataset, []).trainer
-        layer = next(m for m in one.draft.module.modules() if isinstance(m, HeadLayer))
-        computed.clear()
-        layer.mlp.up_proj.register_forward_hook(lambda module, given, made: computed.append(made.dtype))
-        losses[rounded] = []
-        for _ in range(60):
-            one.step(dataset, 1.0)
-            losses[rounded].append(one.state.loss)
-        assert {*computed} == {torch.bfloat16 if rounded else torch.float32}
-        assert {p.dtype for p in one.draft.module.parameters()} == {torch.float32}
-    learnt = losses[False][0] - losses[False][-1]
-    assert learnt > 0
-    assert losses[True] == pytest.approx(losses[False], abs=0.1 * learnt)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from specinfer.config import EngineConfig
-from specinfer.engine.build import Curves
-from specinfer.progress import Progress
-from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.selection import Costs, TuneResult
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
-from tests.unit.tune.runs import BLOCK, SSM, cheap
-
-
-def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
-    """A draft that costs ten times its target, in passes of 10 ms."""
-    assert len(drafts) == 1
-    return Curves(CostCurve((1, 2), (0.01, 0.01)), {"draft": CostCurve((1, 2), (0.1, 0.1))})
+from tests.unit.tune.runs import BLOCK, cheap
 
 
 def tuned(
@@ -51,17 +40,3 @@ def test_a_draft_that_pays_is_said_to(target: Path, prompts: Path, tmp_path: Pat
     assert f"| tokens per step | {best.tokens_per_step:.3f}, with trees of <" in card
     assert "| a step without it | 10.00 ms, for one token |" in card
     assert outcome.figures.tokens_per_pass > 1
-
-
-@pytest.mark.parametrize("kind", [BLOCK, SSM])
-def test_a_draft_that_does_not_pay_is_said_not_to_and_stays(
-    target: Path, prompts: Path, tmp_path: Path, kind: object
-) -> None:
-    out = tmp_path / "draft"
-    outcome, lines = tuned(target, prompts, out, dear, kind=kind)
-    assert not outcome.selection.pays
-    assert lines[-1] == "no draft pays on this machine: decoding without speculation is faster"
-    card = (out / "README.md").read_text()
-    assert "It does not pay on this machine" in card
-    assert (out / "config.json").exists()
-    assert outcome.selection.verdict().startswith("does not pay on this machine (")

@@ -92,17 +92,6 @@ def test_what_was_replaced_is_expected_to_be_replaced_again() -> None:
     assert after(prediction, said, depth=16) == ["and new 2; or ne", "and old "]
 
 
-def test_it_follows_in_any_portions() -> None:
-    prediction, said = letters("abcdefghijklmnop"), letters("abXdefcdYZefg")
-    at_once, one_by_one = Alignment(prediction), Alignment(prediction)
-    at_once.advance(said)
-    for token in said:
-        one_by_one.advance([token])
-        one_by_one.guesses(5, 4)
-    assert at_once.read == one_by_one.read == 13
-    assert at_once.guesses(5, 4) == one_by_one.guesses(5, 4)
-
-
 TEXT = st.lists(st.integers(0, 3), max_size=40)
 
 

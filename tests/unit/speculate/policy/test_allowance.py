@@ -128,26 +128,6 @@ def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCa
     assert "it made the last 64 steps slower, by the time of 19.2 steps" in record.getMessage()
 
 
-@pytest.mark.parametrize(("what", "steps"), [("nothing", 4096), ("batch", 64), ("request", 1)])
-def test_a_change_is_a_reason_to_try_again(what: str, steps: int) -> None:
-    driven = Driven()
-    for _ in range(30_000):
-        driven.step(0.3, 0.0)
-    while not driven.step(0.3, 0.0):
-        pass
-    while driven.step(0.3, 0.0):  # into a pause, the longest by now
-        pass
-    tried = driven.steps
-    driven.step(0.0, 0.5, requests=8 if what == "batch" else 1, new=what == "request")
-    while driven.guessing_steps[-1] <= tried:
-        driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
-    assert steps - 3 <= driven.guessing_steps[-1] - tried <= steps + 3
-    before = len(driven.guessing_steps)
-    for _ in range(1000):
-        driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
-    assert len(driven.guessing_steps) == before + 1000, "what gains by now is on for good"
-
-
 def test_the_allowance_is_a_number_whatever_happens() -> None:
     guard = Allowance()
     for step in range(500):

@@ -11,10 +11,8 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.token_tree import single_node
-from tests import plans
 from tests.plans import outcome, plan
 from tests.unit.speculate.policy.priced import FREE, chain, entry, sized
 
@@ -139,21 +137,3 @@ def test_a_draft_that_was_not_worth_it_is_tried_again_as_its_counts_fade() -> No
     assert 5 <= tried <= 20, "each costs half a second of the 1000 s the steps take"
     teach(policy, 4)
     assert depths(policy, entry()) == [4], "and is worth it again once it guesses right"
-
-
-@pytest.mark.parametrize(("cached", "starts"), [(20, True), (0, False)])
-def test_a_part_of_a_prompt_is_read_beside_its_target_whatever_the_guard_can_afford(
-    cached: int, starts: bool
-) -> None:
-    """Tokens 20 to 79 of 100 are computed; who lacks those before them is late, and has no allowance."""
-    policy = CostPolicy.by_curves(
-        CostCurve((1, 100), (1.0, 1.5)),
-        {"draft": CostCurve((1, 100), (0.05, 5.0))},  # reading these takes more than two plain steps
-        SpeculationConfig(),
-        measured=True,
-        known=True,
-    )
-    text = [*range(100)]
-    part = plans.entry(text, start=20, end=80, max_nodes=0, room=100)
-    policy.begin_step(plans.plan(part))
-    assert policy.worth_starting("draft", [part], [len(text) - cached], []) == [starts]

@@ -9,7 +9,6 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import StepCosts
 from specinfer.speculate.policy.drafting import (
@@ -113,31 +112,6 @@ def test_a_draft_starts_for_the_temperatures_at_which_it_was_right() -> None:
         who.levels.learn(0, 0, 0.0)
         who.levels.learn(0, None, 1.5)
     assert [starts(who, entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)] == [True, False]
-
-
-def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> None:
-    who = Starting(0.01, 0.01)
-    long, short = entry("long", room=5), entry("short", room=5, temperature=1.5)
-    for _ in range(40):
-        who.levels.learn(0, 0, 0.0)  # the long text's level would bring more
-        who.levels.learn(0, None, 1.5)
-        who.levels.learn(0, 0, 1.5)
-    assert who.which([long, short], [900, 2]) == [False, True]
-
-
-def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:
-    who = Starting(0.5, 0.0)
-    costs = CostModel("draft", CostCurve((1, 1000), (0.5, 0.5)))
-    asked = DraftStarts(PricedDraft(costs, Expansion((1,))), who.levels)
-    for _ in range(60):
-        who.levels.learn(0, None, 0.0)
-        costs.learn(1, 4.0)  # the machine was busy just then
-    assert who.levels.rates(0.0)[0].first < 0.1
-    assert costs.expected(1) > 1.4
-    for _ in range(320):
-        asked.refused()
-    assert who.levels.rates(0.0)[0].first > 0.5
-    assert costs.expected(1) < 0.55
 
 
 @pytest.mark.parametrize(

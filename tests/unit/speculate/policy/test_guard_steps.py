@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
@@ -146,35 +144,6 @@ def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
         driven.step(seconds=1.5)
     assert driven.policy.state().guessing
     assert driven.until_off(propose=0.5) < 4 * WINDOW
-
-
-def test_reading_a_text_is_spread_over_the_steps_it_is_for() -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST):
-        driven.step(seconds=1.0)
-    reading = LevelPass("draft", 0, 800, 20.0)
-    driven.step(seconds=21.0, passes=[reading])
-    for _ in range(100):
-        driven.step(seconds=1.2, tokens=2)
-    assert driven.policy.state().guessing, "it has brought 80 steps' time since"
-    driven.step(seconds=21.0, passes=[reading])
-    for _ in range(80):
-        driven.step(seconds=1.0, propose=0.2)
-    assert not driven.policy.state().guessing
-
-
-def test_passes_teach_the_costs_unless_they_read() -> None:
-    driven = Driven()
-    for _ in range(50):
-        passes = [
-            LevelPass("draft", 0, 800, 0.1),
-            LevelPass("draft", 1, 1, 0.5),
-            LevelPass("other", 0, 1, 9.0),
-        ]
-        driven.step(seconds=2.0, plain=2.0, passes=passes)
-    factors = driven.policy.state().factors
-    assert factors["target"] == pytest.approx(2, rel=0.1)
-    assert factors["draft"] == pytest.approx(2, rel=0.1)
 
 
 def test_with_no_clock_the_curves_decide() -> None:
