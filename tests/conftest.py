@@ -45,9 +45,12 @@ SMOKES = {
 
 
 def spread(count: int, chosen: int) -> set[int]:
-    """Return `chosen` of `count` places: evenly apart, and at changing places of a product of parameters."""
+    """Return `chosen` of `count` places: one in each of as many pieces, at changing places of these.
+
+    So cases of a product of parameters have all values of each.
+    """
     step = max(1, count // chosen)
-    return {min(count - 1, n * count // chosen + n % step) for n in range(chosen)}
+    return {min(count - 1, n * count // chosen + n * 618 * step // 1000 % step) for n in range(chosen)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
