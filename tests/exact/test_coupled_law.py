@@ -43,6 +43,7 @@ class NotedFlight(HostFlight):
         return super().choices(rows, asks, changes)
 
 
+# About 8 s: the central law, with drawn trees.
 def test_any_tree_and_any_choices_give_the_targets_own_text():
     entry, checked = plans.entry([0], params=SamplingParams(temperature=0)), 0
     for tree in all_trees(vocab=2, max_nodes=5):

@@ -61,7 +61,7 @@ def read(
     return model.read(batch.token_ids_T, context, batch.logit_rows, max_logits=max_logits)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma3-softcap", "opt", "opt-350m"])
 def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

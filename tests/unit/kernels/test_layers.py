@@ -121,7 +121,7 @@ def tapped(model: LanguageModel) -> list[Tensor]:
     return [*found, *passes.cache.keys, *passes.cache.values]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_format
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
 def test_taps_have_the_bits_of_op_by_op_and_change_no_other(

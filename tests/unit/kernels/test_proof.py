@@ -128,6 +128,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, folder: Path, libraries: dict[Level, 
 # ---- stored results ----
 
 
+# About 4 s: the real library is tried in a process.
 def test_an_honest_library_passes_and_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
 ) -> None:

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 _POPEN = subprocess.Popen  # before `forked` replaces it
 
 
+# About 4 s: a smoke; a process imports PyTorch.
 def test_two_processes_say_what_one_says_and_leave_nothing(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ PARAMS = [
 LAYOUTS = [(2, 2), (3, 3), (4, 2)]  # ranks, stages
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_taps_are_those_of_one_process(

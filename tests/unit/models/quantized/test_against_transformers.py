@@ -22,7 +22,7 @@ def written(folder: Path, tensors: dict[str, Tensor], said: dict[str, object]) -
     return dequantized(folder, said, read_entries([folder / "model.safetensors"], FLOATS | STORED))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", [(32, 16), (96, 64), (1, 64)])
 def test_fp8(block: tuple[int, int], tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize

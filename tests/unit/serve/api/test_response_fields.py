@@ -120,6 +120,7 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
     ask(tokenizer, [[complaint]], do)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [120_000, 7_000_000])
 def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
     async def do(server: ResponsesServer) -> None:

@@ -70,6 +70,7 @@ def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
     return Service(config, backend, tokenizer, FACTS, dialect, models=["m"], batch=1, metrics=Metrics("m"))
 
 
+# About 3 s: it waits for time limits.
 def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         backend = Slow()

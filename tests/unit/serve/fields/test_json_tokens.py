@@ -29,6 +29,7 @@ def tokens(value: Any) -> int:
     return 0
 
 
+@pytest.mark.thorough
 @given(VALUES, st.booleans())
 def test_tokens_are_counted(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()

@@ -39,6 +39,7 @@ def test_a_list_full_of_faults_is_given_up_at_the_first(kind: type[BaseModel], b
     assert error.value.error_count() < 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 1001, 200_000])
 def test_the_first_unknown_key_is_named_however_many_there_are(count: int) -> None:
     odd = {f"k{i}": i for i in range(count)}
