@@ -285,7 +285,7 @@ def _add_page(app: FastAPI) -> None:
         return Response(file.body, media_type=file.media_type, headers=PAGE_HEADERS)
 
     app.add_route("/", page, include_in_schema=False)
-    app.add_route("/page/{name}", page, include_in_schema=False)
+    app.add_route("/page/{name:path}", page, include_in_schema=False)
 
 
 def _speculation(facts: EngineInfo) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tools.release import package_version, release_notes
 BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 SUFFIXES: Final = {
     *(".py", ".typed", ".cpp", ".h"),  # code
-    *(".js", ".css", ".html", ".svg"),  # the server's page
+    *(".js", ".css", ".html", ".svg", ".txt"),  # the server's page, and licences of its libraries
     *(".jsonl", ".json", ".md", ".safetensors"),  # data
 }
 
@@ -81,6 +81,7 @@ def test_both_have_every_file_of_the_package_and_no_others(dist: Path) -> None:
         "specinfer/kernels/cpu/library.cpp",
         "specinfer/kernels/cpu/vector.h",
         "specinfer/serve/page/index.html",
+        "specinfer/serve/page/vendor/marked.license.txt",
         "specinfer/data/prompts.jsonl",
         "specinfer/data/heads/smollm2-135m-head/model.safetensors",
     ],

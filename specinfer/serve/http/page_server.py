@@ -32,6 +32,7 @@ _TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 
 _HOST: Final = "127.0.0.1"
@@ -49,11 +50,12 @@ class PageFile:
 
 @cache
 def page_files() -> MappingProxyType[str, PageFile]:
-    """Return the files of the page by path: `/` is the page, /page/NAME the others."""
-    files = {}
-    for entry in resources.files("specinfer.serve").joinpath("page").iterdir():
-        path = "/" if entry.name == "index.html" else f"/page/{entry.name}"
-        files[path] = PageFile(entry.read_bytes(), _TYPES[entry.name.rpartition(".")[2]])
+    """Return the files of the page by path: `/` is the page, /page/NAME and /page/vendor/NAME the others."""
+    files, page = {}, resources.files("specinfer.serve").joinpath("page")
+    for folder, prefix in ((page, "/page/"), (page.joinpath("vendor"), "/page/vendor/")):
+        for entry in (entry for entry in folder.iterdir() if entry.is_file()):
+            path = "/" if entry.name == "index.html" else prefix + entry.name
+            files[path] = PageFile(entry.read_bytes(), _TYPES[entry.name.rpartition(".")[2]])
     return MappingProxyType(files)
 
 

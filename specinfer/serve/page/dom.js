@@ -27,3 +27,10 @@ export function button(text, onclick, properties = {}) {
 export function hidden(text) {
   return element("span", { class: "visually-hidden", text });
 }
+
+// Let the browser save a text as a file.
+export function download(text, name, type) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address));
+}

@@ -6,23 +6,25 @@ import { speculators } from "./speculators.js";
 export class Figures {
   #values = {};
   #legend = element("ul", { class: "legend", role: "list", "aria-label": "Sources of the tokens" });
+  #timed; // false: the times are a trace's
   #counts = new Map(); // speculator -> {accepted, proposed}; "" is the target
   #rows = new Map();
   #steps = 0;
   #tokens = 0; // since the first step, which only reads the prompt
   #seconds = 0; // sum of the times of steps
   #first = null; // time of the first step
-  #start;
+  #start = performance.now();
+  #before = 0; // tokens of the requests that this one continues
 
   constructor({ timed }) {
-    this.#start = timed ? performance.now() : null;
+    this.#timed = timed;
     const list = element("dl", { class: "numbers" });
     const names = { rate: "tokens per step", speed: timed ? "tokens/s" : "ms per step", tokens: "tokens" };
     for (const [name, caption] of Object.entries(names)) {
       this.#values[name] = element("dd", { class: `figure-${name}`, text: "\u2013" });
       list.append(element("div", {}, element("dt", { text: caption }), this.#values[name]));
     }
-    this.element = element("aside", { class: "figures", "aria-label": "Figures" }, list, this.#legend);
+    this.element = element("aside", { class: "figures", "aria-label": "Figures", hidden: true }, list, this.#legend);
   }
 
   add(step) {
@@ -44,11 +46,27 @@ export class Figures {
     const tokens = usage?.completion_tokens;
     if (speculation?.mean_acceptance_length) this.#set("rate", speculation.mean_acceptance_length.toFixed(2));
     if (tokens === undefined) return;
-    this.#set("tokens", tokens);
+    this.#set("tokens", this.#before + tokens);
     if (this.#first !== null && tokens > 1 && now > this.#first)
       this.#set("speed", round((1000 * (tokens - 1)) / (now - this.#first)));
     if (this.#first !== null)
       this.element.title = `Time to first token: ${((this.#first - this.#start) / 1000).toFixed(2)} s`;
+  }
+
+  // Begin to count another request, which continues the text.
+  resume() {
+    this.#before = Number(this.tokens) || 0;
+    [this.#steps, this.#tokens, this.#first, this.#start] = [0, 0, null, performance.now()];
+  }
+
+  // The shown values, for `restore`; null if there are none.
+  get saved() {
+    if (this.element.hidden) return null;
+    return Object.fromEntries(Object.entries(this.#values).map(([name, { textContent }]) => [name, textContent]));
+  }
+
+  restore(saved) {
+    for (const name of Object.keys(this.#values)) if (saved?.[name]) this.#set(name, saved[name]);
   }
 
   get tokensPerStep() {
@@ -61,9 +79,9 @@ export class Figures {
 
   #show(now) {
     const steps = this.#steps - 1;
-    this.#set("tokens", this.#tokens + 1);
+    this.#set("tokens", this.#before + this.#tokens + 1);
     if (steps) this.#set("rate", (this.#tokens / steps).toFixed(2));
-    if (this.#start === null) {
+    if (!this.#timed) {
       if (steps && this.#seconds) this.#set("speed", round((1000 * this.#seconds) / steps));
     } else if (now - this.#first > 250) this.#set("speed", round((1000 * this.#tokens) / (now - this.#first)));
     for (const [name, { row }] of this.#rows) {
@@ -73,6 +91,7 @@ export class Figures {
   }
 
   #set(name, value) {
+    this.element.hidden = false;
     this.#values[name].textContent = value;
   }
 

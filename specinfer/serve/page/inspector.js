@@ -80,9 +80,11 @@ export class Inspector {
     this.#strip = new StripChart((index) => this.#go(index));
     this.#timeline.replaceChildren(this.#strip.element);
     this.#grow();
+    answer.mark(true);
     answer.onstep = () => {
       this.#grow();
       this.#describe();
+      this.#light(true); // the text may have been rendered again
     };
   }
 
@@ -91,6 +93,7 @@ export class Inspector {
     if (!this.#answer) return;
     this.#light(false);
     this.#answer.onstep = null;
+    this.#answer.mark(false);
     this.#answer = null;
   }
 
@@ -123,7 +126,7 @@ export class Inspector {
     this.#describe();
     this.#light(true);
     const [first] = this.#answer.marksOf(index);
-    first?.span.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
+    first?.spans[0]?.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
   }
 
   // Show the position among the steps, whose number may have grown.
@@ -140,12 +143,14 @@ export class Inspector {
   // Mark the step's tokens in the answer.
   #light(on) {
     if (!this.#answer) return;
-    for (const { span } of this.#answer.marksOf(this.#index)) span.classList.toggle("current", on);
+    for (const { spans } of this.#answer.marksOf(this.#index))
+      for (const span of spans) span.classList.toggle("current", on);
   }
 
   // While steps play, tokens of later steps are grey.
   #later(index, wait) {
-    for (const { span } of this.#answer.marksOf(index)) span.classList.toggle("later", wait);
+    for (const { spans } of this.#answer.marksOf(index))
+      for (const span of spans) span.classList.toggle("later", wait);
   }
 
   #toggle() {
@@ -168,7 +173,7 @@ export class Inspector {
     if (!this.#timer) return;
     clearInterval(this.#timer);
     this.#timer = null;
-    for (const { span } of this.#answer.marks) span.classList.remove("later");
+    for (const { spans } of this.#answer.marks) for (const span of spans) span.classList.remove("later");
     this.#playing(false);
   }
 

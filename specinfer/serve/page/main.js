@@ -1,22 +1,37 @@
 // Main module: creates the parts of the page and connects them.
 
 import { Answer } from "./answer.js";
+import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
+import { ConversationList } from "./conversation_list.js";
 import { Inspector } from "./inspector.js";
 import { Note } from "./note.js";
 import { plural } from "./step.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
+import { Scroll } from "./scroll.js";
+import { Side } from "./side.js";
+import { Store } from "./store.js";
 import { readTrace } from "./trace_file.js";
 
-const NEAR = 80; // pixels from the end within which the page scrolls with new text
+const RETRY = 3000; // milliseconds until a server that did not answer is asked again
+const MARKS = "specinfer.marks";
 
 const at = (id) => document.getElementById(id);
-const [main, model, words, composer, status] = ["main", "model", "words", "composer", "status"].map(at);
+const [model, marks, status] = ["model", "marks", "status"].map(at);
 const server = new Server();
-const settings = new Settings(at("settings"), server, () => (met = meet()));
+const settings = new Settings(at("settings"), server, { onkey: () => (met = meet()), onchange: mark });
 const note = new Note(at("note"));
 const inspector = new Inspector(at("inspector"), announce);
+const store = new Store(() => list.refresh());
+const scroll = new Scroll(at("main"));
+const side = new Side(at("side"), at("toggle-side"), at("shade"));
+const composer = new Composer(at("composer"), { onsend, onstop: () => conversation.stop() });
+const list = new ConversationList(
+  { store, onrename, ondelete },
+  { list: at("list"), menu: at("menu"), confirm: at("confirm") },
+);
+const deleted = new Set(); // ids of conversations; an answer of one may still end
 // `specinfer view` serves a trace without a model; its address has the trace's name.
 const viewed = new URLSearchParams(location.search).get("trace");
 
@@ -27,35 +42,21 @@ const page = {
   inspector,
   note,
   announce,
-  follow,
+  follow: (always) => scroll.follow(always),
   inspect: (answer, index, from) => inspector.open(answer, index, from),
-  focus: () => words.focus(),
+  focus: () => composer.focus(),
   model: () => model.value,
+  marking: () => ({ on: marks.checked, inCode: settings.inCode }),
+  notice: (...said) => composer.notice(...said),
+  giveBack: (text, files) => composer.giveBack(text, files),
+  gone: () => (again ??= setTimeout(() => (met = meet()), RETRY)),
+  keep,
   onchange,
 };
 const conversation = new Conversation(page);
 
 function announce(text) {
   status.textContent = text;
-}
-
-// Keep the end of the text in view unless the user has scrolled up.
-let followed = true;
-let due = false;
-let top = 0;
-main.addEventListener("scroll", () => {
-  if (main.scrollHeight - main.scrollTop - main.clientHeight < NEAR) followed = true;
-  else if (main.scrollTop < top) followed = false; // the text did not only grow
-  top = main.scrollTop;
-});
-function follow(always = false) {
-  if (always) followed = true;
-  if (!followed || due) return;
-  due = true;
-  requestAnimationFrame(() => {
-    due = false;
-    main.scrollTop = main.scrollHeight;
-  });
 }
 
 function onchange() {
@@ -65,23 +66,110 @@ function onchange() {
   at("stop").hidden = !busy;
   document.body.classList.toggle("busy", busy);
   at("welcome").hidden = !conversation.empty;
-  if (focused && focused !== document.body && !focused.checkVisibility()) words.focus();
+  if (focused && focused !== document.body && !focused.checkVisibility()) composer.focus();
 }
 
-// Load the models of the server; if that needs an API key, show a message.
+function mark() {
+  document.documentElement.classList.toggle("marks", marks.checked);
+  conversation.mark();
+}
+
+// Load the models of the server; while it does not answer, try again.
 let met = Promise.resolve();
+let again = null;
 async function meet() {
+  clearTimeout(again);
+  again = null;
   try {
     const cards = await server.models();
     const chosen = model.value;
     model.replaceChildren(...cards.map(({ id }) => new Option(id, id)));
     if (cards.some(({ id }) => id === chosen)) model.value = chosen;
     settings.offer(cards[0]);
-    complain("");
+    composer.settled();
   } catch (error) {
-    if (error.status === 401) complain("The server requires an API key; enter it in the settings.");
-    else complain(error.message);
+    const needsKey = error.status === 401;
+    composer.notice(needsKey ? "The server requires an API key; enter it in the settings." : error.message, true);
+    if (error.status === 0) page.gone();
   }
+}
+
+async function onsend(text, files) {
+  await met; // a request needs the name of a model
+  if (!model.value) await (met = meet());
+  if (conversation.busy) return false;
+  if (!settings.valid) {
+    settings.open();
+    return false;
+  }
+  composer.id = conversation.record.id;
+  history.replaceState(null, "", `#${conversation.record.id}`);
+  conversation.send(text, files);
+  return true;
+}
+
+// Store a conversation; one without turns, whose only message was refused, is removed.
+async function keep(record) {
+  if (deleted.has(record.id)) return;
+  const current = record === conversation.record;
+  if (current) entitle(record);
+  if (record.turns.length) await store.put(record);
+  else {
+    await store.remove(record.id);
+    if (current) forgetAddress();
+  }
+  await list.refresh(conversation.empty ? null : conversation.record.id);
+}
+
+function forgetAddress() {
+  history.replaceState(null, "", location.pathname);
+  composer.id = "new";
+}
+
+function entitle({ title }) {
+  document.title = title ? `${title} - specinfer` : "specinfer";
+}
+
+// Show the conversation that the address names, or a new one.
+async function show() {
+  const id = location.hash.slice(1);
+  if (id === conversation.record.id) return;
+  const record = id ? await store.get(id) : undefined;
+  if (id && !record) forgetAddress();
+  mode("chat");
+  conversation.open(record);
+  composer.open(record?.id);
+  entitle(conversation.record);
+  side.close();
+  await list.refresh(record?.id ?? null);
+}
+
+function begin() {
+  if (location.hash) history.pushState(null, "", location.pathname);
+  mode("chat");
+  conversation.open();
+  composer.open(null);
+  entitle(conversation.record);
+  side.close();
+  list.refresh(null);
+  composer.focus();
+}
+
+async function onrename(id, title) {
+  const record = id === conversation.record.id ? conversation.record : await store.get(id);
+  if (!record) return;
+  record.title = title;
+  await store.put(record);
+  if (record === conversation.record) entitle(record);
+}
+
+async function ondelete(id) {
+  deleted.add(id);
+  Composer.forget(id);
+  if (id === conversation.record.id) begin();
+  await store.remove(id);
+  await list.refresh();
+  announce("Deleted.");
 }
 
 function complain(text) {
@@ -102,7 +190,7 @@ function showTrace(name, text) {
   const container = at("trace");
   const answers = [...requests.values()].map((events, number) => {
     const label = requests.size > 1 ? `Answer ${number + 1}` : "Answer";
-    const answer = new Answer(label, page, { timed: false });
+    const answer = new Answer(label, page);
     answer.add(events);
     answer.placeTokens();
     answer.finish();
@@ -118,51 +206,54 @@ function showTrace(name, text) {
 
 function mode(name) {
   document.body.dataset.mode = name;
+  complain("");
   inspector.close();
-  followed = false;
+  scroll.hold();
 }
 
-async function openFile(file) {
-  if (file) showTrace(file.name, await file.text());
+// A dropped file is a trace, or goes with the message.
+async function dropped(files) {
+  const [file] = files;
+  if (document.body.dataset.mode === "trace" || isTrace(await file.slice(0, 1 << 20).text()))
+    showTrace(file.name, await file.text());
+  else composer.attach(files);
 }
 
-composer.addEventListener("submit", async (event) => {
-  event.preventDefault();
-  await met; // a request needs the name of a model
-  const text = words.value.trim();
-  if (!text || conversation.busy) return;
-  if (!settings.valid) return settings.open();
-  words.value = "";
-  conversation.send(text);
-});
+function isTrace(text) {
+  try {
+    return readTrace(text.split("\n", 1)[0]).size > 0;
+  } catch {
+    return false;
+  }
+}
+
 at("examples").addEventListener("click", (event) => {
   const example = event.target.closest("button");
-  if (!example) return;
-  words.value = example.textContent;
-  composer.requestSubmit();
-});
-words.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") conversation.stop();
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  composer.requestSubmit();
+  if (example) composer.fill(example.textContent);
 });
 at("stop").addEventListener("click", () => conversation.stop());
-at("new").addEventListener("click", () => {
-  conversation.clear();
-  mode("chat");
-  words.focus();
-});
+at("new").addEventListener("click", begin);
 at("back").addEventListener("click", () => {
   mode("chat");
-  words.focus();
+  composer.focus();
 });
 at("open-settings").addEventListener("click", () => settings.open());
-at("open-trace").addEventListener("click", () => at("file").click());
-at("file").addEventListener("change", (event) => {
-  openFile(event.target.files[0]);
-  event.target.value = "";
+for (const one of document.querySelectorAll(".open-trace"))
+  one.addEventListener("click", () => {
+    side.close();
+    at("file").click();
+  });
+at("file").addEventListener("change", async ({ target }) => {
+  const [file] = target.files;
+  if (file) showTrace(file.name, await file.text());
+  target.value = "";
 });
+marks.checked = localStorage.getItem(MARKS) === "on";
+marks.addEventListener("change", () => {
+  localStorage.setItem(MARKS, marks.checked ? "on" : "off");
+  mark();
+});
+addEventListener("hashchange", show);
 
 addEventListener("dragover", (event) => {
   if (![...event.dataTransfer.types].includes("Files")) return;
@@ -176,14 +267,18 @@ addEventListener("drop", (event) => {
   document.body.classList.remove("dropping");
   if (!event.dataTransfer.files.length) return;
   event.preventDefault();
-  openFile(event.dataTransfer.files[0]);
+  dropped(event.dataTransfer.files);
 });
 
+mark();
 if (viewed === null) {
   mode("chat");
   onchange();
   met = meet();
-  words.focus();
+  composer.open(null);
+  composer.focus();
+  await show();
+  await list.refresh();
 } else {
   document.body.classList.add("viewer");
   document.title = `${viewed} - specinfer`;

@@ -15,7 +15,7 @@ export class Note {
     document.addEventListener("scroll", () => this.hide(), true);
   }
 
-  show(answer, { token, span }) {
+  show(answer, token, span) {
     this.#element.replaceChildren(
       element("span", { class: `text ${speculators.mark(token.by)}`, text: visible(token.text) }),
       element("span", { text: guess(token) }),

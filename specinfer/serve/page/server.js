@@ -4,11 +4,15 @@ import { events } from "./event_stream.js";
 
 const KEY = "specinfer.key";
 
+const GONE = "The server does not answer; start it, or try again.";
+
 export class ServerError extends Error {
-  constructor(message, status, param) {
+  // Status 0: there was no answer; `lost`: the connection was lost after the answer had begun.
+  constructor(message, status, param = null, lost = false) {
     super(message);
     this.status = status;
     this.param = param;
+    this.lost = lost;
   }
 }
 
@@ -37,7 +41,7 @@ export class Server {
       body: JSON.stringify(body),
       signal,
     });
-    for await (const chunk of events(response)) {
+    for await (const chunk of received(response)) {
       if (chunk.error) throw new ServerError(chunk.error.message, response.status, chunk.error.param);
       yield chunk;
     }
@@ -51,11 +55,20 @@ export class Server {
       response = await fetch(path, { ...options, headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ServerError("The server cannot be reached.", 0, null);
+      throw new ServerError(GONE, 0);
     }
     if (response.ok) return response;
     const body = await response.json().catch(() => null);
     const message = body?.error?.message ?? `The server answered ${response.status}.`;
     throw new ServerError(message, response.status, body?.error?.param ?? null);
+  }
+}
+
+async function* received(response) {
+  try {
+    yield* events(response);
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof SyntaxError) throw error;
+    throw new ServerError(GONE, 0, null, true);
   }
 }

@@ -2,10 +2,11 @@
 
 import { element } from "./dom.js";
 
-const STORE = "specinfer.settings";
+const STORE = "specinfer.page";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-// Small models write nonsense at temperature 1 without top p.
-const DEFAULTS = { temperature: "0.7", top_p: "0.95", max_tokens: "1024", appearance: "system" };
+const DEFAULTS = { appearance: "system" };
+// Where the server names no default of its own.
+const PLACEHOLDERS = { temperature: "the server's", top_p: "1", top_k: "all", min_p: "0" };
 
 export class Settings {
   #dialog;
@@ -13,12 +14,15 @@ export class Settings {
   #server;
   #onkey;
 
-  // `onkey` is called when the key has changed.
-  constructor(dialog, server, onkey) {
+  #onchange;
+
+  // `onkey` is called when the key has changed, `onchange` after any change.
+  constructor(dialog, server, { onkey, onchange }) {
     this.#dialog = dialog;
     this.#form = dialog.querySelector("form");
     this.#server = server;
     this.#onkey = onkey;
+    this.#onchange = onchange;
     this.#fill();
     this.#form.addEventListener("input", () => this.#changed());
     this.#form.addEventListener("submit", (event) => {
@@ -46,8 +50,15 @@ export class Settings {
     return this.#value("system").trim();
   }
 
-  // Offer the speculators of the server, and its tree shape if it has a draft model.
+  // Whether tokens in code are marked.
+  get inCode() {
+    return this.#form.elements.marks_in_code.checked;
+  }
+
+  // Offer the speculators of the server, its tree shape if it has a draft model, and show its defaults.
   offer(card) {
+    for (const [name, usual] of Object.entries(PLACEHOLDERS))
+      this.#form.elements[name].placeholder = card?.sampling_defaults?.[name] ?? usual;
     const served = card?.speculation;
     const list = this.#form.querySelector(".speculators");
     const off = new Set(this.#kept().off ?? []);
@@ -134,6 +145,7 @@ export class Settings {
     if (!this.#boxes().length) kept.off = this.#kept().off ?? [];
     localStorage.setItem(STORE, JSON.stringify(kept));
     this.#appear();
+    this.#onchange();
   }
 
   #keep() {

@@ -1,5 +1,6 @@
 // Trace files of `specinfer generate --trace`: a line of JSON for each step.
 
+import { download } from "./dom.js";
 import { Step } from "./step.js";
 
 // Read the steps of each request, in order: name -> events. Raises Error with the line number.
@@ -28,11 +29,5 @@ export function readTrace(text) {
 
 // Download the steps of an answer as a file.
 export function saveTrace(answer, name) {
-  const text = answer.steps.map(({ event }) => `${JSON.stringify(event)}\n`).join("");
-  const address = URL.createObjectURL(new Blob([text], { type: "application/jsonl" }));
-  const link = document.createElement("a");
-  link.href = address;
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(address));
+  download(answer.steps.map(({ event }) => `${JSON.stringify(event)}\n`).join(""), name, "application/jsonl");
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from pathlib import Path
@@ -12,10 +13,12 @@ from starlette.testclient import TestClient
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
+from tools.vendor_page import VENDORED
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "specinfer/serve/page"
-SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir() if path.is_file()}
+LIBRARIES = {f"vendor/{path.name}": path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,10 @@ def client(tokenizer: Tokenizer, *keys: str, page: bool = True, root_path: str =
 
 def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tokenizer: Tokenizer) -> None:
     asked = client(tokenizer)
-    for name, source in SOURCES.items():
+    for name, source in {name: text.encode() for name, text in SOURCES.items()}.items() | LIBRARIES.items():
         answer = asked.get("/" if name == "index.html" else f"/page/{name}")
         assert answer.status_code == 200, name
-        assert answer.text == source
+        assert answer.content == source
         assert {key: answer.headers[key] for key in PAGE_HEADERS} == dict(PAGE_HEADERS)
     assert asked.get("/").headers["content-type"] == "text/html; charset=utf-8"
     assert asked.get("/page/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
@@ -41,7 +44,7 @@ def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tok
 
 
 @pytest.mark.parametrize(
-    "path", ["/page", "/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py"]
+    "path", ["/page", "/page/", "/page/none.js", "/page/vendor", "/page/../app.py", "/page/%2e%2e/app.py"]
 )
 def test_other_paths_are_not_served(tokenizer: Tokenizer, path: str) -> None:
     assert client(tokenizer).get(path).status_code == 404
@@ -83,11 +86,12 @@ def test_the_page_names_its_own_files_and_no_other_host() -> None:
         hosts = set(re.findall(r"https?://[^\s\"'`)]+", source)) - {"http://www.w3.org/2000/svg"}
         assert hosts == set(), f"{name} names {hosts}"
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\b", source), name
-        named |= set(re.findall(r'from "\./([\w.]+)"', source))
+        named |= set(re.findall(r'(?:from|import) "\./([\w./]+)"', source))
     html = SOURCES["index.html"]
     named |= set(re.findall(r'(?:href|src)="page/([\w.]+)"', html))
     assert not re.search(r"\sstyle=|\son\w+=|<style|<script(?! type=\"module\" src=)", html)
-    assert named | {"index.html"} == set(SOURCES)
+    licences = {name for name in LIBRARIES if name.endswith(".license.txt")}
+    assert named | {"index.html"} | licences == SOURCES.keys() | LIBRARIES.keys()
 
 
 def test_each_file_is_one_noun_and_short() -> None:
@@ -96,5 +100,15 @@ def test_each_file_is_one_noun_and_short() -> None:
 
 def test_the_package_has_them() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "serve/page/*" in project["tool"]["setuptools"]["package-data"]["specinfer"]
-    assert set(page_files()) == {"/", *(f"/page/{name}" for name in SOURCES if name != "index.html")}
+    data = project["tool"]["setuptools"]["package-data"]["specinfer"]
+    assert {"serve/page/*", "serve/page/vendor/*"} <= set(data)
+    names = SOURCES.keys() | LIBRARIES.keys()
+    assert set(page_files()) == {"/", *(f"/page/{name}" for name in names if name != "index.html")}
+
+
+def test_the_libraries_are_those_that_npm_has_and_each_has_its_licence() -> None:
+    """`tools/vendor_page.py` fetches them; a change by hand fails here."""
+    pinned = {f"vendor/{one.name}": one.sha256 for one in VENDORED}
+    assert pinned == {name: hashlib.sha256(body).hexdigest() for name, body in LIBRARIES.items()}
+    packages = {one.package for one in VENDORED}
+    assert packages == {one.package for one in VENDORED if one.name.endswith(".license.txt")}

@@ -20,6 +20,7 @@ CHROMIUM = os.environ.get("SPECINFER_CHROMIUM") or shutil.which("chromium") or "
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--host-resolver-rules=MAP page.test 127.0.0.1",  # a name that is not localhost, without HTTPS
 )
 Serving = Callable[..., ScriptedServer]
 
@@ -56,6 +57,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
+def marking(page: Page) -> None:
+    """The page marks guessed tokens."""
+    page.add_init_script("localStorage.setItem('specinfer.marks', 'on')")
+
+
+@pytest.fixture
 def complaints() -> list[str]:
     """Errors and warnings on the page's console; a test removes those that it expects."""
     return []
@@ -74,4 +81,4 @@ def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
     yield page
     context.close()
     assert complaints == []
-    assert hosts <= {"127.0.0.1", ""}, "the page contacts other hosts"
+    assert hosts <= {"127.0.0.1", "page.test", ""}, "the page contacts other hosts"

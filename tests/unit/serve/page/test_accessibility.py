@@ -19,7 +19,7 @@ TEXT = "The fox ran over the hill, and the dog stayed."
 
 
 @pytest.fixture
-def answered(page: Page, serving: Serving) -> Page:
+def answered(page: Page, serving: Serving, marking: None) -> Page:
     """A page with an answer, whose first tree is shown."""
     page.goto(serving(says_in_steps(TEXT)).url)
     page.wait_for_selector("#model option", state="attached")
@@ -50,11 +50,14 @@ def test_the_page_reads_well(answered: Page) -> None:
         "- banner:",
         '- heading "specinfer" [level=1]',
         '- combobox "Model":',
+        '- complementary "Conversations":',
+        '- switch "Guesses"',
         '- navigation "Page":',
         "- main:",
         '- article "You":',
         '- article "Answer":',
-        '- group "Answer. Arrow keys select a token, Enter shows its step.": ' + TEXT,
+        '- group "Answer. Arrow keys select a token, Enter shows its step.":',
+        "- paragraph: " + TEXT,
         '- button "Inspect steps"',
         '- button "Regenerate"',
         '- complementary "Figures":',
@@ -64,7 +67,7 @@ def test_the_page_reads_well(answered: Page) -> None:
     ):
         assert line in snapshot, f"{line} is not in\n{snapshot}"
     # Tokens are plain text, not buttons.
-    assert snapshot.count("button") < 12
+    assert snapshot.count("button") < 16
 
 
 def test_the_inspector_reads_well(answered: Page) -> None:
@@ -87,11 +90,15 @@ def test_the_inspector_reads_well(answered: Page) -> None:
 
 
 def test_tab_goes_through_the_page_in_reading_order(answered: Page) -> None:
-    *top, edit, answer = tabbed(answered, 5)
-    assert [*top, edit] == ["New chat", "Open trace", "Settings", "Edit"]
-    assert answer.startswith("Answer. Arrow keys")
-    order = tabbed(answered, 11)[5:]
-    assert order == ["Inspect steps", "Regenerate", "Copy", "Save trace", "words", "Send"]
+    order = tabbed(answered, 11)
+    assert order[3].startswith("Answer. Arrow keys")
+    assert [*order[:3], *order[4:]] == [
+        *("marks", "Settings", "Edit", "Copy", "Regenerate", "Save trace", "Inspect steps"),
+        *("words", "Attach text files", "Send"),
+    ]
+    answered.get_by_role("button", name="New chat").focus()
+    answered.keyboard.press("Tab")
+    assert answered.evaluate("document.activeElement.textContent") == "Tell me of the fox."
 
 
 def test_everything_that_can_be_operated_has_a_name(answered: Page) -> None:
@@ -139,7 +146,7 @@ def test_reduced_motion_is_honoured(page: Page, serving: Serving) -> None:
     page.goto(serving(says_in_steps(TEXT, stops_after=2), says_in_steps(TEXT, stops_after=2)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
-    page.wait_for_selector(".answer .token")
+    page.locator(".prose", has_text="The fox").wait_for()
     assert page.evaluate(moving) == 1
     page.emulate_media(reduced_motion="reduce")
     assert page.evaluate(moving) == 0
@@ -147,19 +154,60 @@ def test_reduced_motion_is_honoured(page: Page, serving: Serving) -> None:
     page.wait_for_selector(".answer[aria-busy=false]")
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280])
-def test_no_width_needs_scrolling_sideways(answered: Page, width: int) -> None:
-    answered.set_viewport_size({"width": width, "height": 740})
-    for act in ("", "Inspect steps", "Settings"):
-        if act:
-            answered.get_by_role("button", name=act).click()
-        for place in ("document.documentElement", "document.querySelector('main')"):
-            wide, there = answered.evaluate(f"[{place}.scrollWidth, {place}.clientWidth]")
-            assert wide <= there, f"{place} is {wide} pixels wide in {there} after {act}"
-    dialog = answered.get_by_role("dialog").bounding_box()
-    assert dialog is not None
-    assert dialog["x"] >= 0
-    assert dialog["x"] + dialog["width"] <= width
+WIDE = (
+    "A `very_long_name_of_code_" + "x" * 80 + "` and\n\n```\n" + "wide " * 60 + "\n```\n\n"
+    "|" + "a column|" * 12 + "\n" + "|-" * 12 + "|\n" + "|1" * 12 + "|\n\n\\[\n" + "x + " * 60 + "y\n\\]\n\n"
+    "https://a.example/" + "path" * 40
+)
+
+
+def test_no_width_needs_scrolling_sideways(page: Page, serving: Serving, marking: None) -> None:
+    page.goto(serving(says_in_steps(WIDE)).url)
+    page.fill("#words", "Tell me of " + "w" * 100)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer[aria-busy=false]")
+    for width in (360, 768, 1280):
+        page.set_viewport_size({"width": width, "height": 740})
+        for act in ("", "Inspect steps", "Close", "Settings"):
+            if act:
+                page.get_by_role("button", name=act, exact=True).click()
+            for place in ("document.documentElement", "document.querySelector('main')"):
+                wide, there = page.evaluate(f"[{place}.scrollWidth, {place}.clientWidth]")
+                assert wide <= there, f"{place} is {wide} pixels wide in {there} after {act!r} at {width}"
+        dialog = page.get_by_role("dialog").bounding_box()
+        assert dialog is not None, width
+        assert dialog["x"] >= 0, width
+        assert dialog["x"] + dialog["width"] <= width
+        page.keyboard.press("Escape")
+
+
+def test_on_a_phone_the_conversations_lie_over_the_page_and_work_with_keys(answered: Page) -> None:
+    answered.set_viewport_size({"width": 360, "height": 740})
+    link = answered.get_by_role("link", name="Tell me of the fox.")
+    assert link.is_hidden()
+    toggle = answered.get_by_role("button", name="Conversations")
+    assert toggle.get_attribute("aria-expanded") == "false"
+    toggle.press("Enter")
+    assert toggle.get_attribute("aria-expanded") == "true"
+    assert answered.evaluate("document.activeElement.textContent") == "New chat"
+    for name in ("Tell me of the fox.", "More for Tell me of the fox.", "Open trace"):
+        answered.keyboard.press("Tab")
+        focused = "document.activeElement.ariaLabel ?? document.activeElement.textContent"
+        assert answered.evaluate(focused) == name
+    answered.keyboard.press("Tab")
+    assert answered.evaluate("document.activeElement.closest('#stage')") is None  # the page behind is inert
+    link.focus()
+    answered.keyboard.press("Escape")
+    assert link.is_hidden()
+    assert answered.evaluate("document.activeElement.id") == "toggle-side"
+    toggle.click()
+    answered.mouse.click(340, 400)
+    assert link.is_hidden()
+    toggle.click()
+    answered.get_by_role("button", name="New chat").click()
+    assert link.is_hidden()
+    answered.wait_for_selector("#welcome:visible")
+    assert answered.evaluate("document.activeElement.id") == "words"
 
 
 CONTRASTS = """() => {

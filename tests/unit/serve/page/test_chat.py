@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specinfer.request import Delta, FinishReason
-from tests.scripted_server import Script, ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -44,6 +44,7 @@ def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
     assert not page.locator("#examples").is_visible()
 
 
+@pytest.mark.usefixtures("marking")
 def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)
@@ -70,36 +71,27 @@ def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, s
     guessed = sum("lookup" in names for tree in steps for names in tree["proposed_by"])
     right = sum("lookup" in tree["proposed_by"][node] for tree in steps for node in tree["path"])
     assert f"{right} of {guessed}" in page.locator(".legend li", has_text="lookup").inner_text()
-    assert page.locator(".answer > .content > .strip g").count() == len(steps)
+    assert page.locator(".answer .strip g").count() == len(steps)
+    page.get_by_role("switch", name="Guesses").uncheck()
+    assert page.locator(".answer .token").count() == 0
+    assert answer_text(page) == TEXT
 
 
 def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Again."))
     page.goto(server.url)
     ask(page, "Go on.")
-    page.wait_for_selector(".answer .token >> nth=4")
+    first_steps = "".join(text for text, _ in list(steps_of(TEXT))[:3])
+    page.get_by_text(first_steps.strip()).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(DONE)
     assert page.get_by_text("You stopped the answer.").is_visible()
-    first_steps = "".join(text for text, _ in list(steps_of(TEXT))[:3])
     assert answer_text(page) == first_steps
     assert page.evaluate("document.activeElement.id") == "words"
     ask(page, "And now?")
     page.wait_for_selector(f"{DONE} >> nth=1")
     assert server.backend.gone == [server.backend.works[0].id]
     assert prompts(server)[1] == f"user: Go on.\nassistant: {first_steps}\nuser: And now?\nassistant: "
-
-
-def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps("It is one."), says_in_steps("It is two."))
-    page.goto(server.url)
-    ask(page, "Which?")
-    page.wait_for_selector(DONE)
-    page.get_by_role("button", name="Regenerate").click()
-    page.get_by_text("two").wait_for()
-    page.wait_for_selector(DONE)
-    assert page.locator(".answer").count() == 1
-    assert prompts(server) == ["user: Which?\nassistant: "] * 2
 
 
 def test_editing_a_question_drops_the_later_turns(page: Page, serving: Serving) -> None:
@@ -189,7 +181,7 @@ def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
     page.get_by_label("API key").fill("sesame")
     page.get_by_role("button", name="Done").click()
     page.wait_for_selector("#model option", state="attached")
-    assert page.locator("#trouble").is_hidden()
+    assert page.get_by_role("alert").count() == 0
     page.reload()
     ask(page, "Open.")
     page.wait_for_selector(DONE)
@@ -199,7 +191,7 @@ def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
     complaints.clear()
 
 
-def test_refusals_of_the_server_are_shown(page: Page, serving: Serving, complaints: list[str]) -> None:
+def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, serving: Serving) -> None:
     refuses = [
         Delta("", "Well", (1,)),
         Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed"),
@@ -210,20 +202,10 @@ def test_refusals_of_the_server_are_shown(page: Page, serving: Serving, complain
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert answer_text(page) == "Well"
     assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
+    assert page.get_by_role("button", name="Continue").is_visible()
 
 
-def test_text_is_never_markup(page: Page, serving: Serving) -> None:
-    text = '<img src=x onerror="document.title=1"> <b>bold</b> &amp; <script>document.title=2</script>'
-    page.goto(serving(says_in_steps(text)).url)
-    ask(page, text)
-    page.wait_for_selector(DONE)
-    page.locator(".answer .token").nth(3).click()
-    assert answer_text(page) == text
-    assert page.locator(".user .words").inner_text() == text
-    assert page.locator("main img, main b, main script, #inspector img").count() == 0
-    assert page.title() == "specinfer"
-
-
+@pytest.mark.usefixtures("marking")
 def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -> None:
     steps = [tree for _, tree in steps_of("<think> let me see </think> It is so.")]
 
@@ -256,20 +238,6 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     assert fold.locator(".token").all_inner_texts() == ["let", "me", "see"]
     assert page.locator(".content > .tokens .token").all_inner_texts() == ["It", "is", "so", "."]
     assert page.locator(".call").inner_text() == 'Tool call: look {"at": 1}'
-
-
-def test_a_new_chat_forgets_the_old_one(page: Page, serving: Serving) -> None:
-    scripts: list[Script] = [says_in_steps("One."), says_in_steps("Two.")]
-    server = serving(*scripts)
-    page.goto(server.url)
-    ask(page, "First?")
-    page.wait_for_selector(DONE)
-    page.get_by_role("button", name="New chat").click()
-    assert page.locator(".turn").count() == 0
-    assert page.locator("#welcome").is_visible()
-    ask(page, "Second?")
-    page.wait_for_selector(DONE)
-    assert prompts(server)[1] == "user: Second?\nassistant: "
 
 
 def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, serving: Serving) -> None:

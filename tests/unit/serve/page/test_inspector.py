@@ -12,7 +12,7 @@ from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("marking")]
 Serving = Callable[..., ScriptedServer]
 TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
 NODES = 9
@@ -126,7 +126,7 @@ def test_arrows_go_from_word_to_word_and_enter_opens_its_step(answered: Page) ->
     answered.keyboard.press("Enter")
     assert title(answered) == f"Step 2 of {len(STEPS)}"
     answered.keyboard.press("Escape")
-    assert answered.evaluate("document.activeElement.className") == "tokens"
+    assert answered.evaluate("document.activeElement.className") == "tokens prose"
 
 
 def test_hovering_shows_the_source_of_a_token(answered: Page) -> None:
@@ -138,6 +138,18 @@ def test_hovering_shows_the_source_of_a_token(answered: Page) -> None:
     ]
     answered.mouse.move(5, 5)
     assert answered.get_by_role("tooltip").count() == 0
+
+
+def test_the_inspector_marks_its_step_where_the_marks_are_off(answered: Page) -> None:
+    answered.get_by_role("switch", name="Guesses").uncheck()
+    assert answered.locator(".answer .token").count() == 0
+    answered.get_by_role("button", name="Inspect steps").click()
+    tree = STEPS[1]
+    texts = [*(tree["texts"][node] for node in tree["path"]), tree["next_text"]]
+    assert lit(answered) == [text.strip() for text in texts]
+    assert "none" in answered.locator(".token").first.evaluate("one => getComputedStyle(one).textDecoration")
+    answered.keyboard.press("Escape")
+    assert answered.locator(".answer .token").count() == 0
 
 
 def test_steps_are_played_and_held(answered: Page) -> None:
@@ -183,6 +195,7 @@ def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Servin
     page.get_by_role("heading", name="Step 2 of 3").wait_for()
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(".answer[aria-busy=false]")
+    assert lit(page) != []
     page.get_by_role("button", name="Regenerate").click()
     assert page.locator("#inspector").is_hidden()
     page.wait_for_selector(".answer[aria-busy=false]")
