@@ -51,7 +51,8 @@ class PageFile:
 @cache
 def page_files() -> MappingProxyType[str, PageFile]:
     """Return the files of the page by path: `/` is the page, /page/NAME and /page/vendor/NAME the others."""
-    files, page = {}, resources.files("specinfer.serve").joinpath("page")
+    files = {}
+    page = resources.files("specinfer.serve").joinpath("page")
     for folder, prefix in ((page, "/page/"), (page.joinpath("vendor"), "/page/vendor/")):
         for entry in (entry for entry in folder.iterdir() if entry.is_file()):
             path = "/" if entry.name == "index.html" else prefix + entry.name

@@ -58,7 +58,8 @@ export class Prose {
     this.#timer = null;
     const blocks = blocksOf(this.#rest);
     const last = lastOf(blocks);
-    if (afresh || last > 0 || !this.#grow(blocks[last])) {
+    const alone = blocks.every(({ type }, index) => index === last || type === "space");
+    if (afresh || last > 0 || !alone || !this.#grow(blocks[last])) {
       for (const one of this.#last) one.remove();
       this.#last = [];
       for (const mark of this.#marks.slice(this.#passed)) mark.spans.length = 0;
