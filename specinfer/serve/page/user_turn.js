@@ -47,8 +47,8 @@ export class UserTurn {
       element(
         "div",
         { class: "actions" },
-        element("button", { class: "primary", text: "Send" }),
         button("Cancel", () => this.#cancel()),
+        element("button", { class: "primary", text: "Send" }),
         later ? element("small", { text: "The messages after it are removed." }) : null,
       ),
     );
