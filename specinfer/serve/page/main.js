@@ -135,6 +135,7 @@ async function show() {
   const id = location.hash.slice(1);
   if (id === conversation.record.id) return;
   const record = id ? await store.get(id) : undefined;
+  if (id !== location.hash.slice(1)) return; // another one was chosen
   if (id && !record) forgetAddress();
   mode("chat");
   conversation.open(record);

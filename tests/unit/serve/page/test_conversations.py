@@ -338,3 +338,16 @@ def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Se
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     page.wait_for_function("document.querySelectorAll('#list a').length === 1")
     assert re.search("specinfer$", page.title())
+
+
+def test_without_a_database_conversations_are_kept_until_the_page_closes(
+    page: Page, serving: Serving
+) -> None:
+    page.add_init_script("indexedDB.open = () => { throw new DOMException('denied', 'SecurityError'); }")
+    page.goto(serving(says_in_steps("One."), says_in_steps("Two.")).url)
+    ask(page, "First?")
+    press(page, "New chat")
+    ask(page, "Second?")
+    assert titles(page) == ["Second?", "First?"]
+    page.get_by_role("link", name="First?").click()
+    page.get_by_text("One.").wait_for()
