@@ -1,11 +1,8 @@
 import io
-import sys
 
 import pytest
 
-from specinfer import LLM
-from specinfer import llm as llm_module
-from specinfer.progress import NoProgress, ProgressBar, default_progress
+from specinfer.progress import ProgressBar
 
 
 class Clock:
@@ -73,28 +70,6 @@ def test_progress_bar_closes_when_the_work_fails(capsys):
     except Broken:
         pass
     assert capsys.readouterr().err.splitlines() == ["work: 25% of 4 steps", "work: 1 steps, finished"]
-
-
-@pytest.mark.parametrize(
-    ("stderr", "shown"), [(Terminal(), ProgressBar), (io.StringIO(), NoProgress), (None, NoProgress)]
-)
-def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monkeypatch, stderr, shown):
-    class Asked(Exception):
-        pass
-
-    def load_models(config, progress):
-        raise Asked(progress)
-
-    monkeypatch.setattr(llm_module, "load_models", load_models)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    assert type(default_progress()) is shown
-    with pytest.raises(Asked) as by_default:
-        LLM("smollm2-135m")
-    assert type(by_default.value.args[0]) is shown
-    silent = NoProgress()
-    with pytest.raises(Asked) as explicit:
-        LLM("smollm2-135m", progress=silent)
-    assert explicit.value.args == (silent,)
 
 
 @pytest.mark.parametrize("shows_lines", [True, False])

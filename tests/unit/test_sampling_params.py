@@ -122,25 +122,3 @@ def test_the_callers_own_mapping_and_lists_are_not_kept() -> None:
     biases[2] = float("nan")
     allowed.append(-1)
     assert (params.logit_bias, params.allowed_token_ids) == ({1: 1.0}, (1,))
-
-
-def test_everything_together_is_allowed() -> None:
-    params = SamplingParams(
-        temperature=0,
-        presence_penalty=1,
-        frequency_penalty=1,
-        repetition_penalty=1.1,
-        logit_bias={1: 1},
-        bad_words=["a"],
-        allowed_token_ids=[1],
-        min_tokens=1,
-        n=2,
-        logprobs=1,
-        prompt_logprobs=1,
-        regex="a",
-        prediction="a",
-        cache_salt="x",
-        speculation={"max_nodes": 2},
-    )
-    assert params.greedy
-    assert params.speculation.max_nodes == 2

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
 from specinfer.engine.memory import MemoryNeeds
-from specinfer.engine.models import Models, load_models, threads_of_torch
+from specinfer.engine.models import load_models
 from specinfer.engine.variant import variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.runner import ModelRunner
 from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE
 from tests.kernels import kernels
@@ -60,38 +58,6 @@ def test_heads_that_native_attention_cannot_serve_run_in_pytorch(
     assert record.getMessage() == (
         f"native attention is not used for {large_heads}, PyTorch runs instead: {REASON}"
     )
-
-
-@pytest.mark.parametrize(
-    ("model", "chosen", "in_a_step"),
-    [
-        ("target", "native", 1),  # which leaves the cores to the kernels
-        ("large", "auto", 2),  # its attention is PyTorch's
-        ("target", "torch", 2),
-    ],
-)
-def test_pytorch_keeps_its_threads_only_where_it_has_work(
-    model: str,
-    chosen: str,
-    in_a_step: int,
-    folder: Path,
-    large_heads: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    library = kernels("native").library
-    assert library is not None
-    before = library.threads()
-    counts: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    wanted = config({"target": folder / "target", "large": large_heads}[model], kernels=chosen, threads=2)
-    try:
-        models = load_models(wanted)
-        assert (counts, library.threads() if chosen != "torch" else 2) == ([2, 7], 2)
-        assert threads_of_torch(wanted, models) == in_a_step
-    finally:
-        library.set_threads(before)
 
 
 def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
@@ -150,55 +116,6 @@ def test_a_draft_of_another_vocabulary_brings_its_tokenizer(
     models = load_models(config(target, drafts=(str(other),)))
     assert counted["built"] == ["target.gguf", "other.gguf"]
     assert models.foreign["draft"].shared == 96
-
-
-def curves_asked_for(
-    models: Models, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, int, bool]]:
-    """How each model's weights are kept, the most rows of a pass, and whether all their logits are made.
-
-    The target's first.
-    """
-    asked: list[tuple[str, int, bool]] = []
-
-    def curve(
-        runner: ModelRunner,
-        *,
-        max_rows: int,
-        variant: str,
-        every_row: bool,
-        keep: bool,
-        behind: object,
-        progress: object,
-    ) -> CostCurve:
-        assert behind is None, "models are larger than a machine's caches"
-        assert keep == (engine.speculation.clock == "curve"), "the next run is to decide by the same curve"
-        asked.append((variant, max_rows, every_row))
-        return CostCurve((1, 2), (1.0, 2.0))
-
-    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
-    build_engine(engine, models)
-    return asked
-
-
-@pytest.mark.usefixtures("own_cache")  # of quantized matrices
-@pytest.mark.parametrize(
-    ("options", "variants"),
-    [
-        ({}, ["none, 64 logits", "none, 64 logits"]),
-        ({"draft_quantization": "int8"}, ["none, 64 logits", "int8, 64 logits"]),
-        ({"quantization": "int4"}, ["int4, 64 logits", "none, 64 logits"]),
-        ({"draft_vocabulary": 40}, ["none, 64 logits", "none, 40 logits"]),
-        ({"clock": "curve"}, ["none, 64 logits", "none, 64 logits"]),
-    ],
-)
-def test_one_model_run_in_two_ways_has_two_curves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], variants: list[str]
-) -> None:
-    engine = config(folder / "target", drafts=(str(folder / "target"),), tree_size="cost", **options)
-    asked = curves_asked_for(load_models(engine), engine, monkeypatch)
-    assert [variant for variant, _, _ in asked] == variants
-    assert [every_row for *_, every_row in asked] == [False, True], "a draft asks for all rows of its levels"
 
 
 def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:

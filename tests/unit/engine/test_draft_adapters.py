@@ -11,7 +11,7 @@ import torch
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine import models as loading
 from specinfer.engine.memory import MemoryNeeds
-from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.errors import ConfigError
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.open_model import open_model
 from specinfer.request import RequestOutput
@@ -124,22 +124,6 @@ def test_what_names_no_draft_is_refused(
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match=message):
         open_llm(folder, **{"drafts": ("base",), **options})
-
-
-def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path / "wide", tokenizer=True, hidden_size=64)
-    write_adapter(tmp_path / "other", tmp_path / "wide")
-    for lora, kind, message in (
-        (tmp_path / "other", ModelFileError, "adapter 'draft' .* it is an adapter for another model"),
-        (tmp_path / "nowhere", ModelFileError, "adapter 'draft': .*nowhere is not a folder"),
-        (
-            write_adapter(tmp_path / "dora", folder / "base", use_dora=True),
-            ModelError,
-            "adapter 'draft' .* use_dora",
-        ),
-    ):
-        with pytest.raises(kind, match=message):
-            open_llm(folder, drafts=folder / "base", draft_lora=lora)
 
 
 def test_beside_ranks_the_first_process_has_the_draft(folder: Path) -> None:

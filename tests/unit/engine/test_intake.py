@@ -7,9 +7,7 @@ import inspect
 import json
 import pickle
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -24,7 +22,6 @@ from specinfer.engine import admission, intake
 from specinfer.engine.admission import Admission
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
-from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors import changes
 from specinfer.request import LoRARequest
 from specinfer.sampling_params import SamplingParams
@@ -146,35 +143,6 @@ def test_a_request_that_failed_has_a_last_output_that_says_why(full: Intake) -> 
 
 
 # Threads.
-
-
-def test_many_threads_at_once_get_the_requests_each_asked_for(
-    full: Intake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[GrammarCompiler] = []
-    monkeypatch.setattr(
-        admission, "GrammarCompiler", lambda *args: (made.append(GrammarCompiler(*args)), made[-1])[1]
-    )
-    fresh, together = desk(full.tokenizer), threading.Barrier(8)
-
-    def ask(number: int) -> list[tuple[str, tuple[int, ...], bool]]:
-        together.wait()
-        found = []
-        for turn in range(10):
-            params = SamplingParams(choice=(f"{number}", f"{turn}x"), bad_words=("no",), seed=turn)
-            [[a]] = fresh.prompts([f"{number} {turn}"], params)
-            assert a.sequence.processors is not None
-            permitted = a.sequence.processors.permits((), ord(f"{number}"))
-            found.append((a.request.request_id, a.request.prompt_token_ids, permitted))
-        return found
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, range(8)))
-    for number, answer in enumerate(answers):
-        assert [bytes(ids) for _, ids, _ in answer] == [f"{number} {t}".encode() for t in range(10)]
-        assert all(permitted for *_, permitted in answer)
-    assert len({request_id for answer in answers for request_id, *_ in answer}) == 80
-    assert len(made) == 1
 
 
 # Refusals. A row for every line that raises one; the last test finds lines that have none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -104,26 +103,6 @@ def test_a_request_cancelled_before_its_first_step_never_runs(
 
 
 # Several threads.
-
-
-def test_many_threads_at_once_each_get_exactly_their_own(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
-) -> None:
-    together = threading.Barrier(8)
-
-    def ask(number: int) -> list[tuple[str, list[int]]]:
-        together.wait()
-        return [
-            part
-            for turn in range(5)
-            for part in said(loop.stream([make(f"{number}.{turn}", 2 + (number + turn) % 3)]))
-        ]
-
-    answers = [threads(ask, number) for number in range(8)]
-    for number, answer in enumerate(answers):
-        expected = [counted(f"{number}.{turn}", 2 + (number + turn) % 3) for turn in range(5)]
-        assert answer.result() == [part for text in expected for part in text]
-    loop.check_integrity()
 
 
 def test_who_waits_gets_the_outputs_that_another_threads_steps_made(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from specinfer.engine import loop as loop_module
 from specinfer.engine.loop import EngineLoop
-from specinfer.errors import UserError
 from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import ScriptedEngine, counted, said
 from tests.unit.engine.conftest import Make
@@ -56,27 +54,6 @@ def test_a_request_the_engine_loses_is_an_error_and_no_endless_wait(
     assert last["b"].finish_reason is FinishReason.ERROR
     assert "the engine lost the request" in (last["b"].error or "")
     assert last["b"].internal_error
-
-
-@pytest.mark.parametrize("what", ["wait_until", "stream", "close", "check_integrity"])
-def test_a_step_that_waits_for_the_loop_is_told_so(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, what: str
-) -> None:
-    calls: dict[str, Callable[[], object]] = {
-        "wait_until": lambda: loop.wait_until(lambda: False),
-        "stream": lambda: list(loop.stream([make("inner")])),
-        "close": loop.close,
-        "check_integrity": loop.check_integrity,
-    }
-
-    def call_once(step: int) -> None:
-        if step == 1:
-            calls[what]()
-
-    engine.script = call_once
-    with pytest.raises(UserError, match="called within one of its own steps"):
-        list(loop.stream([make("a")]))
-    assert said(loop.stream([make("b")])) == counted("b")
 
 
 def test_a_receiver_that_raises_loses_its_request_and_nobody_elses(

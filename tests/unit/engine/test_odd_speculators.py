@@ -153,21 +153,3 @@ def test_one_that_hits_or_misses_comes_or_goes_costs_no_text_and_little_time(
     assert seconds <= most_seconds  # the guard alone would allow 300 + 64, and some
     said = [record.getMessage() for record in caplog.records if record.name.startswith("specinfer.speculate")]
     assert [line[: len(start)] for line, start in zip(said, logged, strict=True)] == logged
-
-
-def test_statistics_tell_what_was_guessed_and_whether_anybody_may(
-    tiny: Tiny, answers: dict[SamplingParams, list[list[int]]]
-) -> None:
-    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers[LAWS[0]], strict=True)]
-    on: list[bool] = []
-    with beside(tiny, Odd(texts, wrong, wrong, 1.0)) as llm:
-        llm.on_tree = lambda _: on.append(llm.statistics().speculation_on)
-        [output] = llm.generate(PROMPTS[:1], LAWS[0])
-        statistics = llm.statistics()
-    off = on.index(False)
-    assert on[off : off + 64] == [False] * 64
-    assert all(on[:off])
-    guessed, verified = statistics.guessed_tokens["odd"], output.figures.proposed_by["odd"]
-    assert guessed > verified > 0
-    assert output.figures.accepted_by == {}
-    assert statistics.since(statistics).guessed_tokens["odd"] == 0

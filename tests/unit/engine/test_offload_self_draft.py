@@ -15,7 +15,7 @@ from specinfer.speculate.policy.allowance import Allowance
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.offloading import Planned, resident, streamed
-from tests.unit.engine.test_offload import answers, texts
+from tests.unit.engine.test_offload import texts
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 
@@ -56,27 +56,3 @@ def test_texts_while_layers_have_the_memory_of_the_self_draft(
     assert texts(llm) == want
     assert min(moves["give_to_layers"], moves["give_to_draft"]) > 9
     assert next(steps) > 30
-
-
-@pytest.mark.parametrize("name", ["self", "deep"])
-def test_the_self_draft_that_a_variant_asks_keeps_its_memory(
-    deep: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    draft = name if name == "self" else str(deep)
-    want = texts(resident(deep, max_batch_size=4))
-    with streamed(deep, monkeypatch, drafts=(draft,), max_batch_size=4) as llm:
-        draft_memory = llm.models.draft_memory
-        assert draft_memory is not None
-        draft_memory.give_to_layers()
-        assert draft_memory.holder == "layers"
-        without = llm.variant(drafts=())
-        assert [output.token_ids for output in answers(without)] == want
-        assert draft_memory.holder == "layers", "nobody else asks the self draft"
-        other = llm.variant()
-        assert (draft_memory.holder, draft_memory.layers_may_use) == ("draft", False)
-        draft_memory.give_to_layers()
-        assert draft_memory.holder == "draft"
-        assert [output.token_ids for output in answers(other)] == want
-        assert other.statistics().guessed_tokens["draft"] > 50
-        without.close()
-        other.close()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from specinfer.engine.trace import TreeEvent, complaint, read_trace
-from specinfer.errors import UserError
 from specinfer.tree import TreeBuilder
 from specinfer.verify.coupled import Acceptance
 
@@ -61,23 +60,3 @@ def test_what_an_engine_tells_is_a_trace(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_step_is_said(change: dict[str, Any], said: str) -> None:
     assert complaint(EVENT) == ""
     assert complaint(EVENT | change) == said
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{}", "line 1: token_ids is no list of integers"),
-        ("[]", "line 1: it is no JSON object"),
-        (json.dumps(EVENT) + "\nhello", "line 2: it is not JSON"),
-        (json.dumps(EVENT | {"likelihoods": [1, float("nan"), 0]}), "line 1: it is not JSON"),
-        ("[" * 100_000, "line 1: it is not JSON"),
-        ("\n \n", "has no steps"),
-        ("", "has no steps"),
-    ],
-)
-def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(text)
-    with pytest.raises(UserError, match=said) as error:
-        read_trace(file)
-    assert "generate --trace FILE" in str(error.value)

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specinfer.grammar import grammar as grammar_file
-from specinfer.grammar.grammar import Cursor, Grammar, GrammarCompiler, MatcherSource
+from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.structured_output import structured_output
-from tests.unit.grammar.vocabulary import SCHEMAS, TOKENIZER, VOCAB, ids, legal_document, schema_format
+from tests.unit.grammar.vocabulary import SCHEMAS, TOKENIZER, VOCAB, legal_document, schema_format
 
 THREADS = 6
 
@@ -97,20 +97,3 @@ def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
         return [found[which] for which in range(len(forms))]
 
     assert at_once(go) == [expected] * THREADS
-
-
-def test_a_worn_automaton_is_replaced_once(compiler):
-    vocabulary = compiler.compile(structured_output(choice=["yes"])).vocabulary
-    source, made, make = MatcherSource('start: "yes"', vocabulary, "choice"), [], vocabulary.matcher
-    vocabulary.matcher = lambda grammar: made.append(grammar) or make(grammar)
-    for round in range(1, 4):
-        worn = source.first
-
-        def replace(number, worn=worn):
-            source.replace(worn)
-            return source.first, Cursor(source).query(ids("ye"), lambda matcher: matcher.compute_ff_bytes())
-
-        found = at_once(replace)
-        assert found[0][0] is not worn
-        assert found == [(source.first, b"s")] * THREADS
-        assert len(made) == round

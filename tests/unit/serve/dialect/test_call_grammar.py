@@ -1,7 +1,5 @@
 """Answers that call grammars accept, token by token, with tokenizers of each family."""
 
-import json
-
 import pytest
 
 from specinfer.serve.dialect.call_grammar import call_grammar
@@ -172,22 +170,6 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, tex
         assert (content, len(calls)) == ("" if count else answer, count)
 
 
-@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special", "llama3"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
-    family = FAMILIES[name]
-    reasoning = Reasoning(
-        {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
-    )
-    reasoning_text = "\nhm, a { or two\n</think>\n\n" if inside else "<think>\nhm {\n</think>\n"
-    form = structured_output({"type": "json_object"})
-    grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=reasoning, starts_inside=inside, form=form)
-    for answer in ('{"a": 1}', WRITTEN[name][0]("get", CITY)):
-        assert verdict(family, grammar, reasoning_text + answer) is None
-        assert inside or verdict(family, grammar, answer) is None
-    assert verdict(family, grammar, f"{reasoning_text}hello") == reasoning_text
-
-
 def test_white_space_in_arguments_follows_the_option():
     family = FAMILIES["hermes"]
     found = {}
@@ -254,22 +236,3 @@ def test_unsupported_keywords_are_ignored_unless_strict():
     assert (
         verdict(family, grammar, hermes("f", '{"at": 1}')) == hermes("f", "\0").partition("\0")[0] + '{"at": '
     )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_forced_text_is_guessed_and_parsed(name):
-    """From a call's first token to its end the grammar leaves only the arguments open."""
-    family = FAMILIES[name]
-    grammar = call_grammar(family.format, TOOLS, NAMED)
-    state = family.compiler.compile(structured_output(grammar=grammar)).state()
-    ids = []
-    while not state.permits((), 256):
-        guessed = state.forced((), 100)
-        allowed = [i for i in range(family.tokenizer.vocab_size) if state.permits((), i)]
-        chosen = guessed or (allowed[0],)
-        ids += chosen
-        state.commit(chosen)
-    text = "".join(map(family.tokenizer.text_of, ids))
-    parser = CallParser(family.format, ["get_time"])
-    content, [call] = content_and_calls([*parser.feed(text), *parser.finish()])
-    assert (content, call.name, json.loads(call.arguments)) == ("", "get_time", {})

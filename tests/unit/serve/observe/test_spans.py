@@ -102,24 +102,6 @@ def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> N
     assert span.status.status_code is StatusCode.UNSET
 
 
-@pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{TRACE}-0000000000000000-01"])
-def test_a_caller_without_a_span_makes_a_root(tokenizer: Tokenizer, traceparent: str) -> None:
-    found, _ = spans_of(
-        tokenizer,
-        [says("a"), says("b", reason=FinishReason.LENGTH)],
-        "/completions",
-        {"prompt": "p", "n": 2},
-        {"traceparent": traceparent},
-    )
-    assert [span.parent for span in found] == [None, None]
-    assert [span.name for span in found] == [f"text_completion {MODEL}"] * 2
-    reasons = {
-        (span.attributes or {})["specinfer.index"]: (span.attributes or {})["gen_ai.response.finish_reasons"]
-        for span in found
-    }
-    assert reasons == {0: ("stop",), 1: ("length",)}
-
-
 def test_an_answer_that_fails_is_an_error(tokenizer: Tokenizer) -> None:
     wrong = Delta("", finish_reason=FinishReason.ERROR, error="my secret leaves no token")
     [span], _ = spans_of(tokenizer, [[wrong]], "/completions", {"prompt": "p"}, {})

@@ -153,24 +153,6 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     }
 
 
-def test_set_parameters_are_logged(logged: Logged) -> None:
-    asked = SamplingParams(
-        seed=3, top_k=5, stop=("x",), logit_bias={7: 1.5}, logprobs=2, cache_salt="mine", n=3
-    )
-    traffic = logged.log.observe(Work("a", (65,), asked), 0.0)
-    traffic.delta(says("b")[0], 1.0)
-    traffic.end(2.0)
-    [line] = logged.lines()
-    assert line["params"] == {
-        "temperature": 1.0,
-        "seed": 3,
-        "max_tokens": 128,
-        "top_k": 5,
-        "stop": ["x"],
-        "logit_bias": {"7": 1.5},
-    }
-
-
 def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokenizer: Tokenizer) -> None:
     cut, wrong = FinishReason.LENGTH, Delta("", finish_reason=FinishReason.ERROR, error="no token is left")
     backend = ScriptedBackend(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
 from specinfer.tree.draw import Verifier
@@ -127,25 +126,6 @@ def test_of_a_request_it_was_never_asked_about_nothing_is_learnt() -> None:
     speculator = lookup()
     speculator.observe([outcome(*letters("abc"), finished=True)])
     assert guess(speculator, "ab") == []
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("min_match", 0, "1 to 32"),
-        ("min_match", 33, "1 to 32"),
-        ("max_depth", 0, "1 or more"),
-        ("max_nodes", 0, "1 or more, the root included"),
-        ("min_probability", 1.5, "0 to 1"),
-        ("min_probability", float("nan"), "0 to 1"),
-        ("depth_factor", 0.0, "a finite number above 0"),
-        ("depth_factor", float("inf"), "a finite number above 0"),
-        ("memory", -1, "0 or more bytes"),
-    ],
-)
-def test_an_option_outside_its_range_is_refused(option: str, value: float, allowed: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} of the lookup speculator is .*; allowed: {allowed}"):
-        lookup(**{option: value})
 
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)

@@ -100,24 +100,6 @@ def test_it_holds_and_finds_what_a_list_of_texts_does(
         assert index.places(tail, length, most) == found[:most]
 
 
-@given(
-    st.lists(st.one_of(st.lists(st.integers(0, 3), max_size=80), st.none()), max_size=12),
-    st.sampled_from([None, 1, 40]),
-)
-def test_bytes_are_known_before_a_text_is_added(
-    library: Library, happenings: list[list[int] | None], max_segment: int | None
-) -> None:
-    index = TextIndex(library, max_segment=max_segment)
-    for text in happenings:  # a text is added and closed, or the oldest is dropped
-        if text is not None:
-            most = index.bytes_with(len(text))
-            index.extend(text)
-            index.close_text()
-            assert index.num_bytes <= most
-        elif index.num_texts:
-            index.drop_oldest_text()
-
-
 def test_what_cannot_be_is_refused_and_changes_nothing(library: Library) -> None:
     index = TextIndex(library)
     index.extend([1, 2, 3])

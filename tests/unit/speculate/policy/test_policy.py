@@ -33,22 +33,6 @@ def below(
 
 
 @pytest.mark.parametrize(
-    ("shape", "run"),
-    [
-        ((1, 1, 1), [5]),
-        ((1, 2, 1), [5, 3]),
-        ((2, 2, 1), [5, 3, 4]),
-        ((2, 2), []),  # it is as deep as that
-        (None, [3, 4, 5]),
-    ],
-)
-def test_of_the_deepest_level_as_many_are_run_as_the_shape_has_there(
-    shape: tuple[int, ...] | None, run: list[int]
-) -> None:
-    assert below(shape, [3, 4, 5]) == run
-
-
-@pytest.mark.parametrize(
     ("overrides", "rule"),
     [
         (SpeculationParams(expansion=(2, 2, 2)), DrawRule.POINT_MASS),
