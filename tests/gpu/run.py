@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 PARENTS = [-1, 0, 0, 1, 2]  # of the nodes of a tree behind the prompt
 NODES = [54, 7, 20, 8, 8]
 PATHS = [[54], [54, 7], [54, 20], [54, 7, 8], [54, 20, 8]]
+VERSIONS = ("torch", "triton", "transformers")
 PARITY = 2e-4  # largest difference of a float32 logit
 
 
@@ -231,12 +232,9 @@ def word(result: Result) -> str:
 
 def page(setting: Setting, card: str, results: Sequence[Result], seconds: float) -> str:
     """Return the page of results as Markdown."""
-    facts, versions = provenance(), []
-    for package in ("torch", "triton", "transformers"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
+    facts = provenance()
+    installed = {one.name: one.version for one in distributions()}
+    versions = [f"{name} {installed.get(name, 'is not installed')}" for name in VERSIONS]
     lines = [f"# Checks on {card}", "", "| check | verdict | |", "|---|---|---|"]
     lines += [f"| {r.name} | {word(r)} | {r.words.replace('|', '/')} |" for r in results]
     lines += ["", "- command: `make test-gpu`", f"- card: {card}, device {setting.device}"]
