@@ -119,6 +119,7 @@ class Engine:
         stream = self._executor.stream
         return Statistics(
             steps=clock.steps,
+            step_seconds=clock.age,
             stage_seconds=dict(clock.seconds),
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
@@ -176,8 +177,11 @@ class Engine:
         Raises:
             PeerLostError: a rank is lost and the engine cannot continue. All committed tokens are in deltas.
         """
-        with torch_threads(self._threads):
-            self._step()
+        try:
+            with torch_threads(self._threads):
+                self._step()
+        finally:
+            self.clock.end()
         error, self._listener_error = self._listener_error, None
         if error is not None:
             raise error

@@ -36,12 +36,23 @@ class StageClock:
     steps: int = 0
     last: dict[str, float] = field(default_factory=dict)  # seconds of the present or last step
     _lapped: float = 0.0
+    _began: float | None = None  # time at which the running step began
 
     def start(self) -> None:
         """Start a step."""
         self.steps += 1
         self.last = {}
-        self._lapped = self.now()
+        self._began = self._lapped = self.now()
+
+    def end(self) -> None:
+        """End the step."""
+        self._began = None
+
+    @property
+    def age(self) -> float:
+        """Seconds since the running step began, 0 if none runs; readable from any thread."""
+        began = self._began
+        return 0.0 if began is None else self.now() - began
 
     def lap(self, stage: Stage) -> None:
         """Charge the time since `start` or the last lap to `stage`."""
@@ -57,6 +68,7 @@ class Statistics:
     """Counters of an engine, which only grow, and its present state."""
 
     steps: int = 0
+    step_seconds: float = 0.0  # age of the running step; 0 if none runs
     stage_seconds: dict[Stage, float] = field(default_factory=dict)
     preemptions: int = 0  # preemptions of requests
     prefix_queries: int = 0  # tokens looked up in the cache
@@ -111,6 +123,7 @@ def combined(states: Sequence[Statistics]) -> Statistics:
         total,
         running=sum(state.running for state in states),
         waiting=sum(state.waiting for state in states),
+        step_seconds=max(state.step_seconds for state in states),
         kv_cache_usage=sum(state.kv_cache_usage for state in states) / len(states),
         cost_factors=factors,
         speculation_on=any(state.speculation_on for state in states),

@@ -250,11 +250,13 @@ class Replica:
             await asyncio.sleep(1.0)
 
     async def _watch_replies(self, engine: EngineChild) -> None:
-        """Kill an engine that does not reply.
+        """Kill an engine that does not reply, or whose step makes no progress.
 
-        An engine replies within one step, whatever a step takes. It gets 10 queries, each with a tenth of the
-        timeout: if this process itself was suspended, only one of the queries fails.
+        Another thread than the steps' replies. It gets 10 queries, each with a tenth of the timeout: if this
+        process itself was suspended, only one of the queries fails. A step hangs if as many replies name the
+        same step, and the same number of streamed bytes.
         """
+        progress, same = (0, 0), 0
         while engine is self._engine:
             for _ in range(_QUESTIONS):
                 answer = await self._read_statistics(self._timeout / _QUESTIONS)
@@ -265,6 +267,16 @@ class Replica:
                 _LOG.error("%s has not replied for %s and is killed", self.name, seconds)
                 engine.kill()
                 return
+            if answer is not None:
+                before, progress = progress, (answer.steps, answer.streamed_bytes)
+                same = same + 1 if answer.step_seconds and progress == before else 1
+                if same == _QUESTIONS:
+                    _LOG.error(
+                        "step %d of %s has made no progress for %g seconds and the process is killed",
+                        *(answer.steps, self.name, self._timeout),
+                    )
+                    engine.kill()
+                    return
             await asyncio.sleep(self._timeout / _QUESTIONS)
 
 

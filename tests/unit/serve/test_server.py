@@ -185,6 +185,51 @@ def test_a_hung_engine_is_started_again_and_answers_go_on(folder: Path) -> None:
         assert any("has not replied for 2 seconds" in line for line in served.log)
 
 
+# Runs in the engine's process: its next step blocks in C, without Python's lock, once the file exists.
+_HANGS = """
+import ctypes, sys, threading, time
+from pathlib import Path
+
+def patch():
+    while not hasattr(sys.modules.get("specinfer.engine.engine"), "Engine"):
+        time.sleep(0.05)
+    engine = sys.modules["specinfer.engine.engine"].Engine
+    verify = engine._verify
+
+    def hanging(self, *given):
+        found = Path({file!r})
+        if found.exists():
+            found.unlink()
+            ctypes.CDLL(None).sleep(1000)
+        return verify(self, *given)
+
+    engine._verify = hanging
+
+if "specinfer.serve.backend.engine_process" in sys.orig_argv:
+    threading.Thread(target=patch, daemon=True).start()
+"""
+
+
+@pytest.mark.thorough
+def test_a_step_that_hangs_in_native_code_is_found_and_answers_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = tmp_path / "hang"
+    (tmp_path / "sitecustomize.py").write_text(_HANGS.format(file=str(hang)))
+    paths = [str(tmp_path), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    with Served(folder, *FLAGS, "--engine-timeout", "4") as served:
+        body = {**LONG, "seed": 1}
+        expected = served.post("/v1/completions", body).json()["choices"][0]["text"]
+        hang.touch()
+        began = time.monotonic()
+        assert served.post("/v1/completions", body).json()["choices"][0]["text"] == expected
+        assert not hang.exists()
+        assert time.monotonic() - began < 60
+        assert served.metric("engine_restarts") == 1
+        assert any("has made no progress for 4 seconds" in line for line in served.log)
+
+
 @pytest.mark.thorough
 def test_with_few_descriptors_probes_are_answered_beside_a_flood(folder: Path) -> None:
     script = (

@@ -18,6 +18,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.engine_child import EngineChild
@@ -262,7 +263,12 @@ def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Han
         await backend.start()
         received = asyncio.ensure_future(anext(backend.generate([WORK])))
         await asyncio.sleep(1000)
-        assert not handles[0].killed  # it is in a long step, and answers
+        assert not handles[0].killed  # it is idle
+        for step in range(50):  # steps end, or the running step reads weights
+            handles[0].state = Statistics(steps=1 + step // 9, streamed_bytes=step, step_seconds=1e4)
+            await asyncio.sleep(100)
+        assert not handles[0].killed
+        handles[0].state = Statistics()
         handles[0].is_stopped = True
         await asyncio.sleep(60)
         handles[0].is_stopped = False  # half of the time is not enough
@@ -284,6 +290,31 @@ def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Han
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(run())
+
+
+def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
+    handles: list[Handle], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
+        await backend.start()
+        received = asyncio.ensure_future(anext(backend.generate([WORK])))
+        await asyncio.sleep(13)
+        began = asyncio.get_running_loop().time()
+        for _ in range(100):  # until 20 seconds before the limit
+            handles[0].state = Statistics(
+                steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
+            )
+            await asyncio.sleep(1)
+        assert not handles[0].killed
+        await asyncio.sleep(20)
+        assert handles[0].killed
+        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+        assert (await received).text == "x"
+        await backend.close()
+
+    run_virtual(run())
+    assert "step 7 of the engine has made no progress for 120 seconds" in caplog.text
 
 
 @pytest.mark.thorough
