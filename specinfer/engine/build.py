@@ -291,6 +291,7 @@ def build_engine(
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
             max_adapters=config.max_loras,
+            fetch=None if models.adapters is None else models.adapters.fetch,
         ),
         verifier=speculation.verifier,
         threads=threads,

@@ -21,7 +21,7 @@ others may be admitted before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.errors import ensure
@@ -35,6 +35,7 @@ _MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in bl
 # A prompt's row with log-probabilities yields logits over the whole vocabulary, which are scanned. Measured:
 # half of the time of the row's pass for a 135M model, less for larger ones.
 _SCORED_COST = 2  # rows that such a row counts as
+_READ_SECONDS = 0.01  # a step without rows waits so long for an adapter
 
 
 class Scheduler:
@@ -49,8 +50,12 @@ class Scheduler:
         max_context: int,
         prefix_reuse: bool = True,
         max_adapters: int | None = None,
+        fetch: Callable[..., bool] | None = None,
     ) -> None:
-        """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any)."""
+        """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any).
+
+        `fetch` is `AdapterCache.fetch`: a request waits while its adapter is read.
+        """
         self._config = config
         self._pool = pool
         self._tree_nodes = tree_nodes  # maximum nodes of a tree; 1: no speculation
@@ -58,7 +63,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
-        self._max_adapters = max_adapters
+        self._max_adapters, self._fetch = max_adapters, fetch
         self._short_only = False  # True if the last step read only short prompts
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the cache
@@ -88,7 +93,7 @@ class Scheduler:
         self._pool.release(sequence.block_table)
 
     def schedule(self, only: SequenceState | None = None) -> StepPlan:
-        """Return the next step; it is empty only if no request waits or runs.
+        """Return the next step; it is empty only if no request runs, and none waits but for its adapter.
 
         Allocates blocks, and may preempt and admit requests. With `only` the step has only that request.
         """
@@ -131,8 +136,9 @@ class Scheduler:
         """Admit the next waiting request if there are blocks for all of its text; returns it or None.
 
         Requests are admitted in order. Those that wait for a block that a running request is about to compute
-        are passed over. After one whose adapter does not fit beside those in use, no request with an adapter
-        is admitted. Adds to `awaited`, the awaited blocks of this step with their indices.
+        are passed over, and those whose adapter is being read. After one whose adapter does not fit beside
+        those in use, no request with an adapter is admitted. Adds to `awaited`, the awaited blocks of this
+        step with their indices.
         """
         adapted = True  # True if a request with an adapter may be admitted
         for waiting in self.waiting:
@@ -140,7 +146,7 @@ class Scheduler:
                 continue
             if waiting.request.adapter is not None:
                 adapted = adapted and self._has_room_for(waiting.request.adapter)
-                if not adapted:
+                if not adapted or not self._is_there(waiting.request.adapter):
                     continue
             found = self._find(waiting, awaited)
             if found is None:
@@ -159,6 +165,11 @@ class Scheduler:
         """Return whether this adapter may be used beside those of running requests."""
         used = {one.request.adapter for one in self.running} - {None}
         return adapter in used or self._max_adapters is None or len(used) < self._max_adapters
+
+    def _is_there(self, adapter: str) -> bool:
+        """Return whether an adapter is in memory; otherwise begin to read it."""
+        used = {one.request.adapter for one in self.running}
+        return self._fetch is None or self._fetch(adapter, used, wait=0.0 if self.running else _READ_SECONDS)
 
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
         """Return the end of the text that each request computes in this step, with `rows` additional rows.

@@ -137,7 +137,8 @@ class ServeConfig:
         of_batches=False,
     )
     engine_timeout: float = option(
-        120.0, "Seconds after which an engine that does not respond, or whose step hangs, is restarted; 0: never."
+        120.0,
+        "Seconds after which an engine that hangs is restarted; 0: never.",
     )
     grace: float = option(
         30.0, "Seconds that answers in progress may take after SIGTERM.", zero=False, of_batches=False

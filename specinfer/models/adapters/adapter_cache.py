@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -54,10 +55,13 @@ class AdapterCache:
         self._free = free
         self._refused = refused
         self.default: str | None = None  # adapter of requests that name none
-        self._guard = threading.RLock()
+        self._reading = threading.RLock()  # held while files are read; a step takes `_guard` only
+        self._guard = threading.Lock()  # guards the adapters in memory
         self._folders: dict[str, PeftFolder] = {}
         self._numbers: dict[int, str] = {}  # adapter names by lora_int_id
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self._fetching: threading.Thread | None = None  # which reads one for requests that wait
+        self._failed: dict[str, AdapterError] = {}  # reasons why that failed
 
     @property
     def names(self) -> Collection[str]:
@@ -84,7 +88,7 @@ class AdapterCache:
 
     def _missing_bytes(self, folders: Iterable[PeftFolder]) -> int:
         """Memory that these adapters may take in addition to those in memory."""
-        there = sum(self._folders[name].bytes(self._weights) for name in self._resident)
+        there = sum(self._folders[name].bytes(self._weights) for name in [*self._resident])
         return max(0, self._max_bytes(folders) - there)
 
     def register(self, name: str, path: Path) -> None:
@@ -92,12 +96,12 @@ class AdapterCache:
 
         Raises ModelError if it is not supported, and a subclass if it is damaged or for another model.
         """
-        with self._guard:
+        with self._reading:
             self._folders[name] = self._checked(name, path.expanduser().resolve())
 
     def load(self) -> None:
         """Read registered adapters while there is room; raises ModelError as `PeftFolder.load`."""
-        with self._guard:
+        with self._reading:
             for name, folder in [*self._folders.items()][: self._limit]:
                 self._resident[name] = self._loaded(folder)
 
@@ -108,7 +112,7 @@ class AdapterCache:
         it does not fit into the free memory.
         """
         path = path.expanduser().resolve()
-        with self._guard:
+        with nullcontext() if name in self._folders else self._reading:  # a known one waits for no other
             known = self._folders.get(name)
             if known is not None and known.path != path:
                 raise ModelError(f"adapter {name!r} is {known.path}; give {path} another name")
@@ -121,8 +125,10 @@ class AdapterCache:
                     f"adapter {name!r} ({path}): adapters may then take {lacking / _MIB:.2f} MiB more, and "
                     f"{free / _MIB:.2f} MiB of memory are free; lower max_loras, or free some memory"
                 )
-            if len(self._resident) < self._limit:
-                self._resident[name] = self._loaded(folder)
+            if len(self._resident) + (self._fetching is not None) < self._limit:
+                loaded = self._loaded(folder)
+                with self._guard:
+                    self._resident[name] = loaded
             self._folders[name] = folder
 
     def _checked(self, name: str, path: Path) -> PeftFolder:
@@ -135,53 +141,92 @@ class AdapterCache:
 
         Raises RequestError for an unknown adapter, or a number used for another one, else as `add`.
         """
+        self._check_number(request)
+        if request.lora_path:
+            self.add(request.lora_name, Path(request.lora_path))
+        elif request.lora_name not in self._folders:
+            raise RequestError(
+                f"the adapter {request.lora_name!r} has no lora_path and was not named before; "
+                f"known: {', '.join(self._folders) or 'none'}",
+                "lora_request",
+            )
         with self._guard:
-            known = self._numbers.get(request.lora_int_id, request.lora_name)
-            if known != request.lora_name:
-                raise RequestError(
-                    f"lora_int_id {request.lora_int_id} is the adapter {known!r}, and "
-                    f"{request.lora_name!r} is another; give each its own number",
-                    "lora_request",
-                )
-            if request.lora_path:
-                self.add(request.lora_name, Path(request.lora_path))
-            elif request.lora_name not in self._folders:
-                raise RequestError(
-                    f"the adapter {request.lora_name!r} has no lora_path and was not named before; "
-                    f"known: {', '.join(self._folders) or 'none'}",
-                    "lora_request",
-                )
+            self._check_number(request)
             self._numbers[request.lora_int_id] = request.lora_name
         return request.lora_name
+
+    def _check_number(self, request: LoRARequest) -> None:
+        known = self._numbers.get(request.lora_int_id, request.lora_name)
+        if known != request.lora_name:
+            raise RequestError(
+                f"lora_int_id {request.lora_int_id} is the adapter {known!r}, and "
+                f"{request.lora_name!r} is another; give each its own number",
+                "lora_request",
+            )
+
+    def fetch(self, name: str, used: Collection[str], *, wait: float) -> bool:
+        """True if passes may use an adapter; if it is not in memory, a thread begins to read it.
+
+        It replaces the least recently used ones that are not in `used`. With nothing else to do for `wait`
+        seconds, this call waits so long. True, too, if it cannot be read, as `rows` raises the reason.
+        """
+        with self._guard:
+            if name not in self._resident and name not in self._failed and self._fetching is None:
+                self._make_room({name}, used)
+                self._fetching = threading.Thread(target=self._fetch, args=(name,), daemon=True)
+                self._fetching.start()
+            thread = self._fetching
+        if wait and thread is not None:
+            thread.join(wait)
+        return name in self._resident or name in self._failed
+
+    def _fetch(self, name: str) -> None:
+        try:
+            self._load_missing({name})
+        except Exception as error:  # `rows` raises it for the requests that wait
+            self._failed[name] = error if isinstance(error, AdapterError) else AdapterError(repr(error), name)
+        finally:
+            self._fetching = None
 
     def rows(self, adapted: Sequence[tuple[range, str]], count: int) -> AdaptedRows | None:
         """The adapted rows of a pass of `count` rows, from ranges and adapter names; None if there are none.
 
-        Missing adapters are read, replacing the least recently used ones. Raises AdapterError if one cannot
-        be read.
+        Reads adapters that `fetch` has not read, as for another engine. Raises AdapterError if one cannot be
+        read.
         """
         if not adapted:
             return None
-        found = self._load_missing({name for _, name in adapted})
+        names = {name for _, name in adapted}
+        for name in names & self._failed.keys():
+            raise self._failed.pop(name)
+        with self._guard:
+            found = {name: self._resident[name] for name in names if name in self._resident}
+            for name in found:
+                self._resident.move_to_end(name)
+        if len(found) < len(names):
+            found = self._load_missing(names)
         spans = [Span(rows, found[name]) for rows, name in adapted]
         return AdaptedRows.of(spans, count, self._library)
 
+    def _make_room(self, names: Collection[str], used: Collection[str] = ()) -> list[str]:
+        """Drop the least recently used adapters, but none in `used`; returns the names to read."""
+        lacking = [name for name in names if name not in self._resident]
+        for name in [one for one in self._resident if one not in names and one not in used]:
+            if len(self._resident) + len(lacking) > self._limit:
+                del self._resident[name]
+        return lacking
+
     def _load_missing(self, names: Collection[str]) -> dict[str, Adapter]:
-        with self._guard:
-            for name in names:
-                if name in self._resident:
-                    self._resident.move_to_end(name)
-            lacking = [name for name in names if name not in self._resident]
-            while self._resident and len(self._resident) + len(lacking) > self._limit:
-                oldest = next(iter(self._resident))
-                if oldest in names:
-                    break
-                del self._resident[oldest]
+        with self._reading:
+            with self._guard:
+                lacking = self._make_room(names)
             for name in lacking:
                 try:
-                    self._resident[name] = self._loaded(self._folders[name])
+                    loaded = self._loaded(self._folders[name])
                 except (ModelError, OSError) as error:
                     raise AdapterError(str(error), name) from error
+                with self._guard:
+                    self._resident[name] = loaded
             return {name: self._resident[name] for name in names}
 
     def _loaded(self, folder: PeftFolder) -> Adapter:

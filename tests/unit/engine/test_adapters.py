@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from specinfer.engine import models as loading
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryNeeds
 from specinfer.errors import CapacityError, ConfigError, ModelError, RequestError
+from specinfer.kernels.low_rank import Adapter
+from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.request import FinishReason, RequestOutput
 from specinfer.runtime import executor
 from specinfer.runtime.kv_cache import gib
@@ -157,6 +161,37 @@ def test_an_adapter_that_is_gone_ends_its_requests_alone(folder: Path, tmp_path:
         assert "adapter_model.safetensors" in str(found[2].error)
         assert said(llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("one", 1)))
         assert_idle(llm)
+
+
+def test_reading_an_adapter_stops_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a request names a new one, or one that was replaced."""
+    read, reads, may_read = PeftFolder.load, threading.Event(), threading.Event()
+
+    def slow(self: PeftFolder, *given: Any) -> Adapter:
+        if self.name == "other":
+            reads.set()
+            assert may_read.wait(60)
+        return read(self, *given)
+
+    one, other = lora(folder, "one"), lora(folder, "other")
+    with open_llm(folder) as llm:
+        want = said(llm.generate([PROMPT], RANDOM, lora_request=other))
+    monkeypatch.setattr(PeftFolder, "load", slow)
+    named = {"one": folder / "one", "other": folder / "other"}
+    for options in ({"lora": {"one": folder / "one"}}, {"lora": named, "max_loras": 1}):
+        with open_llm(folder, **options) as llm, ThreadPoolExecutor(1) as pool:
+            reads.clear(), may_read.clear()
+            waits = pool.submit(llm.generate, [PROMPT], RANDOM, lora_request=other)
+            assert reads.wait(60), options
+            for _ in range(2):
+                plain, adapted = llm.generate(PROMPTS, RANDOM), []
+                if "max_loras" not in options:  # there the other one takes its place
+                    adapted = llm.generate(PROMPTS, RANDOM, lora_request=one)
+                assert all(out.finish_reason is FinishReason.LENGTH for out in [*plain, *adapted])
+            assert not waits.done(), options
+            may_read.set()
+            assert said(waits.result(60)) == want, options
+            assert_idle(llm)
 
 
 def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
