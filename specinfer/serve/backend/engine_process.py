@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
     from specinfer.parallel.processes import FollowerProcesses
 
 _LOG = logging.getLogger(__name__)
-_INTAKE_THREADS: Final = 2  # a grammar takes a second to compile; other works must not wait for it
+_INTAKE_THREADS: Final = 2  # for works with a form, and for those without
+_SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status of a process that cannot send its answers (EX_SOFTWARE)
 # Options, and parts of a config, that change no output text.
@@ -88,11 +90,13 @@ class EngineProcess:
         self._connection = connection
         self._answers: dict[str, _WorkInHand] = {}  # by work id, which is also the request id
         self._ending = threading.Lock()  # taken for good by the thread that ends the process
-        self._sending = threading.Lock()  # guards the connection and the two attributes below
+        self._sending = threading.Lock()  # guards the connection and `_checked`
         self._checked: set[str] = set()  # works that the intake is checking
         self._stepped: list[str] = []  # requests in the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
+        # A grammar may take seconds to compile, which delays no work without one.
+        self._forms = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake of forms")
 
     def serve(self) -> None:
         """Execute commands until the socket closes."""
@@ -126,7 +130,8 @@ class EngineProcess:
     def _add(self, works: Iterable[Work]) -> None:
         for work in works:
             self._answers[work.id] = _WorkInHand(work)
-            self._intake.submit(self._admit, self._answers[work.id])
+            lane = self._intake if work.params.structured_output is None else self._forms
+            lane.submit(self._admit, self._answers[work.id])
 
     def _admit(self, answer: _WorkInHand) -> None:
         """Check a work and submit it to the loop; runs in an intake thread."""
@@ -189,9 +194,9 @@ class EngineProcess:
     def _on_step(self, request_ids: Sequence[str]) -> None:
         """Report a step's requests, before the step computes anything."""
         if request_ids != self._stepped:
-            with self._sending:
-                self._stepped = list(request_ids)
-                self._send_busy()
+            self._stepped = list(request_ids)
+            if not self._send_busy_at_once():
+                self._outbox.put(("busy",))
             for name in request_ids:
                 answer = self._answers.get(name)
                 if answer is not None and not answer.started:
@@ -204,6 +209,19 @@ class EngineProcess:
         _LOG.error("the engine process ends: %s", str(error))
         time.sleep(self._linger)
         os._exit(_PEER_LOST)
+
+    def _send_busy_at_once(self) -> bool:
+        """Send the busy works unless the server reads nothing; returns whether they were sent."""
+        if not self._sending.acquire(timeout=_SEND_SECONDS):
+            return False
+        try:
+            room = select.poll()
+            room.register(self._connection, select.POLLOUT)
+            if ready := bool(room.poll(0)):
+                self._send_busy()
+            return ready
+        finally:
+            self._sending.release()
 
     def _send_busy(self) -> None:
         """Send the busy works at once, ahead of the messages in the outbox."""
@@ -257,7 +275,9 @@ class EngineProcess:
                 if deltas:
                     self._connection.send(("deltas", deltas, state))
                 for message in batch:
-                    if not isinstance(message, Delta):
+                    if message == ("busy",):  # with the works of now: a later message may have been sent
+                        self._send_busy()
+                    elif not isinstance(message, Delta):
                         self._connection.send(message)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,10 +20,12 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import PeerLostError
+from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import engine_process
 from specinfer.serve.backend.engine_process import EngineProcess, fingerprint
 from specinfer.serve.backend.work import Work
+from specinfer.structured_output import StructuredOutput
 from tests.adapters import write_adapter
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
@@ -104,6 +108,41 @@ def test_a_tree_that_cannot_be_serialized_ends_no_answer(
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(folder, **ENGINE, max_batch_size=1) as made:
         yield made
+
+
+def test_new_grammars_that_compile_slowly_delay_no_plain_work(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles, compile_form = threading.Event(), GrammarCompiler.compile
+
+    def slow(self: GrammarCompiler, form: StructuredOutput) -> Grammar:
+        assert compiles.wait(60)
+        return compile_form(self, form)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    short = SamplingParams(seed=1, max_tokens=2, ignore_eos=True)
+    with serving(llm) as server:
+        forms = [SamplingParams(max_tokens=2, regex=f"a{i}b+") for i in range(4)]
+        server.send(("add", [Work(f"form {i}", (65,), form) for i, form in enumerate(forms)]))
+        server.send(("add", [Work("plain", (65,), short)]))
+        hear(server, ends("plain"))
+        compiles.set()
+        ended = set[str]()
+        while len(ended) < len(forms):
+            [*_, last] = hear(server, lambda message: message[0] == "deltas")
+            ended |= {delta.id for delta in last[1] if delta.finish_reason}
+
+
+def test_a_step_does_not_wait_for_a_server_that_reads_nothing(folder: Path) -> None:
+    with LLM(folder, **ENGINE) as llm, serving(llm) as server:
+        assert server.recv()[0] == "ready"
+        works = [Work(f"{n}", (65, n % 99), replace(LONG, max_tokens=n)) for n in range(150, 450, 50)]
+        server.send(("add", [replace(work, traced=True) for work in works]))
+        end = time.monotonic() + 60
+        while not (found := llm.statistics()).steps or found.running + found.waiting:
+            assert time.monotonic() < end, found  # the socket is full, and each end changes the batch
+            time.sleep(0.05)
+        hear(server, ends("400"))
 
 
 class Panic(BaseException):
