@@ -53,17 +53,21 @@ _LARGEST: Final = ("quantized_product", "float_product", "attention", "tile_prod
 
 
 def kernels_folder() -> Path:
-    """The folder of compiled libraries: in the user's cache, or a private one if others can write there.
+    """The folder of compiled libraries: in the user's cache, or a temporary one.
 
-    The second logs one line per process. Raises KernelBuildError if others can write to both, OSError if a
-    folder cannot be created.
+    The second if this user cannot write to the cache, or others can, which logs one line per process. Raises
+    KernelBuildError if others can write to both, OSError if the temporary one cannot be created.
     """
-    wanted = make_private(cache_dir() / "kernels")
-    wrong = fault(wanted)
+    wanted = cache_dir() / "kernels"
+    try:
+        wanted = make_private(wanted)
+        wrong = fault(wanted) or (None if os.access(wanted, os.W_OK) else f"{wanted} cannot be written")
+    except OSError as error:
+        wrong = str(error)
     if wrong is None:
         return wanted
+    remedy = "set SPECINFER_CACHE to a folder that you can write to, and others cannot (chmod go-w)"
     private = make_private(Path(tempfile.gettempdir()) / f"specinfer-kernels-{os.geteuid()}")
-    remedy = "remove their write permission (chmod go-w), or set SPECINFER_CACHE to a private folder"
     if (too := fault(private)) is not None:
         raise KernelBuildError(f"native kernels cannot be kept safely: {wrong}, and {too}; {remedy}")
     _warn_once(f"native kernels are kept in {private}, not in {wanted}: {wrong}; {remedy}")
@@ -149,8 +153,12 @@ def build_library(
     """
     compiler = find_compiler()
     flags = (*level.flags, *extra)
+    name = f"specinfer-{level.name}-{_fingerprint(compiler, flags)}.so"
+    library = (cache or cache_dir() / "kernels").resolve() / name  # also in a folder that only root writes
+    if _is_ours(library):
+        return library
     folder = _private(cache)
-    library = folder / f"specinfer-{level.name}-{_fingerprint(compiler, flags)}.so"
+    library = folder / name
     if _is_ours(library):
         return library
     try:

@@ -2,11 +2,13 @@
 
 A library is tried in a separate process before it is used on a machine. A wrong bit in a product, an illegal
 instruction or a crash then costs a log line and the next lower level, never a wrong text. faults.py contains
-the trial. Results are cached per machine and library.
+the trial. Results are cached per machine and library. A trial that does not end (no memory, a busy host) says
+nothing of the library: its level is used, since another level has other bits, and is tried at the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -26,7 +28,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.machine import Level, architecture, cpu_features, cpu_name, levels_here
 from specinfer.progress import Progress
 
-WRONG, REFUSED = 1, 2  # exit statuses of a trial
+WRONG, REFUSED = 81, 82  # exit statuses of a trial; an exception ends Python with 1
 _TRIAL: Final = "specinfer.kernels.faults"  # imports PyTorch in the child alone
 _TIMEOUT: Final = 60  # seconds; a trial takes a few
 _CODE_FAULTS: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # caused by the code alone
@@ -36,8 +38,9 @@ _LOG: Final = logging.getLogger(__name__)
 def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
     """Why a library must not be used on this machine; None if it passes the trial.
 
-    Earlier results are read from `folder`, by default the folder of compiled libraries. Transient failures
-    (no process available, a timeout, no permission) are not cached.
+    Earlier results are read from the library's folder and from `folder`, by default the folder of compiled
+    libraries. A trial that did not
+    end logs a line, is not cached and counts as passed, until this process ends.
     """
     key = {
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
@@ -46,24 +49,42 @@ def prove(library: Path, level: Level, folder: Path | None = None) -> str | None
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f"proof-{level.name}-{digest}.json"
-    try:
-        file = (folder or kernels_folder()) / name
-    except (KernelBuildError, OSError):  # results cannot be cached: a wheel's library is tried each time
-        return _try_in_child(library, level)[0]
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["key"] == key and isinstance(found["fault"], str | None):
-            return None if found["fault"] is None else f"{found['fault']} (found before; see {file})"
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    fault, lasting = _try_in_child(library, level)
-    if lasting:
-        write_whole(file, json.dumps({"key": key, "fault": fault}, indent=1))
+    files = [library.with_name(name)]  # in a cache that another user filled
+    with contextlib.suppress(KernelBuildError, OSError):  # a wheel's library is tried at each start
+        files.append((folder or kernels_folder()) / name)
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if found["key"] == key and isinstance(found["fault"], str | None):
+                return None if found["fault"] is None else f"{found['fault']} (found before; see {file})"
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    fault, lasting = _tried(library, level, digest)
+    if lasting and len(files) > 1:
+        write_whole(files[1], json.dumps({"key": key, "fault": fault}, indent=1))
     return fault
 
 
+@functools.cache
+def _tried(library: Path, level: Level, digest: str) -> tuple[str | None, bool]:
+    """Try a library once in this process; returns its fault, and True if that may be cached."""
+    del digest  # the library's content, and the machine
+    try:
+        return _try_in_child(library, level)
+    except _TrialError as error:
+        _LOG.warning(
+            "native kernels for %s are used without a trial, which is repeated at the next start: %s",
+            *(level.words, error),
+        )
+        return None, False
+
+
+class _TrialError(Exception):
+    """A trial did not end for a reason outside the library."""
+
+
 def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
-    """The fault, and True if it is permanent."""
+    """The fault, and True if it is permanent; raises _TrialError if the trial did not end."""
     package = str(Path(__file__).parents[2])
     known = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
@@ -72,16 +93,20 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
         )
+    except subprocess.TimeoutExpired as error:
+        raise _TrialError(f"it took more than {_TIMEOUT} seconds") from error
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the trial could not run: {error}", False
+        raise _TrialError(str(error)) from error
     if done.returncode == 0:
         return None, True
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        return f"the trial ended with {name}", name in _CODE_FAULTS
+    name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+    if name in _CODE_FAULTS:
+        return f"the trial ended with {name}", True
     words = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    reason = words[-1] if words else f"the trial ended with status {done.returncode}"
-    return reason, done.returncode == WRONG
+    reason = words[-1] if words else f"it ended with {name}"
+    if done.returncode in (WRONG, REFUSED):
+        return reason, done.returncode == WRONG
+    raise _TrialError(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import pytest
 from specinfer.errors import KernelBuildError
 from specinfer.kernels import build
 from specinfer.kernels.build import fault, kernels_folder, make_private
+from specinfer.kernels.machine import LEVELS
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
 
@@ -160,11 +161,42 @@ def test_where_others_may_write_to_the_cache_a_private_folder_is_taken_and_told_
     assert folders == {temporary / f"specinfer-kernels-{os.geteuid()}"}
     assert caplog.messages == [
         f"native kernels are kept in {folders.pop()}, not in {tmp_path / 'cache' / 'kernels'}: "
-        f"{tmp_path / 'cache'} can be written by others; remove their write permission (chmod go-w), or set "
-        "SPECINFER_CACHE to a private folder"
+        f"{tmp_path / 'cache'} can be written by others; set SPECINFER_CACHE to a folder that you can write "
+        "to, and others cannot (chmod go-w)"
     ]
     (tmp_path / "cache").chmod(0o755)
     assert kernels_folder() == tmp_path / "cache" / "kernels"
+
+
+def test_a_cache_that_cannot_be_written_keeps_its_libraries_and_new_ones_go_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    compiled: list[Path] = []
+
+    def compile_library(compiler: object, flags: object, library: Path, progress: object) -> None:
+        compiled.append(library)
+        library.touch(0o755)
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    monkeypatch.setattr(build, "find_compiler", lambda: ("cc",))
+    monkeypatch.setattr(build, "_fingerprint", lambda *_: "0")
+    there = build.build_library(LEVELS[0])
+    writable = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path.parent != tmp_path / "cache" and writable(path, mode)
+    )
+    with caplog.at_level(logging.WARNING):
+        assert build.build_library(LEVELS[0]) == there
+        elsewhere = [build.build_library(LEVELS[1]) for _ in range(2)]
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "file" / "cache"))
+        elsewhere += [build.build_library(LEVELS[1])]
+    private = temporary / f"specinfer-kernels-{os.geteuid()}"
+    assert {one.parent for one in elsewhere} == {private}
+    assert compiled == [there, elsewhere[0]]
+    assert "cache/kernels cannot be written; set SPECINFER_CACHE to a folder" in caplog.messages[0]
+    assert "Not a directory" in caplog.messages[1]
 
 
 def test_where_that_is_taken_by_somebody_else_there_are_none(

@@ -48,7 +48,6 @@ int32_t specinfer_fault_of_paths() { return 0; }
 """
 DECLARED: Final = Path(native.__file__).with_name("library.py").read_text("ascii")
 OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.findall(r"specinfer_\w+", FAKE)}
-WAIT: Final = "for (volatile int forever = 1; forever;) {}"
 ZEROS: Final = "for (int64_t i = 0; i < rows * product->channels * (type == 0 ? 4 : 2); ++i) out[i] = 0"
 FAKES: Final = {  # fault -> (functions, reason of the refusal)
     "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "the trial ended with SIGILL"),
@@ -58,9 +57,7 @@ FAKES: Final = {  # fault -> (functions, reason of the refusal)
         {"ready": "return 0"},
         "the system does not let this process use the CPU's matrix unit",
     ),
-    "no end": ({"multiply": WAIT}, r"the trial could not run: .* timed out after 1 seconds"),
     "a crash at the first question": ({"ready": "ILLEGAL"}, "the trial ended with SIGILL"),
-    "an end of its own": ({"ready": "_Exit(7)"}, "the trial ended with status 7"),
 }
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -96,6 +93,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def _new_process() -> None:
     """No level was refused yet, as far as the log knows."""
     native._warn_once.cache_clear()
+    native._tried.cache_clear()
 
 
 def compiled(folder: Path, fake: str) -> Path:
@@ -107,7 +105,8 @@ def compiled(folder: Path, fake: str) -> Path:
             pytest.skip(str(error))
         source = library.with_suffix(".cpp")
         empty = " ".join(f"void {name}() {{}}" for name in sorted(OTHERS))
-        source.write_text(FAKE % {"ready": "", "multiply": "", "others": empty, **FAKES[fake][0]})
+        functions = {"ready": "", "multiply": "", "others": empty, **FAKES[fake][0]}
+        source.write_text(FAKE % functions)
         subprocess.run([*compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
     return library
 
@@ -161,6 +160,7 @@ def test_what_is_another_machine_or_library_is_tried_again(
     else:
         (file,) = tmp_path.iterdir()
         file.write_text(file.read_text()[:40])
+    native._tried.cache_clear()  # as in another process
     prove(library, real.level, tmp_path)
     prove(library, real.level, tmp_path)
     assert len(children) == 2
@@ -186,13 +186,38 @@ def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, child
     assert len(children) == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("fake", ["a system that says no", "no end", "an end of its own"])
-def test_what_may_be_otherwise_the_next_time_is_not_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Path, real: Library, fake: str
+def test_a_trial_that_does_not_end_changes_no_level(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, real: Library
 ) -> None:
-    monkeypatch.setattr(native, "_TIMEOUT", 1)
-    assert prove(compiled(fakes, fake), real.level, tmp_path / "cache") is not None
+    """Its level has other bits than the next one; it is tried once in each process."""
+    tried: list[list[str]] = []
+    ends: dict[str, subprocess.CompletedProcess[str] | Exception] = {
+        "it took more than 60 seconds": subprocess.TimeoutExpired("trial", 60),
+        "it ended with SIGKILL": subprocess.CompletedProcess((), -9, "", ""),
+        "MemoryError": subprocess.CompletedProcess((), 1, "", "Traceback\nMemoryError"),
+        "no process": BlockingIOError("no process"),
+    }
+    for reason, end in ends.items():
+
+        def run(command: list[str], end: Any = end, **options: Any) -> subprocess.CompletedProcess[str]:
+            tried.append(command)
+            if isinstance(end, Exception):
+                raise end
+            return end
+
+        monkeypatch.setattr(subprocess, "run", run)
+        for process in (1, 2):
+            tried.clear(), caplog.clear()
+            native._tried.cache_clear()
+            assert [prove(real.path, real.level, tmp_path / "cache") for _ in range(2)] == [None, None]
+            assert len(tried) == 1, (reason, process)
+            [line] = caplog.messages
+            assert line.endswith(f"repeated at the next start: {reason}")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_refusal_by_the_system_is_not_cached(tmp_path: Path, fakes: Path, real: Library) -> None:
+    assert prove(compiled(fakes, "a system that says no"), real.level, tmp_path / "cache") is not None
     assert not (tmp_path / "cache").exists()
 
 
@@ -202,9 +227,9 @@ def test_a_cache_that_cannot_be_written_costs_the_memory_alone(
 ) -> None:
     taken = tmp_path / "file"
     taken.touch()
-    for tries in (1, 2):
+    for _ in range(2):
         assert prove(real.path, real.level, taken / "kernels") is None
-        assert len(children) == tries
+    assert len(children) == 1
 
 
 # ---- consequences of a fault ----
@@ -227,8 +252,6 @@ def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
     real: Library,
     fake: str,
 ) -> None:
-    if fake == "no end":
-        monkeypatch.setattr(native, "_TIMEOUT", 1)
     better = better_than(real.level)
     offer(monkeypatch, folder, {better: compiled(fakes, fake), real.level: real.path})
     with caplog.at_level(logging.WARNING):
@@ -321,11 +344,11 @@ def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_log
     offer(
         monkeypatch,
         tmp_path,
-        {first: compiled(fakes, "a wrong address"), second: compiled(fakes, "an end of its own")},
+        {first: compiled(fakes, "a wrong address"), second: compiled(fakes, "a crash at the first question")},
     )
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(KernelBuildError, match=r"^the trial ended with status 7$"),
+        pytest.raises(KernelBuildError, match=r"^the trial ended with SIGILL$"),
     ):
         load_library()
     (line,) = caplog.messages
