@@ -95,6 +95,7 @@ class Engine:
         self._deltas: dict[str, Delta] = {}  # by request, not returned yet; an interrupt loses none
         self._launched: list[_Launched] = []  # steps whose results are not committed
         self._suspects = Suspects()  # requests that may make steps fail
+        self._failed_steps = 0
         self._listener_error: Exception | None = None  # raised by `on_tree` in this step
         self.clock = StageClock(clock)
         self.on_step: Callable[[Sequence[str]], None] | None = None
@@ -131,6 +132,9 @@ class Engine:
             cost_factors={} if guard is None else guard.factors,
             speculation_on=guard is None or guard.guessing,
             guessed_tokens=self._speculators.guessed_tokens,
+            failed_steps=self._failed_steps,
+            failures=self._speculators.failures,
+            speculators_paused=self._speculators.num_paused,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
             rank_seconds=dict(self._executor.rank_seconds),
@@ -361,6 +365,7 @@ class Engine:
 
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
         """Count a failure, and end the request that causes it once it is known."""
+        self._failed_steps += 1
         if plan is not None and isinstance(error, AdapterError):
             ended = [one.request.request_id for one in plan.entries if one.request.adapter == error.adapter]
             reason = str(error)

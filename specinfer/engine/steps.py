@@ -81,6 +81,9 @@ class Statistics:
     cost_factors: Mapping[str, float] = field(default_factory=dict)
     speculation_on: bool = True  # True if the guard has speculation on, or there is no guard
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
+    failed_steps: int = 0  # steps that raised, and were tried again
+    failures: Mapping[str, int] = field(default_factory=dict)  # exceptions of speculators and "policy"
+    speculators_paused: int = 0  # of these, those that pause now
     streamed_bytes: int = 0  # bytes of weights read from the disk for passes
     stream_wait_seconds: float = 0.0  # seconds that passes waited for them
     # Seconds of ranks by activity, such as "1 computing", "1 exchanging" and "1 waiting" for rank 1.
@@ -104,6 +107,8 @@ class Statistics:
             prefix_hits=self.prefix_hits + sign * other.prefix_hits,
             speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
+            failed_steps=self.failed_steps + sign * other.failed_steps,
+            failures=_sums(self.failures, other.failures, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
             rank_seconds=_sums(self.rank_seconds, other.rank_seconds, sign),
@@ -123,6 +128,7 @@ def combined(states: Sequence[Statistics]) -> Statistics:
         total,
         running=sum(state.running for state in states),
         waiting=sum(state.waiting for state in states),
+        speculators_paused=sum(state.speculators_paused for state in states),
         step_seconds=max(state.step_seconds for state in states),
         kv_cache_usage=sum(state.kv_cache_usage for state in states) / len(states),
         cost_factors=factors,

@@ -26,6 +26,43 @@ from specinfer.tree.token_tree import single_node
 _LOG = logging.getLogger(__name__)
 # Consecutive steps without guesses in which heads still receive hidden states.
 _MAX_STEPS_WITHOUT_GUESSES: Final = 8
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 1 << 14  # steps
+_POLICY: Final = "policy"  # the policy's name among those that failed
+
+
+class _Pause:
+    """The steps that a speculator or policy is left out of after it raised, doubled from failure to failure.
+
+    It has recovered after as many steps without a failure.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self._length = 0
+        self._left = 0  # steps
+        self._good = 0  # steps since the last pause
+
+    @property
+    def active(self) -> bool:
+        """True if it is left out of this step."""
+        return self._left > 0
+
+    def step(self) -> None:
+        """Count the begin of a step."""
+        if self._left:
+            self._left -= 1
+            return
+        self._good += 1
+        if self._good > self._length:
+            self._length = 0
+
+    def failed(self) -> bool:
+        """Begin a pause; returns True for the first failure, and for the first after a recovery."""
+        first = not self._length
+        self.failures += 1
+        self._length = min(max(2 * self._length, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        self._left, self._good = self._length + 1, 0  # the running step counts
+        return first
 
 
 class Ensemble:
@@ -41,8 +78,9 @@ class Ensemble:
     dropped, and their speculators get their budget before they draw, so the tree is lossless under every
     verifier (docs/losslessness.md).
 
-    A speculator that raises or returns an invalid tree is logged once and never runs again: it costs time,
-    and the text does not change. One that returns confidences outside [0, 1] is logged once and continues.
+    A speculator that raises or returns an invalid tree is logged once and pauses for 32 steps, and for twice
+    as many after each further failure: it costs time, and the text does not change. One that returns
+    confidences outside [0, 1] is logged once and continues.
     """
 
     def __init__(
@@ -62,12 +100,14 @@ class Ensemble:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a distinct name")
-        self._keep(speculators)
+        self._all = tuple(speculators)
+        self._pauses: dict[str, _Pause] = {}  # of those that failed, by name
+        self._select()
         self._steps_without_guesses = 0  # consecutive, up to this step
         self._names = tuple(names)  # of all speculators, including failed ones
         self._vocab = vocab  # of the target
-        self._policy = policy
-        self._fallback = fallback or SpeculationPolicy()  # replaces a policy that raises
+        self._policy = self._deciding = policy
+        self._fallback = fallback or SpeculationPolicy()  # decides in the pauses of a policy that raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # speculators whose confidence outside [0, 1] was logged
@@ -77,6 +117,11 @@ class Ensemble:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """Return one merged tree per tree entry, of at most `entry.max_nodes` nodes."""
         self._passes = []
+        if self._pauses:
+            for pause in self._pauses.values():
+                pause.step()
+            self._select()
+        self._deciding = self._fallback if self._is_paused(_POLICY) else self._policy
         requested, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(requested, plan)
         without_guesses = all(map(_excludes_all, plan.entries))
@@ -109,13 +154,23 @@ class Ensemble:
 
         Must be called before `observe`.
         """
-        failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
+        failed = frozenset(filter(self._is_paused, self._names))
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     @property
     def guessed_tokens(self) -> dict[str, int]:
         """Number of tokens that each speculator has guessed, verified or not; readable from any thread."""
         return dict(self._guessed_tokens)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Exceptions of each speculator, and of the policy as "policy"; readable from any thread."""
+        return {name: pause.failures for name, pause in [*self._pauses.items()]}
+
+    @property
+    def num_paused(self) -> int:
+        """Number of speculators that pause after an exception, and the policy; readable from any thread."""
+        return sum(pause.active for pause in [*self._pauses.values()])
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,7 +194,7 @@ class Ensemble:
     def observe(self, report: StepReport) -> None:
         """Pass the outcomes to every speculator, and the report with the time of this to the policy."""
         began = self._clock()
-        for speculator in self._speculators:
+        for speculator in self._all:  # a paused one, too, forgets requests that ended
             self._isolated(speculator, partial(speculator.observe, report.outcomes))
         if report.seconds:
             seconds = {**report.seconds, "observe": self._clock() - began}
@@ -234,33 +289,45 @@ class Ensemble:
                     return
 
     def _decided(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a policy method; a policy that raises is logged and replaced.
+        """Return the result of a policy method; after an exception the fallback decides for some steps.
 
         A policy affects speed and never the text, so its failure may not end a request.
         """
         try:
-            return getattr(self._policy, method)(*arguments)
+            return getattr(self._deciding, method)(*arguments)
         except Exception:
-            _LOG.exception(
-                "the speculation policy %s failed; trees are no longer sized by their cost",
-                type(self._policy).__name__,
-            )
-            self._policy = self._fallback
-            return getattr(self._policy, method)(*arguments)
+            if self._deciding is self._fallback:
+                raise
+            if self._pauses.setdefault(_POLICY, _Pause()).failed():
+                _LOG.exception(
+                    "the speculation policy %s failed and pauses; later failures are not logged, and trees "
+                    "are not sized by their cost meanwhile",
+                    type(self._policy).__name__,
+                )
+            self._deciding = self._fallback
+            return getattr(self._deciding, method)(*arguments)
 
     def _isolated(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
-            _LOG.exception(
-                "speculator %r failed and does not run again; texts go on without it", speculator.name
-            )
-            self._keep([s for s in self._speculators if s is not speculator])
+            if self._is_paused(speculator.name):
+                return
+            if self._pauses.setdefault(speculator.name, _Pause()).failed():
+                _LOG.exception(
+                    "speculator %r failed and pauses; later failures are not logged, and texts go on "
+                    "without it",
+                    speculator.name,
+                )
+            self._select()
 
-    def _keep(self, speculators: Sequence[AnySpeculator]) -> None:
-        """Run these speculators from now on."""
-        self._speculators = tuple(speculators)
-        self._taps = tuple(sorted({tap for speculator in speculators for tap in speculator.taps}))
+    def _is_paused(self, name: str) -> bool:
+        return name in self._pauses and self._pauses[name].active
+
+    def _select(self) -> None:
+        """Run the speculators that do not pause."""
+        self._speculators = tuple(s for s in self._all if not self._is_paused(s.name))
+        self._taps = tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
 
 
 def _excludes_all(entry: PlanEntry) -> bool:

@@ -18,6 +18,7 @@ from specinfer.speculate.speculator import AnySpeculator
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
+from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.unit.speculate.guessers import Fan, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
@@ -192,7 +193,7 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
         ensemble.observe(StepReport([plans.outcome(5)]))
     assert wrong.asked == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith("speculator 'wrong' failed and does not run again")
+    assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], SpeculatorError)
     assert complaint in str(record.exc_info[1])
@@ -212,7 +213,7 @@ def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0}))
     assert wrong.asked == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith("speculator 'wrong' failed and does not run again")
+    assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
     assert complaint in str(record.exc_info)
 
 
@@ -239,6 +240,54 @@ def test_a_speculator_that_raises_is_muted_and_others_go_on(
     first = (7, 5) if part == "propose" else (7, 9, 5)
     assert seen == [first, (7, 5), (7, 5)]
     assert len(caplog.records) == 1
+
+
+class Flaky(Fan):
+    """Fails as long as `broken`."""
+
+    broken = True
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        if self.broken:
+            raise MemoryError
+        return super().propose(plan)
+
+
+class FlakyPolicy(SpeculationPolicy):
+    """Likewise."""
+
+    broken = True
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        if self.broken:
+            raise MemoryError
+        return [single_node(tree.token_ids[0]) for tree in trees]
+
+
+def test_what_failed_is_tried_again_after_longer_and_longer_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    flaky, policy = Flaky("flaky", [9]), FlakyPolicy()
+    ensemble = Ensemble([flaky, Fan("good", [5])], vocab=99, policy=policy)
+
+    def run(steps: int) -> list[tuple[int, ...]]:
+        seen = []
+        for _ in range(steps):
+            seen += [tree.token_ids for tree in ensemble.propose(plans.plan(entry(9)))]
+            ensemble.observe(StepReport([plans.outcome(5)]))
+        return seen
+
+    assert run(33 + 65) == [(7, 5)] * 98  # two failures, and pauses of 32 and 64 steps
+    assert ensemble.failures == {"flaky": 2, "policy": 2}
+    assert ensemble.num_paused == 2
+    assert len(caplog.records) == 2
+    flaky.broken = False
+    assert run(1) == [(7, 9, 5)]
+    assert ensemble.failures == {"flaky": 2, "policy": 3}
+    policy.broken = False
+    assert run(129)[-2:] == [(7, 9, 5), (7,)]
+    assert ensemble.num_paused == 0
+    flaky.broken = True  # after a recovery, so that it is logged again
+    run(1)
+    assert (ensemble.failures["flaky"], len(caplog.records)) == (3, 3)
 
 
 class Broken(SpeculationPolicy):

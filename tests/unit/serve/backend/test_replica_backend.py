@@ -63,6 +63,9 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         streamed_bytes=4000,
         stream_wait_seconds=1.5,
         rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
+        failed_steps=2,
+        failures={"draft": 3},
+        speculators_paused=1,
     )
     second = Statistics(
         running=1,
@@ -75,6 +78,8 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         streamed_bytes=1000,
         stream_wait_seconds=0.25,
         rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
+        failed_steps=1,
+        failures={"policy": 1},
     )
     metrics = Metrics("m")
 
@@ -85,7 +90,15 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
         prefix = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        prefix += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "rank")
+        prefix += (
+            "speculation_o",
+            "engine_failed",
+            "speculator",
+            "guessed_tokens",
+            "pass_cost_factor",
+            "stream",
+            "rank",
+        )
         reported = {name: number for name, number in found.items() if name.startswith(prefix)}
         return {name: number for name, number in reported.items() if "_created" not in name}
 
@@ -117,6 +130,10 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
             'engine_stage_seconds{,stage="schedule"}': 1.5,
             'engine_stage_seconds{,stage="commit"}': 2.25,
             "engine_restarts{}": 1,
+            "engine_failed_steps{}": 3,
+            'speculator_failures{,speculator="draft"}': 3,
+            'speculator_failures{,speculator="policy"}': 1,
+            "speculators_paused{}": 0,
             "prefix_cache_hit_rate{}": 50 / 160,
             "speculation_off_steps{}": 7,
             "speculation_on{}": 1,
