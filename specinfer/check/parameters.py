@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from specinfer.check.difference import PlainTarget, Verdict
 from specinfer.check.identity import compare_texts
-from specinfer.check.promise import Effort, engine_like, with_verifier
+from specinfer.check.promise import Effort, check_bookkeeping, engine_like, with_verifier
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
@@ -144,3 +144,4 @@ def check_parameters(
         finally:
             progress.finish()
         yield compare_texts(name, target, each[0], expected, got, judge(llm, each[0]))
+    yield check_bookkeeping([plain, speculative])

@@ -77,7 +77,11 @@ def check_promise(
 
 
 def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
-    """Check that idle engines hold no request and no cache block."""
+    """Check that idle engines hold no request and no cache block, and that nothing failed in their steps.
+
+    A step that fails is tried again, and a speculator that raises pauses: the texts stay right, and the
+    figures would be those of another engine.
+    """
     name = "bookkeeping"
     try:
         for number, llm in enumerate(engines, start=1):
@@ -85,6 +89,10 @@ def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
             statistics = llm.statistics()
             if statistics.running or statistics.waiting:
                 return Verdict(name, False, f"engine {number} has work left after all its requests ended")
+            failed = {"step": statistics.failed_steps, **statistics.failures}
+            if any(failed.values()):
+                counts = ", ".join(f"{part} {times} times" for part, times in failed.items() if times)
+                return Verdict(name, False, f"engine {number} went on after errors in its log: {counts}")
     except IntegrityError as error:
         return Verdict(name, False, f"an invariant is broken: {error}")
     return Verdict(name, True, f"{len(engines)} engines are idle and hold no request and no cache block")

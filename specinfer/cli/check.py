@@ -59,7 +59,8 @@ def check(
     and seeded: on a CPU they must be identical, elsewhere equal up to rounding. Then it counts the tokens of
     many sampled texts against the target's own law, with both verifiers, and checks the engine's bookkeeping.
     It takes a few minutes with a small model. The suite `parameters` compares seeded texts under penalties,
-    biases, forbidden words, forms and others. Without --draft the speculator is prompt lookup.
+    biases, forbidden words, forms and others. Without --draft the speculator is prompt lookup. A step or a
+    speculator that fails on the way fails the check, too.
 
     Exit status 0: every check passed.
     """
@@ -125,7 +126,9 @@ def check(
             },
         )
     if failed:
-        click.echo(f"\nFAILED: {failed} of {len(verdicts)} checks; the output is not the target's alone")
+        click.echo(
+            f"\nFAILED: {failed} of {len(verdicts)} checks; see each: the output, or the engine, is wrong"
+        )
         sys.exit(1)
     if undecided:
         click.echo(

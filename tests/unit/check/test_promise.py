@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from specinfer import SamplingParams
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise
 from specinfer.engine import target_laws
+from specinfer.engine.engine import Engine
 from specinfer.speculate.drafts import draft as drafting
+from specinfer.speculate.lookups.lookup import LookupSpeculator
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import most_likely
@@ -20,6 +23,7 @@ from tests.flights import accept_everything, each_tree
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
 
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60)), [100] * 6, [1, 2, 1, 2, 1]]
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 EFFORT = Effort(max_tokens=20, samples=40, num_single=2)
 IDENTITY = [
     f"{sampling}, {how}"
@@ -122,3 +126,28 @@ def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
     lost = check_bookkeeping([llm])
     assert not lost.passed
     assert "an invariant is broken" in lost.words
+
+
+def test_steps_and_speculators_that_fail_on_the_way_fail_the_check(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts are right all the same."""
+    for where, method, told in (
+        (Engine, "_verify", "step 1 times"),
+        (LookupSpeculator, "observe", "lookup 1 times"),
+    ):
+        works, failed = getattr(where, method), list[bool]()
+
+        def once(self: Any, *given: Any, works: Any = works, failed: list[bool] = failed) -> Any:
+            if not failed:
+                failed.append(True)
+                raise MemoryError
+            return works(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, method, once)
+            llm = tiny.llm(lookup=True)
+            assert [out.finish_reason for out in llm.generate(PROMPTS, PARAMS)] == ["length"] * len(PROMPTS)
+        verdict = check_bookkeeping([llm])
+        assert not verdict.passed, told
+        assert verdict.words == f"engine 1 went on after errors in its log: {told}"
