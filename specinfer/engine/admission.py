@@ -136,8 +136,11 @@ class Admission:
             sequence.hash_blocks(self._block_size)  # in the caller's thread, not between two steps
         return AdmittedRequest(request, sequence, transcript)
 
-    def processors(self, request: Request) -> Processors:
-        """Return the request's processors at the start of its output; raises RequestError as `admit` does."""
+    def processors(self, request: Request, earlier: Processors | None = None) -> Processors:
+        """Return the request's processors at the start of its output; raises RequestError as `admit` does.
+
+        With `earlier`, which are the request's, nothing is compiled.
+        """
         params = request.params
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -146,14 +149,16 @@ class Admission:
             bad_words = tokenize_bad_words(
                 params.bad_words, lambda text: self.tokenizer.encode(text, add_special=False)
             )
-        form = params.structured_output
+        form, grammar = params.structured_output, None if earlier is None else earlier.grammar
+        if form is not None:
+            grammar = self._grammar(form) if grammar is None else grammar.restarted()
         return Processors(
             params,
             request.prompt_token_ids,
             vocab=self._vocab,
             ending=ending,
             bad_words=bad_words,
-            grammar=None if form is None else self._grammar(form),
+            grammar=grammar,
         )
 
     def _grammar(self, form: StructuredOutput) -> GrammarState:

@@ -393,8 +393,9 @@ class Engine:
             if transcript.finished:
                 self._speculators.observe(StepReport([self._outcome(running, ())]))
             else:
-                running.sequence.processors = self._admission.processors(request)
-                running.sequence.processors.commit(transcript.token_ids)
+                sequence = running.sequence
+                sequence.processors = self._admission.processors(request, sequence.processors)
+                sequence.processors.commit(transcript.token_ids)
         for one in launched:  # last, as another interrupt may end this wait
             self._executor.drop(one.launch)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
 from specinfer.request import RequestOutput
@@ -184,3 +187,27 @@ def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -
     llm.on_tree = None
     assert [[*stream][-1].token_ids for stream in streams[1:]] == expected(tiny)[1:]
     llm.check_integrity()
+
+
+def test_a_step_that_fails_compiles_no_grammar_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text continues by the grammar that it was admitted with, whatever is cached."""
+    llm = write_tiny(tmp_path, vocab_size=64, max_context=96, eos_token_id=0).llm()
+    params = SamplingParams(temperature=1, seed=2, max_tokens=12, regex="[0-9]{20}")
+    [want] = llm.generate(PROMPTS[:1], params)
+    compiled, passes = list[object](), count()
+    compile_form = GrammarCompiler.compile
+
+    def counted(self: GrammarCompiler, form: Any) -> Any:
+        compiled.append(form)
+        return compile_form(self, form)
+
+    def fourth_fails(rows: Sequence[Rows], flight: Flight) -> Flight:
+        if next(passes) == 3:
+            raise MemoryError
+        return flight
+
+    monkeypatch.setattr(GrammarCompiler, "compile", counted)
+    spoil(llm, monkeypatch, fourth_fails)
+    [found] = llm.generate(PROMPTS[:1], params)
+    assert found.token_ids == want.token_ids
+    assert (llm.statistics().failed_steps, len(compiled)) == (1, 1)
