@@ -119,18 +119,21 @@ class Scheduler:
 
         Preempts the newest if there are too few blocks.
         """
-        done = 0
-        while True:
-            running = [s for s in self.running if only is None or s is only]
-            if done == len(running):
-                return running
-            sequence = running[done]
+        running: list[SequenceState] = []
+        place = 0
+        while place < len(self.running):
+            sequence = self.running[place]
+            if only is not None and sequence is not only:
+                place += 1
+                continue
             # A step writes only after `computed`, and paths move to the end: no published block is written.
             sequence.check_published(self._pool.block_size)
             if self._pool.extend(sequence.block_table, sequence.computed + 1):
-                done += 1
+                running.append(sequence)
+                place += 1
             else:
                 self._preempt(self.running[-1])  # then the same request tries again, unless it was preempted
+        return running
 
     def _admit(self, only: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
         """Admit the next waiting request if there are blocks for all of its text; returns it or None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,25 @@ def test_blocks_that_go_astray_are_noticed() -> None:
     a.block_table.pop()
     with pytest.raises(IntegrityError, match="100 blocks, but 97 are free, 0 kept and 2 in tables"):
         s.check_integrity()
+
+
+def test_a_step_reads_the_list_of_running_requests_a_few_times_however_many_run() -> None:
+    class Counted(list[SequenceState]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[SequenceState]:
+            Counted.reads += 1
+            return super().__iter__()
+
+    config = SchedulerConfig(max_step_tokens=256, max_batch_size=64)
+    s = Scheduler(config, BlockPool(400, block_size=4), tree_nodes=1, max_context=1000, prefix_reuse=False)
+    states = [sequence(chr(64 + number), 2) for number in range(64)]
+    for state in states:
+        s.add(state)
+    commit(s.schedule(), states)
+    s.running = Counted(s.running)
+    assert len(s.schedule().entries) == 64
+    assert Counted.reads < 10
 
 
 def adapted(name: str, adapter: str | None, prompt: int = 4) -> SequenceState:
