@@ -25,6 +25,7 @@ from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
+from specinfer.hub.model_files import hash_of
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
@@ -302,17 +303,27 @@ def build_engine(
 
 
 def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
-    """Return the key of a policy's learned state: target, drafts and device, without paths."""
+    """Return the key of a policy's learned state: target, drafts and device, without paths.
+
+    Models are told apart by their files, as fine-tunes may lie in folders of one name.
+    """
     speculation, target = config.speculation, models.target
     drafts = [
-        f"{name}: {Path(model).name}, {draft_kind(model, speculation, config.quantization)}, "
+        f"{name}: {_named(model)}, {draft_kind(model, speculation, config.quantization)}, "
         f"by {speculation.draw_rule}"
         + (f", {models.foreign[name].way} tokens" if name in models.foreign else "")
         for name, model in draft_names(speculation.drafts).items()
     ]
     kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]
     return {
-        "target": f"{Path(config.model).name}, {config.quantization}, {kind}",
+        "target": f"{_named(config.model)}, {config.quantization}, {kind}",
         "drafts": drafts,
         "device": device,
     }
+
+
+def _named(model: str) -> str:
+    """Return the last name of a file or folder with a hash of the model's files, or another model's name."""
+    path = Path(model).expanduser()
+    is_here = path.is_file() or (path / "config.json").is_file()
+    return f"{path.name} {hash_of(path)[:8]}" if is_here else model

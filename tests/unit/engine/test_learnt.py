@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specinfer.speculate.policy.allowance import Allowance
 from specinfer.speculate.policy.guard import PLAIN_FIRST, PlainSteps
 from specinfer.speculate.policy.memory import stored_policies
 from tests.engines import ENGINE, engine_of
-from tests.tiny_models import write_pair
+from tests.tiny_models import write_pair, write_tiny_llama
 
 DUE = PlainSteps.due
 
@@ -53,6 +54,17 @@ def test_what_one_engine_has_learnt_the_next_one_adds_to(folder: Path) -> None:
     assert once > 0
     assert answered(folder) == first, "texts do not depend on what was learnt"
     assert learnt().outcomes > once
+
+
+def test_two_models_in_folders_of_one_name_share_nothing(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "models"
+    shutil.copytree(folder, other)
+    write_tiny_llama(other / "target", seed=9, tokenizer=True)
+    answered(folder)
+    answered(other)
+    files = [file for file, *_ in stored_policies()]
+    assert len(files) == 2
+    assert not any(str(folder) in file.read_text() for file in files), "names without folders"
 
 
 def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
