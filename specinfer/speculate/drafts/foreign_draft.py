@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
-from operator import eq
 
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry
@@ -195,8 +193,7 @@ class ForeignDraft(LevelDraft):
         best, longest = None, 0
         for ended in self._ended:
             if text.key and ended.key == text.key:
-                same = map(eq, ended.spelled.ids[: ended.cached], text.spelled.ids)
-                length = sum(1 for _ in takewhile(bool, same))
+                length = common_length(ended.spelled.ids[: ended.cached], text.spelled.ids)
                 if length > longest:
                     best, longest = ended, length
         if best is not None:
@@ -225,6 +222,18 @@ class ForeignDraft(LevelDraft):
             self._blocks.release(idle[0].table)
             idle[0].cached = 0
         return True
+
+
+def common_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the longest common prefix of two lists, which are compared slice by slice."""
+    length, end = 0, min(len(some), len(others))
+    while length < end:
+        middle = (length + end + 1) // 2
+        if some[length:middle] == others[length:middle]:
+            length = middle
+        else:
+            end = middle - 1
+    return length
 
 
 class RetokenizedTree:

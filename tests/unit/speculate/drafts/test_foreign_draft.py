@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
-from specinfer.speculate.drafts.foreign_draft import ForeignDraft
+from specinfer.speculate.drafts.foreign_draft import ForeignDraft, common_length
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
@@ -29,6 +30,7 @@ from specinfer.tree.expansion import Expansion
 from tests import plans
 from tests.engines import CPU
 from tests.foreign import byte_level, write_foreign_llama
+from tests.operations import lines_run
 from tests.plans import outcome
 from tests.tiny_models import write_tiny_llama
 
@@ -239,3 +241,11 @@ def test_a_draft_that_shares_no_token_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
         foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), name="d")
     assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), name="d").by_text
+
+
+def test_the_common_length_of_two_texts_is_found_without_comparing_each_token() -> None:
+    some = [*range(20_000)]
+    for length in (0, 1, 2, 777, 19_999, 20_000):
+        for other in (some[:length], [*some[:length], -1, *some[length + 1 :]][:20_000]):
+            assert common_length(some, other) == min(length, len(other)), length
+    assert lines_run(partial(common_length, some, [*some])) < 200
