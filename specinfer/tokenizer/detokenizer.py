@@ -121,7 +121,6 @@ class Detokenizer:
     ) -> None:
         self._bytes: dict[int, bytes] = tokenizer.token_bytes
         self._decoder = _DECODER("replace")
-        self._parts: list[str] = []
         # The prompt matters only by an incomplete character at its end (3 bytes at most), and by being
         # non-empty, for tokenizers that drop the first space of a text.
         tail = b""
@@ -145,19 +144,10 @@ class Detokenizer:
         """Return the rest at the end of the generation: U+FFFD for an incomplete character."""
         return self._add(self._decoder.decode(b"", True))
 
-    @property
-    def text(self) -> str:
-        """All text returned so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
-
     def _add(self, text: str) -> str:
         if self._drops_space and text:
             self._drops_space = False
             text = text.removeprefix(" ")
-        if text:
-            self._parts.append(text)
         return text
 
 
