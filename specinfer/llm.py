@@ -20,6 +20,7 @@ from specinfer.engine.steps import Statistics
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.variant import variant_models
 from specinfer.errors import ClosedError, PeerLostError
+from specinfer.kernels.machine import release_free_memory
 from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -149,7 +150,8 @@ class LLM:
         if (parts := self._parts) is not None:
             parts.loop.close()
             parts.engine.save_policy()
-            self._parts = None
+            self._parts = parts = None
+            release_free_memory()
 
     def __enter__(self) -> LLM:
         return self
