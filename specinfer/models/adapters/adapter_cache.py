@@ -167,8 +167,8 @@ class AdapterCache:
     def fetch(self, name: str, used: Collection[str], *, wait: float) -> bool:
         """True if passes may use an adapter; if it is not in memory, a thread begins to read it.
 
-        It replaces the least recently used ones that are not in `used`. With nothing else to do for `wait`
-        seconds, this call waits so long. True, too, if it cannot be read, as `rows` raises the reason.
+        It replaces the least recently used ones that are not in `used`. The call waits `wait` seconds for the
+        thread. It returns True, too, if the adapter cannot be read: `rows` then raises the reason.
         """
         with self._guard:
             if name not in self._resident and name not in self._failed and self._fetching is None:
@@ -220,14 +220,15 @@ class AdapterCache:
         with self._reading:
             with self._guard:
                 lacking = self._make_room(names)
+                found = {name: self._resident[name] for name in names if name not in lacking}
             for name in lacking:
                 try:
-                    loaded = self._loaded(self._folders[name])
+                    found[name] = self._loaded(self._folders[name])
                 except (ModelError, OSError) as error:
                     raise AdapterError(str(error), name) from error
                 with self._guard:
-                    self._resident[name] = loaded
-            return {name: self._resident[name] for name in names}
+                    self._resident[name] = found[name]
+            return found
 
     def _loaded(self, folder: PeftFolder) -> Adapter:
         products = PER_LAYER * self._config.num_layers
