@@ -91,7 +91,7 @@ class Loader:
         reads_table: bool,
         draft_memory: DraftMemory | None = None,
     ) -> LanguageModel:
-        """Load the target; if it is streamed and a head reads its embeddings, these stay in memory.
+        """Load the target, with its embeddings in memory if a head reads them.
 
         Some of its layers may use the `draft_memory`.
         """
@@ -99,7 +99,7 @@ class Loader:
         if self.sum_parts > 1:
             part = Shard(0, 1, self.sum_parts).of(found.model.config)
         if plan is None:
-            return self._load(found, kernels, quantization, part=part)
+            return self._load(found, kernels, quantization, part=part, table_in_memory=reads_table)
 
         def stream(prepared: PreparedFile) -> LanguageModel:
             return load_streamed(
@@ -269,6 +269,7 @@ class Loader:
         shared: Shared | None = None,
         part: ModelConfig | None = None,
         group: Group | None = None,
+        table_in_memory: bool = False,
     ) -> LanguageModel:
         return load_model(
             found.model,
@@ -283,6 +284,7 @@ class Loader:
             shared=shared,
             part=part,
             group=group,
+            table_in_memory=table_in_memory,
         )
 
 

@@ -17,6 +17,7 @@ KINDS: Final[dict[Kind, int]] = {
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
 FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
+FILE_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
 _PADDED: Final[dict[Kind, int]] = {
     **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
@@ -60,6 +61,20 @@ class ProductArgs(ctypes.Structure):
         ("exchange", c_void_p),
         ("parts", PartsArgs),
         ("blocks", BlockPartsArgs),
+    )
+
+
+class FileRowsArgs(ctypes.Structure):
+    """Rows of a GGUF file's matrix, as in cpu/file_blocks.h."""
+
+    _fields_ = (
+        ("file", c_int32),
+        ("kind", c_int32),
+        ("offset", c_int64),
+        ("row_bytes", c_int64),
+        ("order", c_void_p),
+        ("first", c_int64),
+        ("count", c_int64),
     )
 
 

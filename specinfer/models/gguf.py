@@ -20,6 +20,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.kernels.file_blocks import BlockForm
+from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.families.registry import gguf_family
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_levels
 from specinfer.models.gguf_config import GgufHead
@@ -109,6 +110,19 @@ class GGUFFile:
         """A reader of rows of such a matrix for `block_rows`."""
         return partial(self._sources.read, name, self._read_blocks)
 
+    def stored(self, name: str) -> StoredRows | None:
+        """The place of a matrix in the file; None if its elements are not those of rows of the file."""
+        if name not in self._sources:
+            return None
+        source = self._sources[name]
+        if source.transposed or source.name in self._scales:
+            return None
+        tensor = self._tensors[source.name]
+        rows = range(tensor.shape[0]) if source.rows is None else source.rows
+        if isinstance(rows, range) and rows.step != 1:
+            rows = tuple(rows)
+        return StoredRows(tensor.path, tensor.kind.name, tensor.offset, tensor.row_bytes, rows)
+
     def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:
         kind = self._tensors[there].kind
         octets = torch.from_numpy(_octets(self._tensors[there], start, stop))
@@ -117,16 +131,8 @@ class GGUFFile:
         return rows
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
-        data = _octets(tensor, start, stop)
-        shape = (stop - start, *tensor.shape[1:])
-        dtype = _PLAIN.get(tensor.kind.name)
-        if dtype is not None:
-            return torch.from_numpy(data).view(dtype).view(shape)
-        # Imported late: a start with quantized matrices on disk does not need it.
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        return torch.from_numpy(dequantize(data, GGMLQuantizationType[tensor.kind.name])).view(shape)
+        elements = elements_of(tensor.kind.name, _octets(tensor, start, stop))
+        return elements.view(stop - start, *tensor.shape[1:])
 
     def _is_scale(self, name: str, matrix: str) -> bool:
         """True for a one-element tensor beside a matrix, as in NVFP4."""
@@ -137,6 +143,18 @@ class GGUFFile:
 
     def _numbers(self, tensor: _Placed) -> tuple[float, ...]:
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
+
+
+def elements_of(kind: str, octets: NDArray[np.uint8]) -> Tensor:
+    """The elements in bytes of rows, in the file's dtype or float32; the last dimension grows or shrinks."""
+    dtype = _PLAIN.get(kind)
+    if dtype is not None:
+        return torch.from_numpy(octets).view(dtype)
+    # Imported late: a start with quantized matrices on disk does not need it.
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(octets, GGMLQuantizationType[kind]))
 
 
 def _octets(tensor: _Placed, start: int, stop: int) -> NDArray[np.uint8]:

@@ -13,18 +13,17 @@ the layers in order, and waits for those that are being read.
 
 from __future__ import annotations
 
-import os
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import DamagedFileError, ModelFileError
+from specinfer.errors import DamagedFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import BlocksWeight, FloatWeight, Int4Weight, Int8Weight, Weight
@@ -33,10 +32,11 @@ from specinfer.kernels.product import Product
 from specinfer.models.draft_memory import DraftMemory, tensor_in
 from specinfer.models.expert_stream import ExpertStream
 from specinfer.models.placement import Placement
-from specinfer.models.prepared import PreparedFile, Record, TensorPlace
+from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.stream import LayerStream
 from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.table_on_disk import TableOnDisk
 from specinfer.models.weight_memory import Weights, product_over
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress
@@ -73,8 +73,18 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
         for name, place in record.tensors.items():
             if name.endswith("embed_tokens.weight.rows"):
                 file.check(record)
-                return TableOnDisk(file, record.offset + place.offset, place)
+                return TableOnDisk(
+                    file.path,
+                    record.offset + place.offset,
+                    place.shape[0],
+                    place.shape[1] * place.dtype.itemsize,
+                    partial(_viewed, place.dtype),
+                )
     raise DamagedFileError(f"{file.path} has no embeddings; delete it, and it is created again")
+
+
+def _viewed(dtype: torch.dtype, octets: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(octets).view(dtype)
 
 
 class ExpertPart(NamedTuple):
@@ -319,44 +329,3 @@ class _Layers(Sequence[_Part]):
         for number, made in enumerate(self._made):
             place = self._streamed.get(number)
             yield made[0] if place is None else made[self._stream.take(place)]
-
-
-class TableOnDisk(EmbeddingTable):
-    """Embeddings whose rows are read from a prepared file when tokens use them.
-
-    Frequent rows stay in the page cache, which shrinks when memory is short.
-    """
-
-    __slots__ = ("__weakref__", "_dtype", "_number", "_offset", "_path", "_shape")
-
-    def __init__(self, file: PreparedFile, offset: int, place: TensorPlace) -> None:
-        """`place` describes the table, [V, D], at byte `offset` of the file."""
-        super().__init__(None)
-        self._path = file.path
-        self._offset = offset
-        self._shape = place.shape
-        self._dtype = place.dtype
-        self._number = os.open(file.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._number).atexit = False
-
-    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """See EmbeddingTable.
-
-        Raises IndexError for a token outside the table, ModelFileError if the file cannot be read.
-        """
-        ids, places = np.unique(token_ids_T.numpy(), return_inverse=True)
-        size, vocab = self._shape[1] * self._dtype.itemsize, self._shape[0]
-        if len(ids) and not 0 <= ids[0] <= ids[-1] < vocab:
-            raise IndexError(f"token ids must be 0 .. {vocab - 1}")
-        rows_ND = torch.empty(len(ids), self._shape[1], dtype=self._dtype)
-        into = rows_ND.view(torch.uint8).numpy()
-        for n, token in enumerate(ids.tolist()):
-            try:
-                count = os.preadv(self._number, [into[n].data], self._offset + token * size)
-            except OSError as error:
-                raise ModelFileError(
-                    f"{self._path} cannot be read ({error.strerror}); check the disk it is on"
-                ) from error
-            if count != size:
-                raise ModelFileError(f"{self._path} got shorter while it was read; load the model again")
-        return rows_ND, torch.from_numpy(places.reshape(-1).astype(np.int64, copy=False))

@@ -17,7 +17,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Final, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
@@ -35,11 +37,14 @@ from specinfer.kernels.layout import (
     lay_out_floats,
     lay_out_int4,
 )
+from specinfer.kernels.library import Library
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
-from specinfer.kernels.structures import BLOCK
-from specinfer.models.gguf import GGUFFile
+from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_blocks
+from specinfer.kernels.structures import BLOCK, FILE_KINDS
+from specinfer.models.gguf import GGUFFile, elements_of
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.models.table_on_disk import TableOnDisk
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
@@ -92,13 +97,18 @@ class WeightReader:
         progress: Progress,
         quantization: Quantization = "none",
         kept: PreparedFile | NewPreparedFile | None = None,
+        library: Library | None = None,
     ) -> None:
-        """`dtype` is that of activations; matrices are read from or written to `kept`, if given."""
+        """`dtype` is that of activations; matrices are read from or written to `kept`, if given.
+
+        The `library` reads and converts blocks; None: PyTorch does.
+        """
         self.dtype = dtype
         self.quantization = quantization
         self._file = file
         self._shapes = file.shapes
         self._kept = kept
+        self._library = library
         self._progress = progress
         self._counted: set[str] = set()  # tensors reported to `progress`
         self._counting = Lock()
@@ -161,6 +171,21 @@ class WeightReader:
         """The layout of these matrices as one of GGUF blocks; raises ModelError if there is none."""
         return one_form([blocks_file(self._file).block_form(name) for name in names])
 
+    def table_on_disk(self, name: str) -> TableOnDisk | None:
+        """A table of embeddings that stays in a GGUF file; None for a table that has to be in memory."""
+        stored = self._file.stored(name) if isinstance(self._file, GGUFFile) else None
+        if stored is None or not isinstance(stored.rows, range):
+            return None
+        self.mark_read([name])
+        inner = self._shapes[name][1]
+
+        def decode(octets_NB: NDArray[np.uint8]) -> Tensor:
+            if self._library is None or stored.kind not in FILE_KINDS:
+                return elements_of(stored.kind, octets_NB).to(self.dtype)
+            return block_elements(self._library, stored.kind, octets_NB, inner, self.dtype)
+
+        return TableOnDisk(stored.path, stored.offset, len(stored.rows), stored.row_bytes, decode)
+
     def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight | BlocksWeight:
         """Memory for all rows of these tensors."""
         channels, inner = self.shape(names)
@@ -182,6 +207,10 @@ class WeightReader:
                 self._check_finite(names, matrix)
             if isinstance(into, FloatWeight):
                 lay_out_floats(matrix, into)
+            return
+        if isinstance(into, BlocksWeight) and self._library is not None and (stored := self._stored(names)):
+            read_blocks(self._library, stored, self._shapes[names[0]][1], into)
+            self._count(math.prod(self.shape(names)), fresh)
             return
         make, readers = self._makers(names, into)
         done, inner = 0, self._shapes[names[0]][1]
@@ -205,6 +234,12 @@ class WeightReader:
             return quantize_int8, floats
         packed = self._packed(names)
         return (quantize_int4, floats) if packed is None else (lay_out_int4, packed)
+
+    def _stored(self, names: Sequence[str]) -> list[StoredRows]:
+        """The places of these matrices in a GGUF file; empty unless the library can read all of them."""
+        file = blocks_file(self._file)
+        found = [stored for name in names if (stored := file.stored(name)) and stored.kind in FILE_KINDS]
+        return found if len(found) == len(names) else []
 
     def _packed(self, names: Sequence[str]) -> list[_Reader] | None:
         """Readers of these matrices as int4 weights; None unless all are int4."""

@@ -60,6 +60,7 @@ def load_model(
     shared: Shared | None = None,
     part: ModelConfig | None = None,
     group: Group | None = None,
+    table_in_memory: bool = False,
 ) -> LanguageModel:
     """Load a model, given as opened or as a folder or .gguf file, in `dtype` on `device`.
 
@@ -68,6 +69,7 @@ def load_model(
     the next start; activations stay in `dtype`. Unquantized matrices are read from there if they were
     prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
     (parallel/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
+    Embeddings of a model in its file's blocks stay in the file, unless `table_in_memory`.
     `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
     before any weight is read.
     """
@@ -91,6 +93,7 @@ def load_model(
         whole=shared is None and (part is None or part.part.stage is None),
         shared=shared,
         group=group,
+        table_in_memory=table_in_memory,
     )
     if part is not None:
         release_free_memory()  # memory of the whole matrices before they were cut
@@ -159,6 +162,7 @@ def load_parts(
     whole: bool = True,
     shared: Shared | None = None,
     group: Group | None = None,
+    table_in_memory: bool = True,
 ) -> _Part:
     """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
 
@@ -172,12 +176,12 @@ def load_parts(
         elements = sum(math.prod(file.shapes[tensor]) for tensor in tensors)
         with (
             show.showing(elements * dtype.itemsize, f"loading {name or file.path.name}"),
-            WeightReader(file, dtype, show, quantization, kept) as reader,
+            WeightReader(file, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
-            return make(Weights(reader, device, kernels, logit_ids, shared, group))
+            return make(Weights(reader, device, kernels, logit_ids, shared, group, table_in_memory))
 
     kind = _kind(kernels, quantization)
-    if kind is None:
+    if kind is None or quantization == "gguf":
         return load(None)
     if isinstance(file, HostedFolder):  # its matrices are not stacked as in Decoder
         kind = f"{kind}-hosted-{file.code}"
@@ -239,7 +243,7 @@ def prepare(
         elements = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
         with (
             show.showing(elements * dtype.itemsize, f"preparing {title}"),
-            WeightReader(model, dtype, show, quantization, kept) as reader,
+            WeightReader(model, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
             Decoder(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
         if _identity(model, kind, dtype) != made_from:

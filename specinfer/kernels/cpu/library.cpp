@@ -7,6 +7,7 @@
 #include "block_head.h"
 #include "decoder.h"
 #include "exchange.h"
+#include "file_blocks.h"
 #include "lookups.h"
 #include "low_rank.h"
 #include "memory.h"
@@ -43,6 +44,16 @@ int32_t specinfer_threads() { return Pool::get().threads(); }
 
 // Requests large pages for memory that has not been written.
 void specinfer_want_huge_pages(void* memory, int64_t bytes) { want_huge_pages(memory, bytes); }
+
+// Reads rows of a file's blocks into the arrays of a product; 0 if all is well (Stored).
+int32_t specinfer_lay_out_blocks(const FileRows* rows, int64_t channel, const Product* to) {
+  const Claim claim;
+  return static_cast<int32_t>(lay_out(*rows, channel, *to));
+}
+
+void specinfer_to_elements(int32_t kind, const uint8_t* blocks, int64_t elements, int32_t type, void* out) {
+  to_elements(static_cast<FileKind>(kind), blocks, elements, static_cast<Type>(type), out);
+}
 
 void specinfer_multiply(const Product* product, int32_t type, const void* x, int64_t rows, void* out) {
   const Claim claim;

@@ -46,6 +46,7 @@ from tests.unit.kernels import (
     test_quantized,
     test_sampling,
     test_scans,
+    test_stored_blocks,
 )
 from tests.unit.kernels.logit_rows import SIZES
 from tests.unit.models import test_switches
@@ -101,6 +102,8 @@ def quantized_products(native: Kernels, folder: Path) -> None:
             test_file_blocks.test_native_products_and_twins_give_the_same_bits(products, kind, wide, dtype)
     for kind in FILE_BLOCKS:
         test_file_blocks.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind)
+    assert products.library is not None
+    test_stored_blocks.check_all_kinds(products.library, folder)
     for kind in ("Q4_K", "Q6_K"):
         test_file_blocks.test_sums_of_parts_are_those_of_the_twin(products, kind)
     for kind in test_parts.KINDS:

@@ -1,0 +1,32 @@
+// Rows of GGUF blocks, as files have them, in the layout of products (product.h) and as floats.
+
+#pragma once
+
+#include "product.h"
+
+namespace specinfer {
+
+// ggml's types of blocks with a product, as in kernels/file_blocks.py.
+enum class FileKind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+
+// Rows of a matrix in a file.
+struct FileRows {
+  int32_t file;       // its descriptor
+  FileKind kind;
+  int64_t offset;     // bytes before the matrix
+  int64_t row_bytes;
+  const int64_t* order;  // numbers of the rows, in order; null: first, first + 1, ...
+  int64_t first;
+  int64_t count;
+};
+
+enum class Stored : int32_t { kWhole, kUnread, kOddLevel };
+
+// Reads these rows as the channels of `to` from `channel` on, and fills the rest of its last block if they are the last.
+// kUnread: the file cannot be read, or has become shorter; kOddLevel: a level is -128, which products do not support.
+Stored lay_out(const FileRows& rows, int64_t channel, const Product& to);
+
+// Blocks in memory, as elements of type float32 or bfloat16.
+void to_elements(FileKind kind, const uint8_t* blocks, int64_t elements, Type type, void* out);
+
+}  // namespace specinfer

@@ -1,0 +1,71 @@
+"""Blocks of a file: the library's layout and elements are PyTorch's, bit for bit."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+
+from specinfer.errors import ModelFileError
+from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
+from specinfer.kernels.library import Library
+from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_blocks
+from specinfer.models.gguf_blocks import FILE_BLOCKS
+from tests.gguf_blocks import random_blocks
+from tests.kernels import kernels
+
+WIDE = BlockForm(8, 1, steps=True, mins=True)  # which has room for all kinds
+ORDER = (7, 3, 18, 0, 1, 2, 19, 4)
+BEFORE = b"header"
+
+
+def stored_in(file: Path, kind: str, octets: np.ndarray, rows: range | tuple[int, ...]) -> StoredRows:
+    file.write_bytes(BEFORE + octets.tobytes())
+    return StoredRows(file, kind, len(BEFORE), octets.shape[1], rows)
+
+
+def check_all_kinds(library: Library, folder: Path) -> None:
+    """Stacked matrices, whose blocks of 16 rows have rows of both, in the order of either."""
+    for (kind, blocks), wide, inner in product(FILE_BLOCKS.items(), (False, True), (256, 768)):
+        case = f"{kind}, wide {wide}, {inner}"
+        form, size = WIDE if wide else blocks.form, gguf.GGML_QUANT_SIZES[Kind[kind]][1]
+        octets = [random_blocks(kind, 20, inner, seed=seed) for seed in (1, 2)]
+        parts = [(octets[0], range(2, 20)), (octets[1], ORDER), (octets[1], range(20))]
+        stored = [stored_in(folder / f"{n}", kind, of_one, rows) for n, (of_one, rows) in enumerate(parts)]
+        chosen = torch.from_numpy(np.concatenate([of_one[list(rows)] for of_one, rows in parts]))
+        want = lay_out_blocks(blocks.rows(chosen.view(len(chosen), -1, size)), form)
+        found = empty_blocks(len(chosen), inner, form)
+        for one in found:
+            one.view(torch.uint8).fill_(77)
+        read_blocks(library, stored, inner, found)
+        for name, one, other in zip(found._fields, found, want, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), f"{case}: {name}"
+        floats = torch.from_numpy(gguf.quants.dequantize(octets[0], Kind[kind]))
+        for dtype in (torch.float32, torch.bfloat16):
+            elements = block_elements(library, kind, octets[0], inner, dtype)
+            assert torch.equal(elements, floats.to(dtype)), f"{case}: {dtype}"
+
+
+def test_the_library_reads_each_kind_as_pytorch_does(tmp_path: Path) -> None:
+    products = kernels("native").products
+    assert products.library is not None
+    check_all_kinds(products.library, tmp_path)
+
+
+def test_a_file_that_ends_early_or_has_an_odd_level_is_refused(tmp_path: Path) -> None:
+    library = kernels("native").products.library
+    assert library is not None
+    octets = random_blocks("Q8_0", 20, 256)
+    into = empty_blocks(20, 256, FILE_BLOCKS["Q8_0"].form)
+    whole = stored_in(tmp_path / "m", "Q8_0", octets, range(20))
+    whole.path.write_bytes(whole.path.read_bytes()[:-1])
+    with pytest.raises(ModelFileError, match=r"cannot be read, or became shorter"):
+        read_blocks(library, [whole], 256, into)
+    octets[19, 34 * 3 + 2] = 128
+    with pytest.raises(ModelFileError, match=r"has a level of -128; allowed for Q8_0: -127 \.\. 127"):
+        read_blocks(library, [stored_in(tmp_path / "m", "Q8_0", octets, range(20))], 256, into)
