@@ -106,10 +106,13 @@ $(MADE):
 $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py
 	@$(BIN)/python tools/install_torch.py
 	@echo "installing specinfer and its dependencies"
-	@$(PIP) install --quiet $(CONSTRAIN) --editable '.[serve]'
+	@SPECINFER_WHEEL_LEVELS=none $(PIP) install --quiet $(CONSTRAIN) --editable '.[serve]'
+	@echo "compiling the native kernels (a minute; once per machine)"
+	@$(BIN)/python -m specinfer.kernels
+	@$(BIN)/python -m compileall -q specinfer
 	@touch $@
 
 $(DEV): $(RUN)
 	@echo "installing the tools for tests and benchmarks"
-	@$(PIP) install --quiet $(CONSTRAIN) --editable '.[dev]'
+	@SPECINFER_WHEEL_LEVELS=none $(PIP) install --quiet $(CONSTRAIN) --editable '.[dev]'
 	@touch $@

@@ -3,9 +3,11 @@
     pip install .                                       compiles the best level of this CPU
     SPECINFER_WHEEL_LEVELS=all pip wheel .              compiles every level of this architecture (make wheel)
     SPECINFER_WHEEL_LEVELS=amx,avx2 pip wheel .         compiles these levels; fails if one does not compile
+    SPECINFER_WHEEL_LEVELS=none pip install .           compiles none
+    pip install --editable .                            compiles the best level into the user's cache
 
 A level that the compiler does not support is left out. Without a compiler the wheel is pure Python, and its
-kernels are compiled on first use, like those of an editable install. The build needs setuptools alone; the
+kernels are compiled on first use. The build needs setuptools alone; the
 rest of the package is described in pyproject.toml.
 
 The libraries link to the system's C++ runtime, as PyTorch does. With a runtime of their own they would be a
@@ -23,15 +25,16 @@ from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.editable_wheel import editable_wheel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.build import compile_library, find_compiler
+from specinfer.kernels.build import build_library, compile_library, find_compiler
 from specinfer.kernels.machine import LEVELS, Level, architecture, levels_here
 
 VARIABLE = "SPECINFER_WHEEL_LEVELS"
-ALL = "all"
+ALL, NONE = "all", "none"
 
 
 class Wheel(bdist_wheel):
@@ -53,6 +56,20 @@ class Wheel(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
+class Editable(editable_wheel):
+    """An editable install, whose kernels are kept in the user's cache: their sources may change."""
+
+    def run(self) -> None:
+        """Compile the best level that the compiler supports, as the first model would."""
+        super().run()
+        for level in requested_levels(os.environ.get(VARIABLE, "").replace(",", " ").split()):
+            try:
+                log(f"{level.name}: {build_library(level)}")
+                return
+            except KernelBuildError as error:
+                log(f"{level.name} ({level.words}) is left out: {str(error).splitlines()[-1]}")
+
+
 def compile_levels(folder: Path) -> bool:
     """Compile the requested levels into `folder`; returns True if at least one was compiled.
 
@@ -60,6 +77,8 @@ def compile_levels(folder: Path) -> bool:
     """
     names = os.environ.get(VARIABLE, "").replace(",", " ").split()
     levels = requested_levels(names)
+    if names == [NONE]:
+        return False
     if not levels:
         log(f"none: no level fits {architecture()}")
         return False
@@ -107,6 +126,8 @@ def requested_levels(names: list[str]) -> list[Level]:
     """
     if not names:
         return list(levels_here())
+    if names == [NONE]:
+        return []
     levels = [level for level in LEVELS if level.architecture == architecture()]
     allowed = [level.name for level in levels]
     for name in names:
@@ -120,4 +141,4 @@ def log(line: str) -> None:
     print(f"native kernels: {line}", flush=True)
 
 
-setup(cmdclass={"bdist_wheel": Wheel})
+setup(cmdclass={"bdist_wheel": Wheel, "editable_wheel": Editable})

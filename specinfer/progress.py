@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 SHOW_AFTER = 2.0  # seconds; shorter work shows nothing
+LINE_SECONDS = 3.0  # between lines of a log
 LINE_EVERY = 10.0  # seconds between plain lines when the total is unknown
 
 
@@ -68,6 +69,42 @@ class CheckedProgress(Progress):
     def say(self, line: str) -> None:
         """Show a line."""
         self._progress.say(line)
+
+
+class LineProgress(Progress):
+    """Progress as lines of a log: one for each task, and one every few seconds while it lasts."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        every: float = LINE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Pass each line to `write`; `every` is the seconds between two lines of a task."""
+        self._write = write
+        self._every = every
+        self._clock = clock
+        self._label = ""
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        """Start a task."""
+        self._total, self._label, self._unit, self._done = total, label, unit, 0
+        self._began = self._last = self._clock()
+        self._write(label if total is None else f"{label}: {format_units(total, unit)}")
+
+    def advance(self, n: int) -> None:
+        """Add `n` finished units."""
+        self._done += n
+        if self._label and (now := self._clock()) - self._last >= self._every:
+            self._last = now
+            part = f" ({100 * self._done // self._total}%)" if self._total else ""
+            self._write(f"{self._label}: {format_units(self._done, self._unit)}{part}")
+
+    def finish(self) -> None:
+        """End the task; a line tells that a long one has ended."""
+        if self._label and self._last > self._began:
+            self._write(f"{self._label}: finished after {self._clock() - self._began:.0f} s")
+        self._label = ""
 
 
 class ProgressBar(Progress):
@@ -171,13 +208,18 @@ class ProgressBar(Progress):
         print(f"{self._label}: {text}", file=self._stream, flush=True)
 
     def _amount(self, units: int) -> str:
-        return format_bytes(units) if self._unit == "B" else f"{units} {self._unit}"
+        return format_units(units, self._unit)
 
 
 def default_progress(*, shows_lines: bool = True) -> Progress:
     """Return a ProgressBar if stderr is a terminal, else NoProgress."""
     on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
     return ProgressBar(shows_lines=shows_lines) if on_terminal else NoProgress()
+
+
+def format_units(count: int, unit: str) -> str:
+    """Return units as text; "B" are bytes."""
+    return format_bytes(count) if unit == "B" else f"{count} {unit}"
 
 
 def format_bytes(n: int) -> str:

@@ -57,7 +57,7 @@ class Admission:
         self._limits = limits
         self._vocab = vocab
         self.max_context = max_context  # maximum prompt and output tokens of one request
-        self._capacity = capacity  # positions in the KV cache
+        self.capacity = capacity  # positions in the KV cache
         self._block_size = block_size  # positions per block, if requests share prefixes
         self._compiler: GrammarCompiler | None = None  # made for the first request with a form
         self._making = threading.Lock()
@@ -66,7 +66,7 @@ class Admission:
     @property
     def max_length(self) -> int:
         """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
-        return min(self.max_context, self._capacity)
+        return min(self.max_context, self.capacity)
 
     @property
     def speculators(self) -> tuple[str, ...]:
@@ -181,10 +181,10 @@ class Admission:
             )
         self._check_ids("the prompt", request.prompt_token_ids)
         longest = min(prompt + most, self.max_context)
-        if longest > self._capacity:
+        if longest > self.capacity:
             raise RequestError(
                 f"{prompt} prompt tokens and max_tokens {most} need {longest} KV cache positions; the cache "
-                f"has {self._capacity}; lower max_tokens or raise kv_cache_memory",
+                f"has {self.capacity}; lower max_tokens or raise kv_cache_memory",
                 "max_tokens",
             )
 

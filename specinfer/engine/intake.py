@@ -68,6 +68,11 @@ class Intake:
         return self._admission.max_length
 
     @property
+    def positions(self) -> int:
+        """Number of tokens that the KV cache has room for."""
+        return self._admission.capacity
+
+    @property
     def speculators(self) -> tuple[str, ...]:
         """Names of the engine's speculators, in the order they run."""
         return self._admission.speculators

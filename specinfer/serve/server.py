@@ -61,6 +61,7 @@ def serve(
     start.
     """
     configure(config.log_format, config.log_level, "server")
+    _LOG.info("starting: the engine's code, then the model %s", engine.model)
     signal.signal(_ROLLING, signal.SIG_IGN)  # until the engines run
     _give_large_blocks_back()
     config = fit_descriptors(config)
@@ -81,10 +82,16 @@ def serve(
                 host, port = listener.getsockname()[:2]
                 hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
                 server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
-                server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                server.on_ready = lambda: _report_ready(ready, service, url)
                 await server.serve(sockets=[listener])
 
         asyncio.run(run())
+
+
+def _report_ready(ready: Callable[[str], None], service: Service, url: str) -> None:
+    _LOG.info("ready: %s; %s; %s", service.models[0], service.facts.summary, url)
+    ready(url)
 
 
 def read_keys(config: ServeConfig) -> list[str]:

@@ -45,7 +45,7 @@ from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, PeerLostError, RequestError, SpecInferError
-from specinfer.progress import default_progress
+from specinfer.progress import LineProgress, default_progress, format_bytes
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend.work import EngineInfo, Work
 from specinfer.serve.config import configure
@@ -112,6 +112,7 @@ class EngineProcess:
             llm.intake.max_length,
             llm.intake.speculators,
             llm.config.speculation,
+            summary(llm),
             fingerprint(llm),
         )
         self._outbox.put(("ready", facts))
@@ -281,6 +282,29 @@ class EngineProcess:
                         self._connection.send(message)
 
 
+def summary(llm: LLM) -> str:
+    """One line about the engine: what was chosen for it, and the memory that it takes."""
+    import torch
+
+    from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
+
+    models, config = llm.models, llm.config
+    target, positions = models.target, llm.intake.positions
+    drafts = ", ".join(Path(draft).name for draft in config.speculation.drafts)
+    kinds = {"none": str(target.dtype).removeprefix("torch."), "gguf": "blocks of the file"}
+    library = target.kernels.library
+    caches = [(model.config, model.dtype) for model in (target, *models.drafts.values())]
+    parts = [
+        kinds.get(config.quantization, config.quantization),
+        f"draft {drafts}" if drafts else "no draft",
+        f"context {llm.max_context}",
+        f"{torch.get_num_threads() if library is None else library.threads()} threads",
+        f"{format_bytes(process_bytes())} of memory",
+        f"KV cache of {positions} tokens, up to {format_bytes(positions * bytes_per_block(caches, 1))} more",
+    ]
+    return "; ".join(parts)
+
+
 def fingerprint(llm: LLM) -> str:
     """Hash that is equal for engines which produce the same text for the same work.
 
@@ -345,7 +369,8 @@ def run(
     from specinfer.engine.models import load_models
     from specinfer.llm import LLM
 
-    show = default_progress(shows_lines=False)  # the log shows the progress
+    on_terminal = sys.stderr.isatty()
+    show = default_progress(shows_lines=False) if on_terminal else LineProgress(_LOG.info)
     try:
         models = load_models(config, show, processes)
         llm = LLM.from_models(models.settled(config), models, progress=show)

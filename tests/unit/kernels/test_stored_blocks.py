@@ -15,6 +15,7 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
 from specinfer.kernels.library import Library
 from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_blocks
+from specinfer.kernels.structures import FILE_KINDS
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks
 from tests.kernels import kernels
@@ -31,7 +32,8 @@ def stored_in(file: Path, kind: str, octets: np.ndarray, rows: range | tuple[int
 
 def check_all_kinds(library: Library, folder: Path) -> None:
     """Stacked matrices, whose blocks of 16 rows have rows of both, in the order of either."""
-    for (kind, blocks), wide, inner in product(FILE_BLOCKS.items(), (False, True), (256, 768)):
+    for kind, wide, inner in product(FILE_KINDS, (False, True), (256, 768)):
+        blocks = FILE_BLOCKS[kind]
         case = f"{kind}, wide {wide}, {inner}"
         form, size = WIDE if wide else blocks.form, gguf.GGML_QUANT_SIZES[Kind[kind]][1]
         octets = [random_blocks(kind, 20, inner, seed=seed) for seed in (1, 2)]
