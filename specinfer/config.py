@@ -172,6 +172,12 @@ class EngineConfig:
         shown="the user's cache",
         allowed="the path of a folder, or None",
     )
+    prepared: bool = option(
+        True,
+        "Keep matrices that were quantized to int8 or int4 in the cache, for the next start.",
+        more="Without it nothing is written, and each start quantizes them again. A GGUF file in its own "
+        "blocks needs no such file. Streamed layers (`offload`) are read from it.",
+    )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -196,6 +202,11 @@ class EngineConfig:
         for name in self.adapters:
             if name == self.model:
                 raise ConfigError(f"lora has the name {name!r}, which is the model's; give it another name")
+        if not self.prepared and self.offload != "never":
+            raise ConfigError(
+                f"prepared is False with offload {self.offload!r}, which streams layers from that file; "
+                "leave one of them out"
+            )
         self._check_hosts()
         if self.ranks > 1:
             self._check_ranks()

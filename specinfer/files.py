@@ -33,8 +33,11 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
     Creates `path` and leaves it there. On a file system without locks the block runs unlocked: two processes
     may then write the same file, and the later one replaces the earlier.
     """
-    from filelock import FileLock, Timeout  # setup.py compiles where nothing is installed
-
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError:  # setup.py compiles where nothing is installed
+        yield
+        return
     lock = FileLock(path)
     try:
         try:
@@ -57,23 +60,28 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
 class NewFile:
     """A file that is written as PATH.*.partial and renamed to PATH by `keep`.
 
-    A context manager: leaving the block without `keep` removes the partial file. The next NewFile of the same
-    path removes partial files of killed processes that are older than a day. Every method raises OSError.
+    A context manager: leaving the block without `keep` removes the partial file. Where the file system allows
+    it, the partial file has no name until `keep`, so that nothing is left of a killed process. Elsewhere the
+    next NewFile of the same path removes partial files that are older than a day. Methods raise OSError.
     """
 
     def __init__(self, path: Path, mode: int = 0o600) -> None:
         """Create the partial file in the existing folder of `path`, with the permission bits `mode`."""
         self._path = path
+        self._partial: Path | None = None
         for remains in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 if time.time() - remains.stat().st_mtime > _DAY:  # no write takes a day
                     remains.unlink()
-        number, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
-        self._partial = Path(name)
+        try:
+            number = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o600)
+        except (AttributeError, OSError):  # not on this system
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
+            self._partial = Path(name)
         self._file = os.fdopen(number, "wb", buffering=0)
         if mode != 0o600:
             with contextlib.suppress(OSError):  # a file system without permission bits
-                os.chmod(self._partial, mode)
+                os.fchmod(number, mode)
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +90,8 @@ class NewFile:
         with contextlib.suppress(OSError):  # the write has already raised
             self._file.close()
         with contextlib.suppress(OSError):  # a later NewFile removes it after a day
-            self._partial.unlink(missing_ok=True)
+            if self._partial is not None:
+                self._partial.unlink(missing_ok=True)
 
     def seek(self, position: int) -> None:
         """Set the byte position of the next write."""
@@ -102,6 +111,15 @@ class NewFile:
         """
         if through_power_cuts:
             os.fsync(self._file.fileno())
+        if self._partial is None:
+            with tempfile.TemporaryDirectory(dir=self._path.parent, prefix=f"{self._path.name}.") as folder:
+                named = Path(folder) / self._path.name
+                number = self._file.fileno()
+                # With a descriptor of a folder, which an absolute path ignores, Python follows the link.
+                os.link(f"/proc/self/fd/{number}", named, src_dir_fd=number)
+                self._file.close()
+                os.replace(named, self._path)
+            return
         self._file.close()
         os.replace(self._partial, self._path)
 

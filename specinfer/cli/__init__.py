@@ -28,6 +28,7 @@ GROUPS: Final = {
     },
     "Models and drafts": {
         "pull": "Fetch a model.",
+        "cache": "List and remove what is kept on disk.",
         "tune": "Train drafts on a model's own answers.",
         "policy": "Show and reset learned acceptance rates.",
     },

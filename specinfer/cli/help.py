@@ -30,7 +30,7 @@ GROUPS: Final = {
         ),
         *("chat_template", "generation_config", "lora", "max_loras"),
         *("memory", "kv_cache_memory", "block_size", "prefix_reuse", "max_context"),
-        *("offload", "offload_folder", "max_batch_size", "max_step_tokens"),
+        *("offload", "offload_folder", "prepared", "max_batch_size", "max_step_tokens"),
     ),
     "Speculation": (
         *(

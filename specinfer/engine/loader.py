@@ -58,6 +58,7 @@ class Loader:
     native: bool  # True to refuse models that native attention does not support
     plan: MemoryPlan | None  # None: all weights stay in memory
     folder: Path | None  # for prepared files; None: the user's cache
+    keep: bool  # False: prepared files are read, but not written
     sum_parts: int  # parts of the target's float sums
     progress: Progress
 
@@ -129,7 +130,7 @@ class Loader:
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
         # A file of a single stage's matrices is not written.
-        if ranks.layout.stages > 1 and quantization != "none":
+        if ranks.layout.stages > 1 and quantization != "none" and self.keep:
             with contextlib.suppress(ModelError):  # else they are quantized at each start
                 self._prepare(ranks.found, kernels, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}
@@ -151,6 +152,7 @@ class Loader:
             native=kernels.library is not None,
             native_attention=native_attention,
             nontemporal=nontemporal,
+            keep=self.keep,
         )
         loaded: dict[str, LanguageModel] = {}
         loader = replace(self, progress=CheckedProgress(self.progress, ranks.check_loading))
@@ -204,7 +206,7 @@ class Loader:
         if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
             self._prepare(found, kernels, quantization)
             shares_head = self.plan.drafts.shares_head and logit_ids is None
-        elif quantization != "none":
+        elif quantization != "none" and self.keep:
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
         shared = Shared(target.table, target.output if shares_head else None, draft_memory)
@@ -226,6 +228,7 @@ class Loader:
             name=found.files.name,
             kernels=draft_kernels(self._fitting(found, quantization)),
             quantization=quantization,
+            keep=self.keep,
         )
 
     def adapt(self, draft: AnyDraft, adapter: PeftFolder, quantization: Quantization) -> None:
@@ -281,6 +284,7 @@ class Loader:
             kernels=kernels,
             quantization=quantization,
             cache=self.folder,
+            keep=self.keep,
             shared=shared,
             part=part,
             group=group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -154,12 +155,19 @@ def _load_models(
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
     adapted = draft_adapters(config.speculation, drafts)
-    tokenizer = Tokenizer.load(target.files, config.chat_template)
+    # Read beside the weights: that takes a second of Python, and weights are read without it.
+    reading = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    read_tokenizer = reading.submit(Tokenizer.load, target.files, config.chat_template)
+    reading.shutdown(wait=False)
     sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
     size = target.config.vocab_size
-    kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
-    foreign = foreign_tokens_of(target, drafts, tokenizer, config.speculation, kept)
-    named = vocabularies(target, drafts, foreign, kept)
+    foreign: Mapping[str, ForeignTokens] = {}
+    named: Mapping[str, DraftVocabulary] = {}
+    if drafts or config.speculation.draft_vocabulary is not None:
+        tokenizer = read_tokenizer.result()
+        kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
+        foreign = foreign_tokens_of(target, drafts, tokenizer, config.speculation, kept)
+        named = vocabularies(target, drafts, foreign, kept)
     of_target, speculation = config.quantization, config.speculation
     kinds = {
         name: draft_kind(model, speculation, of_target)
@@ -200,6 +208,7 @@ def _load_models(
         native=config.kernels == "native",
         plan=plan,
         folder=None if plan is None else offload_folder(config),
+        keep=config.prepared,
         sum_parts=config.parts_of_sums,
         progress=show,
     )
@@ -245,7 +254,7 @@ def _load_models(
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
         target=loaded,
-        tokenizer=tokenizer,
+        tokenizer=read_tokenizer.result(),
         drafts={name: loaded_drafts[name] for name in drafts},
         named=named,
         foreign=foreign,

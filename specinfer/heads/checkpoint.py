@@ -252,6 +252,7 @@ def load_head(
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
     cache: Path | None = None,
+    keep: bool = True,
 ) -> AnyHeadModel:
     """Load the head for a loaded target, in the target's dtype and on its device.
 
@@ -272,6 +273,7 @@ def load_head(
         kernels=kernels,
         quantization=quantization,
         cache=cache,
+        keep=keep,
         borrowed=None if config.own_head else target_files.path,
     )
 

@@ -88,11 +88,11 @@ class Strings(Sequence[str]):
 
     def _all(self) -> list[str]:
         if self._decoded is None:
-            raw, end, decoded = self._raw, 0, []
+            raw, end, decoded, length = self._raw, 0, list[str](), _LENGTH.unpack_from
             for _ in range(self._count):
                 start = end + 8
-                end = start + _LENGTH.unpack_from(raw, end)[0]
-                decoded.append(raw[start:end].decode("utf-8", "replace"))
+                end = start + length(raw, end)[0]
+                decoded.append(str(raw[start:end], "utf-8", "replace"))
             self._decoded = decoded
         return self._decoded
 
@@ -223,9 +223,9 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> Strings:
-        buffer, position, size = self.buffer, self.position, self.size
+        buffer, position, size, length = self.buffer, self.position, self.size, _LENGTH.unpack_from
         for _ in range(count):
-            position += 8 + _LENGTH.unpack_from(buffer, position)[0]
+            position += 8 + length(buffer, position)[0]
             if position > size:
                 raise IndexError("past the end")
         raw = buffer[self.position : position]

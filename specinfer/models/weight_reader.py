@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub.model_files import files_of
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks, one_form
 from specinfer.kernels.layout import (
     BlocksWeight,
@@ -84,6 +85,17 @@ def blocks_file(file: TensorFile) -> GGUFFile:
     return file
 
 
+def file_bytes(file: TensorFile, names: Iterable[str]) -> int:
+    """The part of a model's files that these tensors take, about, in bytes."""
+    elements = sum(math.prod(file.shapes[name]) for name in names)
+    return round(elements * _bytes_per_element(file))
+
+
+def _bytes_per_element(file: TensorFile) -> float:
+    size = sum(path.stat().st_size for path in files_of(file.path) if path.is_file())
+    return size / max(1, sum(map(math.prod, file.shapes.values())))
+
+
 class WeightReader:
     """Fills memory with tensors of a file.
 
@@ -111,6 +123,8 @@ class WeightReader:
         self._library = library
         self._progress = progress
         self._counted: set[str] = set()  # tensors reported to `progress`
+        self._per_element = _bytes_per_element(file)
+        self._elements = self._reported = 0
         self._counting = Lock()
         # Reading a GGUF file is mostly arithmetic in NumPy, which releases the GIL.
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
@@ -305,7 +319,9 @@ class WeightReader:
         """Report elements that were read, unless counted before in another precision."""
         if fresh:
             with self._counting:
-                self._progress.advance(elements * self.dtype.itemsize)
+                self._elements += elements
+                before, self._reported = self._reported, round(self._elements * self._per_element)
+                self._progress.advance(self._reported - before)
 
 
 def chosen_rows(tensor: Tensor, ids: Sequence[int]) -> Tensor:

@@ -6,7 +6,6 @@ file --weight_reader--> one stacked matrix --weight_memory--> a product      (th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -36,7 +35,7 @@ from specinfer.models.prepared import (
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
-from specinfer.models.weight_reader import TensorFile, WeightReader
+from specinfer.models.weight_reader import TensorFile, WeightReader, file_bytes
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
@@ -61,13 +60,14 @@ def load_model(
     part: ModelConfig | None = None,
     group: Group | None = None,
     table_in_memory: bool = False,
+    keep: bool = True,
 ) -> LanguageModel:
     """Load a model, given as opened or as a folder or .gguf file, in `dtype` on `device`.
 
     With `logit_ids` its logits are those of these token ids alone, in order. With `quantization` matrices are
-    int8 or int4 (the output layer int8), and kept in the folder `cache`, by default in the user's cache, for
-    the next start; activations stay in `dtype`. Unquantized matrices are read from there if they were
-    prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
+    int8 or int4 (the output layer int8); with `keep` they are kept in the folder `cache`, by default in the
+    user's cache, for the next start. Activations stay in `dtype`. Unquantized matrices are read from there if
+    they were prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
     (parallel/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
     Embeddings of a model in its file's blocks stay in the file, unless `table_in_memory`.
     `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
@@ -94,6 +94,7 @@ def load_model(
         shared=shared,
         group=group,
         table_in_memory=table_in_memory,
+        keep=keep,
     )
     if part is not None:
         release_free_memory()  # memory of the whole matrices before they were cut
@@ -124,9 +125,8 @@ def load_streamed(
     a checksum does not match.
     """
     show, shapes = progress or NoProgress(), decoder_shapes(model.config)
-    elements = sum(math.prod(shape) for shape in shapes.values())
     with (
-        show.showing(elements * dtype.itemsize, f"loading {name or model.path.name}"),
+        show.showing(file_bytes(model, shapes), f"loading {name or model.path.name}"),
         WeightReader(model, dtype, show, quantization, prepared) as reader,
     ):
         weights = StreamedWeights(
@@ -163,6 +163,7 @@ def load_parts(
     shared: Shared | None = None,
     group: Group | None = None,
     table_in_memory: bool = True,
+    keep: bool = True,
 ) -> _Part:
     """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
 
@@ -173,9 +174,8 @@ def load_parts(
     show = progress or NoProgress()
 
     def load(kept: PreparedFile | NewPreparedFile | None) -> _Part:
-        elements = sum(math.prod(file.shapes[tensor]) for tensor in tensors)
         with (
-            show.showing(elements * dtype.itemsize, f"loading {name or file.path.name}"),
+            show.showing(file_bytes(file, tensors), f"loading {name or file.path.name}"),
             WeightReader(file, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
             return make(Weights(reader, device, kernels, logit_ids, shared, group, table_in_memory))
@@ -196,7 +196,7 @@ def load_parts(
             path.unlink(missing_ok=True)
         except OSError:
             return load(None)
-    if quantization == "none" or not whole:  # the file of a part could not be reused
+    if quantization == "none" or not whole or not keep:  # the file of a part could not be reused
         return load(None)
     with prepare_once(path, made_from, tensors, size, _not_kept) as kept:
         loaded = load(kept)
@@ -240,9 +240,9 @@ def prepare(
     ) as kept:
         if isinstance(kept, PreparedFile):
             return kept
-        elements = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+        matrices = [name for name, shape in tensors.items() if len(shape) > 1]
         with (
-            show.showing(elements * dtype.itemsize, f"preparing {title}"),
+            show.showing(file_bytes(model, matrices), f"preparing {title}"),
             WeightReader(model, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
             Decoder(model.config, PassingWeights(reader, torch.device("cpu"), kernels))

@@ -76,6 +76,7 @@ class SharedDraft(NamedTuple):
             kernels=draft_kernels(settings.fitting(kernels, self.native_attention, self.nontemporal)),
             quantization=self.quantization,
             shared=None if self.path else Shared(model.table),
+            keep=settings.keep,
             part=layout.part(settings.rank, opened.config),
             group=model.group,
         )
@@ -94,6 +95,7 @@ class Settings:
     native: bool  # use the native kernels
     native_attention: bool
     nontemporal: bool  # products read weights with nontemporal loads
+    keep: bool  # write prepared files
     threads: int | None  # None: an equal share of the host's cores
     max_context: int | None  # tokens of the longest text; None: the model's limit
     same_host: int  # ranks on its host
@@ -158,7 +160,9 @@ class Settings:
         needed, free = weight_bytes(part, dtype, kernels, self.quantization), free_bytes(torch.device("cpu"))
         if needed > free:
             raise CapacityError(f"the weights need {gib(needed)}, but {gib(free)} of memory are free")
-        if self.layout.stages > 1 and self.quantization != "none":  # the other stages' files do not exist yet
+        if (
+            self.layout.stages > 1 and self.quantization != "none" and self.keep
+        ):  # the other stages' files do not exist yet
             with contextlib.suppress(ModelError):
                 prepare(opened, dtype=dtype, kernels=kernels, quantization=self.quantization)
         return load_model(
@@ -167,6 +171,7 @@ class Settings:
             device=torch.device("cpu"),
             kernels=self.fitting(kernels, self.native_attention, self.nontemporal),
             quantization=self.quantization,
+            keep=self.keep,
             part=part,
             group=group,
         )

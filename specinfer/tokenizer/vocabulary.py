@@ -197,7 +197,7 @@ def odd_value(header: GgufHeader, name: str, value: object, allowed: str) -> Mod
 
 def first_ids(tokens: Sequence[str]) -> dict[str, int]:
     """Token -> id; of equal tokens (padding, in some files) the first counts."""
-    return {token: i for i, token in reversed(list(enumerate(tokens)))}
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def _pads(token_id: int, token: str) -> bool:

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from specinfer.progress import ProgressBar
+from specinfer.progress import LineProgress, ProgressBar
 
 
 class Clock:
@@ -77,3 +77,20 @@ def test_what_is_said_is_not_shown_where_the_log_is(shows_lines: bool) -> None:
     stream = io.StringIO()
     ProgressBar(stream, shows_lines=shows_lines).say("half of it")
     assert stream.getvalue() == ("half of it\n" if shows_lines else "")
+
+
+def test_a_log_has_a_line_for_each_task_and_one_every_few_seconds() -> None:
+    lines, times = list[str](), iter((0.0, 1.0, 2.9, 3.0, 6.5, 6.6, 7.0, 7.0))
+    progress = LineProgress(lines.append, every=3.0, clock=lambda: next(times))
+    with progress.showing(4_000_000, "loading m"):
+        for _ in range(4):
+            progress.advance(1_000_000)
+    with progress.showing(None, "measuring", "passes"):
+        progress.advance(1)
+    assert lines == [
+        "loading m: 4.0 MB",
+        "loading m: 3.0 MB (75%)",
+        "loading m: 4.0 MB (100%)",
+        "loading m: finished after 7 s",
+        "measuring",
+    ]

@@ -61,7 +61,7 @@ _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads 
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status of a process that cannot send its answers (EX_SOFTWARE)
 # Options, and parts of a config, that change no output text.
-_MEMORY: Final = ("memory", "offload", "offload_folder", "max_loras")
+_MEMORY: Final = ("memory", "offload", "offload_folder", "prepared", "max_loras")
 _FOLDERS: Final = ("lora",)  # the adapters' files do, but `models.origin` covers them
 # Ranks change a text only by the number of parts of each sum, which `fingerprint` adds.
 _RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.hub.model_files import files_of
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import NativeProducts
@@ -86,7 +87,8 @@ def test_estimated_bytes_are_the_bytes_of_all_weights(tied, tmp_path):
 def test_progress_ends_at_the_total(tmp_path):
     folder, shown = write_tiny_llama(tmp_path / "tiny"), Shown()
     load(folder, progress=shown)
-    assert shown.works == [("loading tiny", estimate_bytes(folder, torch.float32))]
+    size = sum(file.stat().st_size for file in files_of(folder))  # as the user sees it
+    assert shown.works == [("loading tiny", size)]
 
 
 def test_tied_models_may_carry_their_head_once_more(tmp_path):
@@ -305,7 +307,15 @@ def test_progress_of_a_quantized_model(tmp_path):
     shown = Shown()
     for loads in (1, 2):  # made, then kept
         load_quantized(folder, tmp_path / "cache", progress=shown, name="mine")
-        assert shown.works == loads * [("loading mine", estimate_bytes(folder, torch.float32))]
+        assert shown.works == loads * [("loading mine", sum(f.stat().st_size for f in files_of(folder)))]
+
+
+def test_a_start_that_keeps_nothing_reads_what_is_kept(tmp_path):
+    folder, cache = write_tiny_llama(tmp_path / "m"), tmp_path / "cache"
+    want = logits_of(load_quantized(folder, cache, keep=False))
+    assert not cache.exists()
+    for keep in (True, False):
+        assert torch.equal(logits_of(load_quantized(folder, cache, keep=keep)), want)
 
 
 def test_native_products_and_twins_give_the_same_logits(tmp_path):

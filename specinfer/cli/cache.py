@@ -1,0 +1,80 @@
+"""`specinfer cache`: what specinfer keeps on disk, and its removal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+
+from specinfer.cli.help import Command
+from specinfer.errors import ConfigError
+from specinfer.files import cache_dir
+from specinfer.progress import format_bytes
+
+# Folders of the cache; those whose entries are listed by name are models.
+KINDS: Final = {
+    "prepared": "weights in int8 and int4, and for streaming",
+    "models": "downloads",
+    "kernels": "compiled kernels, and their trials",
+    "curves": "measured costs of passes",
+    "policies": "learned acceptance rates",
+}
+_NAMED: Final = ("prepared", "models")
+_PASSING: Final = (".lock", ".partial")  # ends of names that are no entries of their own
+
+
+@click.command(cls=Command)
+@click.argument("action", required=False, type=click.Choice(["list", "clear"]), default="list")
+@click.argument("name", required=False)
+def cache(action: str, name: str | None) -> None:
+    """List what specinfer keeps on disk, or remove it.
+
+    `specinfer cache clear` removes everything, `clear NAME` a kind or one model by its name in the list. What
+    is removed is made, measured or fetched again when it is needed. Models of the Hugging Face hub are in the
+    hub's own cache.
+    """
+    folder = cache_dir()
+    if action == "clear":
+        _clear(folder, name)
+        return
+    if name is not None:
+        raise ConfigError(f"list takes no name, got {name!r}; `specinfer cache clear {name}` removes it")
+    click.echo(f"{folder}")
+    for kind, words in KINDS.items():
+        click.echo(f"{format_bytes(_size(folder / kind)):>10}  {kind:<9}  {words}")
+        for entry in _entries(folder / kind) if kind in _NAMED else ():
+            click.echo(f"{format_bytes(_size(entry)):>10}    {entry.name}")
+
+
+def _clear(folder: Path, name: str | None) -> None:
+    chosen = [folder / kind for kind in KINDS if name in (kind, None)]
+    chosen = chosen or [entry for kind in _NAMED for entry in _entries(folder / kind) if entry.name == name]
+    if not chosen:
+        raise ConfigError(
+            f"the cache has no {name!r}; allowed: {', '.join(KINDS)}, or a name that `specinfer cache` lists"
+        )
+    for path in chosen:
+        size = _size(path)
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be removed: {error.strerror}") from error
+        if size:
+            click.echo(f"removed {path} ({format_bytes(size)})")
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from sorted(path for path in folder.iterdir() if not path.name.endswith(_PASSING))
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
