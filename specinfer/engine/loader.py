@@ -92,7 +92,7 @@ class Loader:
         reads_table: bool,
         draft_memory: DraftMemory | None = None,
     ) -> LanguageModel:
-        """Load the target, with its embeddings in memory if a head reads them.
+        """Load the target; if it is streamed and a head reads its embeddings, these stay in memory.
 
         Some of its layers may use the `draft_memory`.
         """
@@ -100,7 +100,7 @@ class Loader:
         if self.sum_parts > 1:
             part = Shard(0, 1, self.sum_parts).of(found.model.config)
         if plan is None:
-            return self._load(found, kernels, quantization, part=part, table_in_memory=reads_table)
+            return self._load(found, kernels, quantization, part=part)
 
         def stream(prepared: PreparedFile) -> LanguageModel:
             return load_streamed(
@@ -272,7 +272,6 @@ class Loader:
         shared: Shared | None = None,
         part: ModelConfig | None = None,
         group: Group | None = None,
-        table_in_memory: bool = False,
     ) -> LanguageModel:
         return load_model(
             found.model,
@@ -288,7 +287,6 @@ class Loader:
             shared=shared,
             part=part,
             group=group,
-            table_in_memory=table_in_memory,
         )
 
 

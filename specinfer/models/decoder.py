@@ -25,6 +25,7 @@ from specinfer.models.experts import Mixture, expert_matrices, mixture
 from specinfer.models.language_model import LayeredModel, PassContext, Read, Residual, Taps, check_taps
 from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.table_on_disk import TableOnDisk
 from specinfer.models.weight_memory import Weights
 
 
@@ -78,9 +79,12 @@ class Decoder(LayeredModel):
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
-        """The embedding table [V, D] and its factor; the table must be in memory."""
-        assert self.table.whole is not None, "the whole table is needed"
-        return self.table.whole, self._embedding_scale
+        """The embedding table [V, D], read if it is on disk, and its factor; ranks must not divide it."""
+        whole = self.table.whole
+        if isinstance(self.table, TableOnDisk):
+            whole, _ = self.table.rows(torch.arange(self.config.vocab_size))
+        assert whole is not None, "the whole table is needed"
+        return whole, self._embedding_scale
 
     def read(
         self,

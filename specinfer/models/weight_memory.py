@@ -65,11 +65,9 @@ class Weights:
         logit_ids: Sequence[int] | None = None,
         shared: Shared | None = None,
         group: Group | None = None,
-        table_in_memory: bool = True,
     ) -> None:
         """With `logit_ids` the output layer has only these rows, in their order.
 
-        Without `table_in_memory` the embeddings of a model in its file's blocks stay in the file.
         `group` are the ranks that add up the partial sums of products divided by columns.
         """
         self.dtype = reader.dtype
@@ -78,7 +76,6 @@ class Weights:
         self._reader = reader
         self.group = group
         self._logit_ids = logit_ids
-        self._table_stays = not table_in_memory and reader.quantization == "gguf"
         self._shared = shared or Shared()
         self._largest: float | None = None  # largest scale of the next int4 matrix, if a file has it
 
@@ -101,7 +98,7 @@ class Weights:
         """The embedding table of that name; `rows` are this rank's, None for all."""
         if self._shared.table is not None:
             return self._shared.table
-        if self._table_stays and rows is None and (on_disk := self._reader.table_on_disk(name)) is not None:
+        if rows is None and (on_disk := self._reader.table_on_disk(name)) is not None:
             return on_disk
         whole = self.tensor(name)
         if rows is None:

@@ -186,8 +186,10 @@ class WeightReader:
         return one_form([blocks_file(self._file).block_form(name) for name in names])
 
     def table_on_disk(self, name: str) -> TableOnDisk | None:
-        """A table of embeddings that stays in a GGUF file; None for a table that has to be in memory."""
-        stored = self._file.stored(name) if isinstance(self._file, GGUFFile) else None
+        """The embeddings of a model in its file's blocks, which stay there; None for other tables."""
+        stored = (
+            blocks_file(self._file).stored(name) if self.quantization == "gguf" and not self.keeps else None
+        )
         if stored is None or not isinstance(stored.rows, range):
             return None
         self.mark_read([name])

@@ -59,7 +59,6 @@ def load_model(
     shared: Shared | None = None,
     part: ModelConfig | None = None,
     group: Group | None = None,
-    table_in_memory: bool = False,
     keep: bool = True,
 ) -> LanguageModel:
     """Load a model, given as opened or as a folder or .gguf file, in `dtype` on `device`.
@@ -69,7 +68,7 @@ def load_model(
     user's cache, for the next start. Activations stay in `dtype`. Unquantized matrices are read from there if
     they were prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
     (parallel/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
-    Embeddings of a model in its file's blocks stay in the file, unless `table_in_memory`.
+    Embeddings of a model in its file's blocks stay in the file.
     `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
     before any weight is read.
     """
@@ -93,7 +92,6 @@ def load_model(
         whole=shared is None and (part is None or part.part.stage is None),
         shared=shared,
         group=group,
-        table_in_memory=table_in_memory,
         keep=keep,
     )
     if part is not None:
@@ -162,7 +160,6 @@ def load_parts(
     whole: bool = True,
     shared: Shared | None = None,
     group: Group | None = None,
-    table_in_memory: bool = True,
     keep: bool = True,
 ) -> _Part:
     """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
@@ -178,7 +175,7 @@ def load_parts(
             show.showing(file_bytes(file, tensors), f"loading {name or file.path.name}"),
             WeightReader(file, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
-            return make(Weights(reader, device, kernels, logit_ids, shared, group, table_in_memory))
+            return make(Weights(reader, device, kernels, logit_ids, shared, group))
 
     kind = _kind(kernels, quantization)
     if kind is None or quantization == "gguf":
