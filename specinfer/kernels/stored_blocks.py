@@ -19,7 +19,7 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import BlocksWeight
 from specinfer.kernels.library import Library
-from specinfer.kernels.product import FLOATS
+from specinfer.kernels.product import FLOATS, NativeProduct
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.structures import FILE_KINDS, TYPES, FileRowsArgs
 
@@ -50,6 +50,7 @@ def read_blocks(library: Library, stored: Sequence[StoredRows], inner: int, into
         into.min_steps.zero_()
     channels = sum(len(one.rows) for one in stored)
     product, channel = NativeProducts(library).blocks(into, None, inner, channels), 0
+    assert isinstance(product, NativeProduct)
     for one in stored:
         order = None if isinstance(one.rows, range) else np.array(one.rows, dtype=np.int64)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,26 @@ def test_a_layer_that_is_streamed_has_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]), want)
     assert streamed.stream is not None
     streamed.stream.close()
+
+
+def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": tmp_path}
+    want, _ = load_model(path, **options).embedding
+    for chosen in (TORCH, kernels("native")):
+        model = load_model(path, **options, kernels=chosen, quantization="gguf")
+        assert model.table.whole is None
+        assert torch.equal(model.embedding[0], want)
+        ids = torch.tensor([7, 0, 7, 39])
+        rows, places = model.table.rows(ids)
+        assert torch.equal(rows[places], want[ids])
+        with pytest.raises(IndexError, match=r"token ids must be 0 \.\. 39"):
+            model.table.rows(torch.tensor([40]))
+        os.utime(path, (1, 1))
+        with pytest.raises(ModelFileError, match="was changed while it was in use; load the model again"):
+            model.table.rows(ids)
+        os.utime(path)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_no_weight_is_rounded_a_second_time(tmp_path: Path) -> None:
