@@ -14,6 +14,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, ModelError, ModelFileError
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
+from specinfer.models.decoder import Decoder
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
@@ -76,9 +77,12 @@ def test_a_layer_that_is_streamed_has_the_same_bits(tmp_path: Path) -> None:
 def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": tmp_path}
-    want, _ = load_model(path, **options).embedding
+    plain = load_model(path, **options)
+    assert isinstance(plain, Decoder)
+    want, _ = plain.embedding
     for chosen in (TORCH, kernels("native")):
         model = load_model(path, **options, kernels=chosen, quantization="gguf")
+        assert isinstance(model, Decoder)
         assert model.table.whole is None
         assert torch.equal(model.embedding[0], want)
         ids = torch.tensor([7, 0, 7, 39])
