@@ -13,12 +13,14 @@ from tests.tiny_gguf import begin, finish, matrices
 # Offsets of a block's float16 numbers.
 HALVES = {
     **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
-    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)},
+    **{"IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "MXFP4": ()},
 }
 # The scale that gives weights of about 0.1.
 SIZES = {
     **{"Q8_0": 0.0015, "Q4_0": 0.02, "Q4_1": 0.02, "Q5_0": 0.01, "Q5_1": 0.01},
-    **{"Q4_K": 0.0005, "Q5_K": 0.0003, "Q6_K": 0.0001},
+    **{"Q4_K": 0.0005, "Q5_K": 0.0003, "Q6_K": 0.0001, "Q2_K": 0.005, "Q3_K": 0.001},
+    **{"IQ4_NL": 0.001, "IQ4_XS": 0.00005, "IQ3_S": 0.0005},
 }
 VOCAB, HIDDEN, INNER, HEAD = 40, 256, 512, 32
 MATRICES = {
@@ -35,6 +37,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
     for at in HALVES[kind]:
         halves = SIZES[kind] * random.standard_normal((rows, columns // block, 1))
         octets[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        octets[..., 0] = random.integers(120, 126, octets.shape[:-1])  # exponents of scales
     if kind == "Q8_0":
         octets[octets == 128] = 127  # -128, which is never written
         octets[..., :2] = (
@@ -49,6 +53,7 @@ def write_blocks(path: Path, kinds: dict[str, str], usual: str, experts: int = 0
     With `experts` it is a Mixtral, two of whose experts serve a token.
     """
     heads = HIDDEN // HEAD
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = begin(path, hidden=HIDDEN, inner=INNER, heads=heads, kv_heads=heads // 2)
     if experts:
         writer.add_expert_count(experts)

@@ -363,8 +363,18 @@ def quantize_int4(rows: Tensor) -> Int4Weight:
 
 def _int4_blocks(rows: Tensor) -> Int4Weight:
     """Quantize whole blocks of rows."""
+    levels, scale, zero = int4_levels(rows)
+
+    def by_blocks(of_groups: Tensor, dtype: torch.dtype) -> Tensor:
+        return of_groups.view(-1, BLOCK, of_groups.shape[1]).transpose(1, 2).to(dtype).contiguous()
+
+    return Int4Weight(pack_levels(levels), by_blocks(scale, torch.float16), by_blocks(zero * 16, torch.uint8))
+
+
+def int4_levels(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return levels, uint8 [rows, padded inner], and groups' scales and zeros, float32 [rows, groups]."""
     groups = grouped(rows)
-    blocks, per_row = len(rows) // BLOCK, groups.shape[1]
+    shape = groups.shape[:2]
     # Groups as columns: computations per group then run along contiguous memory.
     x = groups.view(-1, GROUP).T.contiguous()
     low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
@@ -376,12 +386,8 @@ def _int4_blocks(rows: Tensor) -> Int4Weight:
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         scale, zero = torch.where(better, other_scale, scale), torch.where(better, other_zero, zero)
-    levels = _levels(x, scale, zero).to(torch.uint8).T.reshape(len(rows), per_row * GROUP)
-
-    def by_blocks(of_groups: Tensor, dtype: torch.dtype) -> Tensor:
-        return of_groups.view(blocks, BLOCK, per_row).transpose(1, 2).to(dtype).contiguous()
-
-    return Int4Weight(pack_levels(levels), by_blocks(scale, torch.float16), by_blocks(zero * 16, torch.uint8))
+    levels = _levels(x, scale, zero).to(torch.uint8).T.reshape(len(rows), -1)
+    return levels, scale.view(shape), zero.view(shape)
 
 
 def _grid(low: Tensor, high: Tensor, span: float) -> tuple[Tensor, Tensor]:

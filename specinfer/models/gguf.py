@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import ModelError, ModelFileError
+from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.kernels.file_blocks import BlockForm
 from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.families.registry import gguf_family
-from specinfer.models.gguf_blocks import FILE_BLOCKS, check_levels
+from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
 from specinfer.models.gguf_config import GgufHead
 from specinfer.models.rope_config import ROPE_TENSORS
 from specinfer.models.sources import Sources
@@ -85,7 +85,7 @@ class GGUFFile:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in the file; None if it is quantized."""
-        return _PLAIN.get(self._tensors[self._sources[name].name].kind.name)
+        return _PLAIN.get(self.kind(name))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
@@ -95,20 +95,35 @@ class GGUFFile:
         rows, scale = self._read(self._tensors[there], start, stop), self._scales.get(there)
         return rows if scale is None else rows.float() * scale
 
-    def block_form(self, name: str) -> BlockForm:
-        """The layout of a matrix's blocks; raises ModelError if they cannot run unconverted."""
+    def kind(self, name: str) -> str:
+        """The type of a tensor in the file, by ggml's name."""
+        return self._tensors[self._sources[name].name].kind.name
+
+    def has_own_blocks(self, name: str) -> bool:
+        """True if a matrix runs in the file's blocks, without rounding."""
         source = self._sources[name]
-        kind = self._tensors[source.name].kind.name
-        if kind not in FILE_BLOCKS or source.name in self._scales or source.transposed:
-            raise ModelError(
-                f"{self.path}: tensor {source.name!r} is of type {kind}, which cannot run unconverted; "
-                f"quantization 'gguf' runs {', '.join(FILE_BLOCKS)}. Use quantization int8 or int4, or none"
-            )
-        return FILE_BLOCKS[kind].form
+        return not (source.name in self._scales or source.transposed) and self.kind(name) in FILE_BLOCKS
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """The layout of a matrix's blocks, or of those it is rounded to; None for floats."""
+        if self.dtype(name) is not None:
+            return None
+        kind = self.kind(name)
+        return FILE_BLOCKS[kind].form if self.has_own_blocks(name) else rounded_form(kind)
 
     def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
         """A reader of rows of such a matrix for `block_rows`."""
-        return partial(self._sources.read, name, self._read_blocks)
+        if self.has_own_blocks(name):
+            return partial(self._sources.read, name, self._read_blocks)
+
+        form = rounded_form(self.kind(name))
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = rounded_rows(self.read_rows(name, start, stop).float(), form)
+            check_rows(name, rows)
+            return rows
+
+        return read
 
     def stored(self, name: str) -> StoredRows | None:
         """The place of a matrix in the file; None if its elements are not those of rows of the file."""
@@ -127,7 +142,7 @@ class GGUFFile:
         kind = self._tensors[there].kind
         octets = torch.from_numpy(_octets(self._tensors[there], start, stop))
         rows = FILE_BLOCKS[kind.name].rows(octets.view(stop - start, -1, kind.block_bytes))
-        check_levels(there, rows)
+        check_rows(there, rows)
         return rows
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Converts GGUF blocks to rows of levels, scales and mins (kernels/file_blocks.py) without rounding.
 
-Source: the layouts of ggml's quantized types, as the gguf package dequantizes them.
+Types whose numbers have no such form are dequantized and rounded to 8 bits. Source: the layouts of ggml's
+quantized types, as the gguf package dequantizes them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
 from specinfer.kernels.layout import GROUP
+from specinfer.kernels.quantized import int4_levels
 
 _MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
+_SCALE: Final = slice(GROUP, GROUP + 2)  # bytes of a row's scale
+# The numbers that the four bits of an IQ4_NL or IQ4_XS weight, and of an MXFP4 weight, stand for.
+_IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_EQUAL_STEPS: Final = ("IQ1_S", "IQ3_S", "TQ1_0", "TQ2_0")  # 3 or 16 numbers a group, at equal distances
+_MXFP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class FileBlocks(NamedTuple):
@@ -26,10 +34,33 @@ class FileBlocks(NamedTuple):
     rows: Callable[[Tensor], Tensor]
 
 
-def check_levels(name: str, rows: Tensor) -> None:
-    """Raise ModelFileError if a level is -128, which no converter writes."""
+def check_rows(name: str, rows: Tensor) -> None:
+    """Raise ModelFileError for a level of -128, which no converter writes, and a scale beyond float16."""
     if bool((rows[..., :GROUP].view(torch.int8) < -_MAX_LEVEL).any()):
         raise ModelFileError(f"tensor {name!r} has a level of -128; allowed for Q8_0: -127 .. 127")
+    if not bool(_half(rows[..., _SCALE]).isfinite().all()):
+        raise ModelFileError(
+            f"tensor {name!r} has a scale that is not finite in float16; use quantization int8, int4 or none"
+        )
+
+
+def rounded_form(kind: str) -> BlockForm:
+    """The form that loses least of a type without its own: 4 bits for equal steps, else 8."""
+    four = kind in _EQUAL_STEPS
+    return BlockForm(4 if four else 8, 1, steps=False, mins=four)
+
+
+def rounded_rows(floats: Tensor, form: BlockForm) -> Tensor:
+    """Rows of floats, rounded in groups with a scale each, in the format of `block_rows`."""
+    if form.bits == 4:
+        numbers, steps, zeros = int4_levels(floats)
+        halves = steps.half()
+        levels = _signed(_split(numbers, halves.shape[1], GROUP))
+        return block_rows(levels, halves, mins=halves / 16, min_steps=(zeros * 16).to(torch.uint8))
+    groups = F.pad(floats, (0, -floats.shape[1] % GROUP)).view(len(floats), -1, GROUP)
+    scales = (groups.abs().amax(2) / _MAX_LEVEL).half()
+    found = (groups / scales[..., None].float()).nan_to_num(0.0).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL)
+    return block_rows(found.to(torch.int8), scales)
 
 
 def _half(octets: Tensor) -> Tensor:
@@ -99,10 +130,49 @@ def _q6_k(blocks: Tensor) -> Tensor:
     both = _split(blocks[..., :128], 2, 2, GROUP)
     low = torch.cat((both & 15, both >> 4), -2)
     high = _split(blocks[..., 128:192], 2, 1, GROUP)
-    pairs = (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]).bitwise_and_(3)
-    levels = (low | pairs << 4).flatten(-3, -2)  # [rows, blocks, SPAN, GROUP]
+    levels = (low | _in_quarters(high) << 4).flatten(-3, -2)  # [rows, blocks, SPAN, GROUP]
     steps = _split(_signed(blocks[..., 192:208]), SPAN, 2)
     return _by_groups(_signed(levels) - 32, _half(blocks[..., 208:]), steps)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """The bits of a byte, or its pairs of bits, belong to different groups."""
+    low = _in_quarters(_split(blocks[..., 32:96], 2, 1, GROUP)).flatten(-3, -2)  # [rows, blocks, SPAN, GROUP]
+    third = (blocks[..., None, :32] >> torch.arange(SPAN, dtype=torch.uint8)[:, None]).bitwise_and_(1)
+    steps = _halves(blocks[..., 96:104]) | _in_quarters(blocks[..., None, 104:108]).flatten(-2) << 4
+    return _by_groups(
+        _signed(low | third << 2) - 4, _half(blocks[..., 108:]), _split(_signed(steps) - 32, SPAN, 2)
+    )
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return block_rows(_looked_up(_IQ4, _halves(blocks[..., 2:])), _half(blocks[..., :2]))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
+    high = _in_quarters(blocks[..., 2:4, None]).flatten(-2)
+    steps = (_signed(low | high << 4) - 32)[..., None].expand(*low.shape, 2)
+    levels = _looked_up(_IQ4, _halves(_split(blocks[..., 8:], SPAN, GROUP // 2)))
+    return _by_groups(levels, _half(blocks[..., :2]), steps)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """Scales are powers of 2, the levels twice the numbers of the format; a scale below 2^-24 is 0."""
+    exponents = blocks[..., 0].to(torch.int32) - 128
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents).half()
+    return block_rows(_looked_up(_MXFP4, _halves(blocks[..., 1:])), scales)
+
+
+def _in_quarters(octets: Tensor) -> Tensor:
+    """The four pairs of bits of bytes, the lowest first: [..., 1, n] -> [..., 4, n]; also [..., n, 1]."""
+    pairs = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    shifts = pairs if octets.shape[-1] == 1 else pairs[:, None]
+    return (octets >> shifts).bitwise_and_(3)
+
+
+def _looked_up(values: tuple[int, ...], levels: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int8)[levels.int()]
 
 
 def _in_pairs(octets: Tensor) -> Tensor:
@@ -152,4 +222,8 @@ FILE_BLOCKS: Final = {
     "Q4_K": FileBlocks(BlockForm(4, SPAN, steps=True, mins=True), _q4_k),
     "Q5_K": FileBlocks(BlockForm(8, SPAN, steps=True, mins=True), _q5_k),
     "Q6_K": FileBlocks(BlockForm(8, SPAN, steps=True, mins=False), _q6_k),
+    "Q3_K": FileBlocks(BlockForm(8, SPAN, steps=True, mins=False), _q3_k),
+    "IQ4_NL": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _iq4_nl),
+    "IQ4_XS": FileBlocks(BlockForm(8, SPAN, steps=True, mins=False), _iq4_xs),
+    "MXFP4": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _mxfp4),
 }

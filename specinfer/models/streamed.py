@@ -46,7 +46,6 @@ _Part = TypeVar("_Part")
 _LAYER: Final = re.compile(r".*\blayers\.\d+")
 _EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
 _KINDS: Final[Mapping[Quantization, type[Weight]]] = {
-    "none": FloatWeight,
     "int8": Int8Weight,
     "int4": Int4Weight,
     "gguf": BlocksWeight,
@@ -257,7 +256,7 @@ class StreamedWeights(Weights):
         matrix = "+".join(matrices)
         return ExpertPart(
             matrix,
-            _KINDS[self._reader.quantization],
+            FloatWeight if self._reader.is_float(matrices) else _KINDS[self._reader.quantization],
             inner,
             channels,
             self.tensor(*(f"{name}.bias" for name in names)) if bias else None,

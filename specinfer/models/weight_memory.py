@@ -141,7 +141,7 @@ class Weights:
         if output_layer and self._logit_ids is not None:
             chosen, channels = self._logit_ids, len(self._logit_ids)
         library = self.kernels.products.library
-        if self._plain:
+        if self._plain(matrices):
             whole = None if tied is None else tied.whole
             whole = self.tensor(*matrices) if whole is None else whole
             weight: Weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
@@ -227,23 +227,22 @@ class Weights:
         assert isinstance(product, NativeProduct | Int8Product), "sums of floats have parts"
         return ExactSumProduct(product, self.group)
 
-    @property
-    def _plain(self) -> bool:
+    def _plain(self, matrices: Sequence[str]) -> bool:
         """True if matrices are read in the file's layout, because neither products nor files have another."""
         lacking = self.kernels.products.library is None or not self._reader.keeps
-        return self._reader.quantization == "none" and lacking
+        return lacking and self._reader.is_float(matrices)
 
     def _empty(
         self, matrices: Sequence[str], channels: int, inner: int, output_layer: bool, library: Library | None
     ) -> Weight:
         """Memory for a matrix of this model's kind, not yet filled; in large pages with a library."""
         quantization = self._reader.quantization
-        if quantization == "gguf":
-            return empty_blocks(channels, inner, self._reader.block_form(matrices), library)
-        if self._plain:
+        if self._plain(matrices):
             return FloatTable(torch.empty(channels, inner, dtype=self.dtype, device=self.device))
-        if quantization == "none":
+        if self._reader.is_float(matrices):
             return empty_floats(channels, inner, self.dtype, library)
+        if quantization == "gguf" and (form := self._reader.block_form(matrices)) is not None:
+            return empty_blocks(channels, inner, form, library)
         # In int4, the output layer would cost a small model more accuracy than all its other matrices.
         if quantization == "int4" and not output_layer:
             return empty_int4(channels, inner, library)

@@ -181,9 +181,24 @@ class WeightReader:
         self._counted.add(key)
         self._count(math.prod(self.shape(names)), fresh)
 
-    def block_form(self, names: Sequence[str]) -> BlockForm:
-        """The layout of these matrices as one of GGUF blocks; raises ModelError if there is none."""
-        return one_form([blocks_file(self._file).block_form(name) for name in names])
+    def block_form(self, names: Sequence[str]) -> BlockForm | None:
+        """The layout of these matrices as one of GGUF blocks; None for floats, which a single one decides.
+
+        Raises ModelError for other files.
+        """
+        forms = [blocks_file(self._file).block_form(name) for name in names]
+        return None if None in forms else one_form([form for form in forms if form is not None])
+
+    def is_float(self, names: Sequence[str]) -> bool:
+        """True if these matrices, stacked, stay floats."""
+        if self.quantization == "gguf":
+            return self.block_form(names) is None
+        return self.quantization == "none"
+
+    def _form(self, names: Sequence[str]) -> BlockForm:
+        form = self.block_form(names)
+        assert form is not None, "floats are no blocks"
+        return form
 
     def table_on_disk(self, name: str) -> TableOnDisk | None:
         """The embeddings of a model in its file's blocks, which stay there; None for other tables."""
@@ -206,7 +221,7 @@ class WeightReader:
         """Memory for all rows of these tensors."""
         channels, inner = self.shape(names)
         if isinstance(like, BlocksWeight):
-            return empty_blocks(channels, inner, self.block_form(names))
+            return empty_blocks(channels, inner, self._form(names))
         if isinstance(like, FloatWeight):
             return empty_floats(channels, inner, like.values.dtype)
         return empty_int8(channels, inner)
@@ -243,7 +258,7 @@ class WeightReader:
         """A converter of whole blocks of rows to that kind of weight, and a reader of rows per matrix."""
         if isinstance(into, BlocksWeight):
             file = blocks_file(self._file)
-            make = partial(lay_out_blocks, form=self.block_form(names))
+            make = partial(lay_out_blocks, form=self._form(names))
             return make, [file.block_reader(name) for name in names]
         floats = [partial(self._read_floats_of, name) for name in names]
         if not isinstance(into, Int4Weight):

@@ -23,7 +23,7 @@ from specinfer.speculation_config import Quantization
 
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 _TABLE: Final = "model.embed_tokens.weight"
-_LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # lookup tables, which stay floats
+LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # lookup tables, which stay floats
 
 
 def estimate_bytes(
@@ -45,7 +45,7 @@ def estimate_bytes(
         return weight_bytes(opened.config, dtype, kernels, quantization)
     size = 0
     for name, shape in opened.shapes.items():
-        floats = len(shape) < 2 or name.endswith(_LOOKED_UP)
+        floats = len(shape) < 2 or name.endswith(LOOKED_UP)
         size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
     if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the float table
         size += _matrix_bytes(opened, _TABLE, dtype, quantization)
@@ -67,7 +67,7 @@ def weight_bytes(
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
             size += len(part.table) * config.embedding_size * dtype.itemsize
-        elif len(shape) < 2 or name.endswith(_LOOKED_UP):
+        elif len(shape) < 2 or name.endswith(LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
             size += _shape_bytes(name, shape, dtype, quantization)
@@ -102,8 +102,9 @@ def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization:
     """The bytes of a single matrix; stacked with other blocks it may take more."""
     shape = model.shapes[name]
     if quantization == "gguf" and not name.endswith(ROUTERS):
-        channels, inner = math.prod(shape[:-1]), shape[-1]
-        return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
+        if (form := blocks_file(model).block_form(name)) is not None:
+            return blocks_bytes(math.prod(shape[:-1]), shape[-1], form)
+        quantization = "none"
     return _shape_bytes(name, shape, dtype, quantization)
 
 
