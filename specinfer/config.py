@@ -11,7 +11,12 @@ from typing import Any, Final, Literal
 from specinfer.errors import ConfigError
 from specinfer.option import Option, check_options, option, options_of, parse_address, parse_size
 from specinfer.scheduler_config import CacheConfig, SchedulerConfig
-from specinfer.speculation_config import MAX_DEPTH_STREAMED, Quantization, SpeculationConfig
+from specinfer.speculation_config import (
+    MAX_DEPTH_STREAMED,
+    Quantization,
+    QuantizationOption,
+    SpeculationConfig,
+)
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]
@@ -49,11 +54,14 @@ class EngineConfig:
         more="`auto`: the first GPU, else the CPU.",
         allowed="auto, cpu, cuda, cuda:N",
     )
-    quantization: Quantization = option(
-        "none",
-        "Quantization of weight matrices, on a CPU.",
-        more="With `int4` the output layer is int8. `gguf`: the unchanged blocks of a GGUF file, without "
-        "rounding again ([checkpoints.md](checkpoints.md)).",
+    quantization: QuantizationOption = option(
+        "auto",
+        "Quantization of weight matrices, on a CPU; auto: the file's own, else as many bits as fit.",
+        more="`auto` takes the blocks of a GGUF file. A quantized folder runs in int4, if that has its "
+        "numbers, else in int8. Floats stay in `dtype`, if that takes at most half of the memory or layers "
+        "are streamed, else `int8` or `int4` is taken. A line at the start names the choice. `gguf`: the "
+        "unchanged blocks of a GGUF file, without rounding again ([checkpoints.md](checkpoints.md)). With "
+        "`int4` the output layer is int8.",
     )
     kernels: KernelChoice = option(
         "auto",
@@ -147,8 +155,9 @@ class EngineConfig:
         "Default sampling parameters: auto, the model's recommendation, or none, specinfer's own.",
         more="The recommendation is temperature, top_k, top_p, min_p and repetition_penalty of "
         "generation_config.json, or of a GGUF file's `general.sampling.*`. A server uses it for parameters "
-        "that a request leaves out, and `LLM` for calls without `SamplingParams` (`LLM.default_params`). "
-        "`none`: the defaults of [SamplingParams](sampling.md).",
+        "that a request leaves out, the command line for options that are not given, and `LLM` for calls "
+        "without `SamplingParams` (`LLM.default_params`). `none`: temperature 0.8 and top_p 0.95, as for a "
+        "model without a recommendation ([sampling.md](sampling.md)).",
     )
     memory: int | None = option(
         None,
@@ -223,6 +232,12 @@ class EngineConfig:
                 raise ConfigError(f"lora has the name {name!r} twice; give each adapter its own name")
             found[name] = folder
         return found
+
+    @property
+    def kind(self) -> Quantization:
+        """The target's quantization, once `load_models` has chosen it."""
+        assert self.quantization != "auto", "quantization is not chosen yet"
+        return self.quantization
 
     @property
     def ranks(self) -> int:

@@ -18,7 +18,7 @@ class CacheConfig:
     memory: int | None = option(
         None,
         "Memory for all KV caches, like 2GB.",
-        shown="half of the free memory, within cgroup limits",
+        shown="4 requests of max_context tokens, at most half of the free memory",
         name="kv_cache_memory",
         minimum=1,
         size=True,

@@ -13,6 +13,7 @@ from specinfer.tree.draw import PAIRS, DraftDraw, DrawRule, Verifier, draw_rule
 from specinfer.tree.expansion import Expansion
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
+QuantizationOption = Literal["auto", Quantization]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
@@ -48,7 +49,9 @@ class SpeculationConfig:
         "write `./self` for a folder of that name.",
         flag="draft",
     )
-    draft_quantization: Quantization = option("none", "Quantization of draft models, as --quantization.")
+    draft_quantization: QuantizationOption = option(
+        "auto", "Quantization of draft models, as --quantization; auto: each by its own file."
+    )
     draft_vocabulary: int | str | None = option(
         None,
         "Reduce a draft's output layer to N common tokens, or to the token ids in a file.",

@@ -69,7 +69,14 @@ def main() -> None:
 def _our_texts(
     model: str, prompts: Sequence[str], max_tokens: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    llm = LLM(model, dtype="float32", max_batch_size=len(prompts), max_context=2048, lookup=True)
+    llm = LLM(
+        model,
+        dtype="float32",
+        quantization="none",
+        max_batch_size=len(prompts),
+        max_context=2048,
+        lookup=True,
+    )
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return [(output.prompt_token_ids, output.token_ids) for output in ask(llm, prompts, params)]
 

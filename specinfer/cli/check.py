@@ -118,6 +118,7 @@ def check(
                 **provenance(llm.config.threads),
                 "suite": suite,
                 "model": llm.config.model,
+                "quantization": llm.config.quantization,
                 "drafts": list(llm.config.speculation.drafts),
                 "lora": list(llm.config.adapters),
                 "memory_plan": None if (plan := llm.models.plan) is None else str(plan),

@@ -14,7 +14,6 @@ from typing import Any, Final
 from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.drafts import (
-    draft_kind,
     draft_names,
     make_draft,
     timing_key,
@@ -48,6 +47,7 @@ _TREE_COST: Final = 1.5
 _MIN_NODES: Final = 64
 _STEP_COST: Final = 2.0
 _MIN_ROWS: Final = 128
+_LONG_REQUESTS: Final = 4  # requests that may fill the context at once; shorter ones take blocks as they grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _target_curves(
     config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
 ) -> tuple[CostCurve, CostCurve]:
     """Return the target's cost curve, and the one for layers that use a draft's memory."""
-    variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
+    variant = f"{config.kind}, {models.target.config.vocab_size} logits"
     if config.parts_of_sums > 1:
         variant += f", sums of {config.parts_of_sums} parts"
     if isinstance(models.target, HostedModel):
@@ -135,7 +135,7 @@ def draft_curves(
     progress: Progress | None = None,
 ) -> dict[str, CostCurve]:
     """Measure passes of the drafts, by name, or read an earlier measurement."""
-    curve, named = _curve(config, executor, models, progress), draft_names(config.speculation.drafts)
+    curve = _curve(config, executor, models, progress)
     drafts: dict[str, CostCurve] = {}
     stream = models.target.stream
     # A head is timed after passes of the target that do not wait for weights.
@@ -146,7 +146,7 @@ def draft_curves(
             if isinstance(model, LanguageModel) and model.group is not None:
                 timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = curve(
-                f"{draft_kind(named.get(name, name), config.speculation, config.quantization)}, {timed}",
+                f"{models.kinds[name]}, {timed}",
                 draft=runner,
                 behind_target=isinstance(model, HeadModel),
             )
@@ -169,7 +169,7 @@ def measure_curves(
     config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
 ) -> Curves:
     """Measure all cost curves over temporary caches of at least `rows` positions."""
-    size = config.cache.block_size
+    config, size = models.with_kinds(config), config.cache.block_size
     executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
     runners = {
         name: make_draft(
@@ -194,6 +194,7 @@ def build_engine(
     The config must name the drafts of a pool instead of the pool. The returned config has numbers for "auto".
     Raises CapacityError if the KV cache does not fit, ConfigError if options contradict each other.
     """
+    config = models.with_kinds(config)
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
     max_context = min(limits.max_context or own_limit, own_limit)
@@ -207,7 +208,7 @@ def build_engine(
         models.target,
         [draft for draft in drafts if not isinstance(draft, HeadModel) or draft.head.body is not None],
         block_size=config.cache.block_size,
-        wanted_positions=limits.max_batch_size * (max_context + speculation.node_limit),
+        wanted_positions=min(limits.max_batch_size, _LONG_REQUESTS) * (max_context + speculation.node_limit),
         needed_positions=min(max_context, 128),
         limit=config.cache.memory,
         planned=None if models.plan is None else models.plan.kv_cache,
@@ -309,14 +310,15 @@ def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, 
     """
     speculation, target = config.speculation, models.target
     drafts = [
-        f"{name}: {_named(model)}, {draft_kind(model, speculation, config.quantization)}, "
-        f"by {speculation.draw_rule}"
+        f"{name}: {_named(model)}, {kind}, by {speculation.draw_rule}"
         + (f", {models.foreign[name].way} tokens" if name in models.foreign else "")
-        for name, model in draft_names(speculation.drafts).items()
+        for (name, model), kind in zip(
+            draft_names(speculation.drafts).items(), models.kinds.values(), strict=False
+        )
     ]
     kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]
     return {
-        "target": f"{_named(config.model)}, {config.quantization}, {kind}",
+        "target": f"{_named(config.model)}, {config.kind}, {kind}",
         "drafts": drafts,
         "device": device,
     }

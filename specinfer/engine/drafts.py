@@ -38,7 +38,7 @@ from specinfer.speculate.drafts.draft_tokens import (
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.head_drafts import head_draft
-from specinfer.speculation_config import SELF, Quantization, SpeculationConfig
+from specinfer.speculation_config import SELF, Quantization, QuantizationOption, SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
@@ -113,15 +113,12 @@ def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
     return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
 
 
-def draft_kind(draft: str, speculation: SpeculationConfig, target: Quantization) -> Quantization:
-    """Return a draft's quantization: for `self` int4, or int8 if requested; for others the option's.
+def self_kind(asked: QuantizationOption, target: Quantization) -> Quantization:
+    """Return the quantization of a `self` draft: int4, or another one if that is `asked` for.
 
-    Raises ConfigError if `self` would be no smaller than the target.
+    Raises ConfigError if it would be no smaller than the target.
     """
-    asked = speculation.draft_quantization
-    if draft != SELF:
-        return asked
-    kind: Quantization = "int4" if asked == "none" else asked
+    kind: Quantization = "int4" if asked == "auto" or asked == "none" else asked
     if target in ("int4", kind):
         raise ConfigError(
             f"drafts names {SELF!r}, the target itself in {kind}, and the target is {target} already; name a "

@@ -19,13 +19,13 @@ from specinfer.engine.drafts import (
     FoundModel,
     check_options,
     draft_adapters,
-    draft_kind,
     draft_names,
     find,
     find_drafts,
     foreign_tokens_of,
     logit_ids_of,
     models_among,
+    self_kind,
     vocabularies,
     with_pool_members,
 )
@@ -38,6 +38,7 @@ from specinfer.engine.memory import (
     offload_folder,
     plan_memory,
 )
+from specinfer.engine.quantization import choose
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, sampling_defaults
@@ -58,7 +59,7 @@ from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
-from specinfer.speculation_config import SELF, Quantization
+from specinfer.speculation_config import SELF, Quantization, QuantizationOption
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -87,9 +88,26 @@ class Models:
     adapters: AdapterCache | None = None
     # Memory of a `self` draft that layers may use while speculation is off.
     draft_memory: DraftMemory | None = None
+    # Quantizations of the target, and of the drafts by speculator name.
+    quantization: Quantization = "none"
+    kinds: Mapping[str, Quantization] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Quantization] = {name: self.kinds.get(name, "none") for name in self.drafts}
+        object.__setattr__(self, "kinds", kinds)
+
+    def with_kinds(self, config: EngineConfig) -> EngineConfig:
+        """Return the config with the quantizations that were chosen for "auto"."""
+        if config.quantization == "auto":
+            config = replace(config, quantization=self.quantization)
+        speculation, kinds = config.speculation, {*self.kinds.values()}
+        if speculation.draft_quantization == "auto" and len(kinds) == 1:
+            config = replace(config, speculation=replace(speculation, draft_quantization=kinds.pop()))
+        return config
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the decisions that loading has made for its open options."""
+        config = self.with_kinds(config)
         if self.plan is None:
             return config
         drafts = self.plan.drafts.names
@@ -139,9 +157,22 @@ def _load_models(
     if isinstance(target.model, HostedFolder):
         _check_hosted(config, target)
         _report(f"{_name(target)}: {target.model.summary}", show)
+    select = partial(
+        choose,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        memory=config.memory,
+        divided=config.tensor_parallel > 1,
+        streams=config.offload != "never",
+    )
+    if config.quantization == "auto":
+        choice = select(target.model)
+        config = replace(config, quantization=choice.kind)
+        _report(f"{_name(target)}: {choice}", show)
     adapters = _adapters(config, target, device, dtype, kernels)
     path = target.files.path  # hashed before it is read; the hash does not depend on the path
-    origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
+    origin = {**identity(path, config.kind, dtype), "model": hash_of(path)}
     if target.config.extends(longest or 0):
         origin["rope"] = "extended"  # outputs differ from those with a shorter context
     found = find_drafts(
@@ -168,11 +199,19 @@ def _load_models(
         kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
         foreign = foreign_tokens_of(target, drafts, tokenizer, config.speculation, kept)
         named = vocabularies(target, drafts, foreign, kept)
-    of_target, speculation = config.quantization, config.speculation
-    kinds = {
-        name: draft_kind(model, speculation, of_target)
-        for name, model in draft_names(speculation.drafts).items()
-    }
+    of_target, speculation, kinds = config.kind, config.speculation, dict[str, Quantization]()
+    for name, model in draft_names(speculation.drafts).items():
+        asked, draft = speculation.draft_quantization, drafts[name]
+        if model == SELF:
+            kinds[name] = self_kind(asked, of_target)
+        elif asked != "auto":
+            kinds[name] = asked
+        elif isinstance(draft, FoundHead):
+            kinds[name] = "none"
+        else:
+            choice = select(draft.model)
+            kinds[name] = choice.kind
+            _report(f"{_name(draft)}, a draft: {choice}", show)
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
@@ -264,6 +303,8 @@ def _load_models(
         hosts=[] if ranks is None else ranks.hosts,
         adapters=adapters,
         draft_memory=draft_memory,
+        quantization=of_target,
+        kinds=kinds,
     )
 
 
@@ -288,7 +329,7 @@ def _adapters(
         refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
     adapters = AdapterCache(
         target.config,
-        weights=adapter_dtype(config.quantization, dtype),
+        weights=adapter_dtype(config.kind, dtype),
         device=device,
         library=kernels.library,
         limit=config.max_loras,
@@ -332,7 +373,7 @@ def _memory_needs(
     needs = MemoryNeeds(
         name=target.files.name,
         target=target.model,
-        quantization=config.quantization,
+        quantization=config.kind,
         dtype=dtype,
         device=device,
         kernels=kernels,
@@ -350,7 +391,7 @@ def _memory_needs(
         for name, draft in drafts.items()
     )
     caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
-    may = config.offload == "auto" and config.quantization != "int4" and config.speculation.node_limit > 1
+    may = config.offload == "auto" and config.kind != "int4" and config.speculation.node_limit > 1
     added = needs.self_drafts() if may and not names else []
     return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
 
@@ -400,8 +441,8 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     return 1 if native else thread_count(config.threads, config.ranks_here)
 
 
-def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:
-    if value != "none" and device.type != "cpu":
+def _check_quantization(option: str, value: QuantizationOption, device: torch.device) -> None:
+    if value not in ("auto", "none") and device.type != "cpu":
         raise ConfigError(
             f"{option} is {value!r} on device {device}; quantized products run on the CPU only: "
             f"use device cpu, or {option} none"

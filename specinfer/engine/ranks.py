@@ -54,7 +54,7 @@ class Ranks:
         self.found = found
         self.layout = layout
         self.size = layout.size
-        self.quantization = config.quantization
+        self.quantization = config.kind
         self.parts = [layout.part(rank, found.config, whole_table=whole_table) for rank in range(layout.size)]
         # For each rank of the first stage; ranks on other hosts load only the target.
         self.drafts: dict[str, Sequence[ModelConfig]] = {}

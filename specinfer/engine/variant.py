@@ -35,7 +35,7 @@ def variant_models(variant: EngineConfig, config: EngineConfig, models: Models) 
             for name in _DRAFT_OPTIONS
         ]
     for name, value, loaded in pairs:
-        if value != loaded:
+        if value != loaded and (value != "auto" or not name.endswith("quantization")):
             raise ConfigError(
                 f"{name} is {value!r}, and a variant shares weights that were loaded with {loaded!r}; "
                 "leave it out, or make a separate LLM"

@@ -74,6 +74,12 @@ def cgroup_free_memory() -> int | None:
     return min((room for room in rooms if room is not None), default=None)
 
 
+def cgroup_memory() -> int | None:
+    """Bytes that the process's groups may have, used or not; None: no limit."""
+    limits = (_memory_limit(folder) for folder in _folders("memory"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def release_free_memory() -> None:
     """Return freed memory from the C library to the system, if supported.
 
@@ -135,10 +141,14 @@ def _quota(folder: Path) -> float | None:
     return quota / period if quota is not None and period else None
 
 
-def _free_memory(folder: Path) -> int | None:
+def _memory_limit(folder: Path) -> int | None:
     limits = _numbers_in(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
     limit = min(limits, default=_UNLIMITED)
-    if limit >= _UNLIMITED:
+    return None if limit >= _UNLIMITED else limit
+
+
+def _free_memory(folder: Path) -> int | None:
+    if (limit := _memory_limit(folder)) is None:
         return None
     taken = max(_numbers_in(folder, "memory.current", "memory.usage_in_bytes"), default=0)
     return max(0, limit - max(0, taken - _reclaimable(folder)))

@@ -184,6 +184,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "root": service.models[0],
             **parent,
             "max_model_len": service.facts.max_context,
+            "quantization": service.facts.quantization,
             "sampling_defaults": service.sampling,  # defaults of sampling fields
             "speculation": _speculation(service.facts),
         }

@@ -113,6 +113,7 @@ class EngineProcess:
             llm.intake.speculators,
             llm.config.speculation,
             summary(llm),
+            llm.config.kind,
             fingerprint(llm),
         )
         self._outbox.put(("ready", facts))

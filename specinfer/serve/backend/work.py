@@ -36,6 +36,7 @@ class EngineInfo:
     speculators: tuple[str, ...] = ()  # that a request may select
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     summary: str = ""  # blocks, drafts, context, threads, memory and KV cache, as one line
+    quantization: str = ""  # of the target
     fingerprint: str = ""  # engines with equal ones produce the same text for a request
 
 

@@ -1,0 +1,77 @@
+"""Quantization "auto": a file's own blocks or levels, else the most bits that fit into half of the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.engine.quantization import choose, machine_memory
+from specinfer.kernels.choice import TORCH
+from specinfer.models.open_model import open_model
+from specinfer.models.weight_sizes import estimate_bytes
+from tests.gguf_blocks import write_blocks
+from tests.kernels import kernels
+from tests.quantized_folders import FORMATS, write_quantized
+from tests.tiny_models import write_tiny_llama
+
+CPU = torch.device("cpu")
+OTHER = {"blk.0.ffn_up.weight": "IQ3_S", "blk.0.ffn_down.weight": "Q6_K", "output.weight": "F32"}
+
+
+def chosen(path: Path, memory: Any, **options: Any) -> tuple[str, str]:
+    """Return the choice and its reason; memory "int8" is twice the bytes in int8, ("int8",) just these."""
+    model, native = open_model(path), kernels("native")
+    if not isinstance(memory, int | None):
+        kind, times = (memory, 2) if isinstance(memory, str) else (*memory, 1)
+        memory = times * estimate_bytes(model, torch.bfloat16, native, kind)
+    given = {"dtype": torch.bfloat16, "device": CPU, "kernels": native, "divided": False}
+    given |= {"streams": False, **options}
+    return choose(model, memory=memory, **given)
+
+
+def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
+    q4 = write_blocks(tmp_path / "q4" / "m.gguf", {}, "Q4_K")
+    mixed = write_blocks(tmp_path / "mixed" / "m.gguf", OTHER, "Q4_K")
+    low = write_blocks(tmp_path / "low" / "m.gguf", {}, "Q2_K")
+    floats = write_blocks(tmp_path / "floats" / "m.gguf", {}, "F32")
+    folder = write_tiny_llama(tmp_path / "folder", hidden_size=256)
+    folders = {name: tmp_path / name for name in ("gptq", "awq", "fp8-block", "nf4")}
+    for name, path in folders.items():
+        write_quantized(path, FORMATS[name], hidden=256, inner=256)
+    cuda = torch.device("cuda")
+    cases: list[tuple[str, Path, Any, dict[str, Any], str, str]] = [
+        ("blocks", q4, None, {}, "gguf", "Q4_K as they are"),
+        (
+            "several kinds",
+            *(mixed, None, {}, "gguf"),
+            "Q4_K, Q6_K as they are; IQ3_S rounded to blocks of 4 or 8 bits; F32 in bfloat16",
+        ),
+        ("2 bits", low, None, {}, "gguf", "Q2_K rounded to blocks"),
+        ("2 bits that fit only in 4", low, ("int4",), {}, "int4", "its blocks would take"),
+        ("blocks that do not fit at all", q4, 1, {}, "gguf", "Q4_K as they are"),
+        ("blocks among processes", q4, None, {"divided": True}, "int8", "cannot divide the file's blocks"),
+        ("the same, without memory", q4, "int4", {"divided": True}, "int4", "int8 would take"),
+        ("a GPU", q4, None, {"device": cuda, "kernels": TORCH}, "none", "run on CPUs only"),
+        ("PyTorch's kernels", q4, None, {"kernels": TORCH}, "none", "slow without native kernels"),
+        ("floats in a file", floats, None, {}, "none", "bfloat16 takes"),
+        ("a folder", folder, "none", {}, "none", "bfloat16 takes"),
+        ("a folder over half of memory", folder, "int8", {}, "int8", "more than half of"),
+        ("a folder far over it", folder, "int4", {}, "int4", "int8 would take"),
+        ("a folder that is streamed", folder, 1, {"streams": True}, "none", "bfloat16 takes"),
+        ("blocks that are streamed", low, ("int4",), {"streams": True}, "gguf", "Q2_K rounded to blocks"),
+        ("GPTQ", folders["gptq"], None, {}, "int4", "the file's levels, without rounding"),
+        ("AWQ", folders["awq"], None, {}, "int4", "the file's levels, without rounding"),
+        ("FP8", folders["fp8-block"], None, {}, "int8", "no form of their own"),
+        ("NF4", folders["nf4"], None, {}, "int8", "no form of their own"),
+        ("NF4 without memory", folders["nf4"], "int4", {}, "int4", "int8 would take"),
+    ]
+    for name, path, memory, options, kind, reason in cases:
+        found = chosen(path, memory, **options)
+        assert found[0] == kind, (name, found)
+        assert reason in found[1], (name, found)
+
+
+def test_the_choice_depends_on_all_memory_and_not_on_what_is_free() -> None:
+    assert machine_memory() == machine_memory() > 1 << 28
