@@ -23,7 +23,7 @@ from specinfer.errors import ClosedError, PeerLostError
 from specinfer.kernels.machine import release_free_memory
 from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
-from specinfer.sampling_params import SamplingParams
+from specinfer.sampling_params import SamplingParams, usual_sampling
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.chat_encoder import Message, Tool
@@ -108,8 +108,10 @@ class LLM:
         progress: Progress | None,
     ) -> None:
         self.config, engine = build_engine(config, models, speculators, progress)
-        recommended: Mapping[str, Any] = models.sampling if config.generation_config == "auto" else {}
-        intake = Intake(engine.admission, SamplingParams(**recommended), models.adapters)
+        usual: Mapping[str, Any] = usual_sampling(
+            models.sampling if config.generation_config == "auto" else {}
+        )
+        intake = Intake(engine.admission, SamplingParams(**usual), models.adapters)
         self._parts: _Open | None = _Open(models, engine, intake, EngineLoop(engine))
 
     def variant(

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
 from specinfer.tree.draw import PAIRS, Verifier
 from specinfer.tree.expansion import Expansion
 
+# For requests that leave these out, if the model recommends none of _CUTS. Without a cut small models write
+# nonsense at temperature 1. These two are what llama.cpp and LM Studio use, and every client can set both.
+DEFAULT_SAMPLING: Final[Mapping[str, float]] = {"temperature": 0.8, "top_p": 0.95}
+_CUTS: Final = {"temperature", "top_k", "top_p", "min_p"}
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy: the softmax in float32 is a point mass there
 LogprobsMode = Literal["raw", "processed"]
 _MAX_LOGPROBS = 1000
@@ -71,6 +75,14 @@ class SpeculationParams:
             if key not in known:
                 raise RequestError(f"speculation has no option {key!r}; allowed: {', '.join(known)}")
         return cls(**value)
+
+
+def usual_sampling(recommended: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of sampling fields that a request leaves out, of a model that recommends these.
+
+    A recommendation of temperature or cuts is taken as a whole, so fields that it lacks cut nothing.
+    """
+    return {**({} if _CUTS & recommended.keys() else DEFAULT_SAMPLING), **recommended}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,8 +18,8 @@ from specinfer.cli.options import (
     adapter_option,
     build_llm,
     model_options,
+    sampling_fields,
     sampling_options,
-    sampling_params,
     speculation_options,
 )
 from specinfer.errors import RequestError
@@ -41,7 +42,7 @@ HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /tree
 @sampling_options
 def chat(system: str | None, **options: Any) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation."""
-    params = sampling_params(options)
+    fields = sampling_fields(options)
     llm = build_llm(options)
     if not llm.tokenizer.has_chat_template:
         raise RequestError("this model has no chat template; use `specinfer generate --raw`")
@@ -52,15 +53,29 @@ def chat(system: str | None, **options: Any) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     click.echo(f"{HELP}.", err=True)
-    ChatSession(llm, params, Listener(llm, show=False, trace=None), system).run()
+    params, listener = replace(llm.default_params, **fields), Listener(llm, show=False, trace=None)
+    ChatSession(llm, params, listener, system, fills="max_tokens" not in fields).run()
 
 
 class ChatSession:
     """The messages so far and the loop that adds to them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, listener: Listener, system: str | None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        listener: Listener,
+        system: str | None,
+        *,
+        fills: bool = False,
+    ) -> None:
+        """With `fills` an answer may take the rest of the context; `max_tokens` of `params` is ignored."""
+        from specinfer.tokenizer.chat_encoder import ChatEncoder
+
         self._llm = llm
         self._params = params
+        self._fills = fills
+        self._encoder = ChatEncoder(llm.tokenizer)
         self._listener = listener
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self._messages = list(self._start)
@@ -107,6 +122,9 @@ class ChatSession:
         text = ""
         self._before = self._llm.statistics()
         try:
+            if self._fills:
+                room = self._llm.intake.max_length - len(self._encoder.token_ids(self._messages))
+                self._params = replace(self._params, max_tokens=max(1, room))
             for output in self._llm.stream_chat(self._messages, self._params):
                 self._last, text = output, output.text
                 if not self._listener.show:
@@ -128,7 +146,7 @@ class ChatSession:
             click.echo(f"[{self._cut(self._last)}]", err=True)
 
     def _cut(self, output: RequestOutput) -> str:
-        context = self._llm.max_context
+        context = self._llm.intake.max_length
         if len(output.prompt_token_ids) + len(output.token_ids) >= context:
             return f"the context of {context} tokens is full; /reset starts anew"
         return f"cut at {self._params.max_tokens} tokens; --max-tokens allows more"

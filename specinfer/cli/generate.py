@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +18,14 @@ from specinfer.cli.options import (
     adapter_option,
     build_llm,
     model_options,
+    sampling_fields,
     sampling_options,
-    sampling_params,
     speculation_options,
     template_option,
 )
 from specinfer.errors import RequestError
 
+_MAX_TOKENS: Final = 256  # a model without a chat template may never end
 _SHORT: Final = (
     *("file", "system", "templated", "show_trees", "explain", "json_output"),
     *(*SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING),
@@ -75,8 +77,9 @@ def generate(
     if logprobs is not None and not json_output:
         raise click.UsageError("--logprobs needs --json; add it")
     text = _prompt(prompt, file)
-    params = sampling_params(options, n=n, logprobs=logprobs)
+    fields = {"max_tokens": _MAX_TOKENS, **sampling_fields(options, n=n, logprobs=logprobs)}
     llm = build_llm(options)
+    params = replace(llm.default_params, **fields)
     from specinfer.cli.answering import Listener, as_json, stream, streamed, summary
     from specinfer.cli.tree_view import print_steps, steps_as_json
 

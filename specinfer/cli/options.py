@@ -22,7 +22,6 @@ from specinfer.speculation_config import OLD_NAMES, SELF
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
-    from specinfer.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -49,14 +48,18 @@ SHORT_SPECULATION: Final = ("drafts", "draft_quantization", "lookup")
 SHORT_SAMPLING: Final = ("max_tokens", "stop", "temperature", "top_p", "seed", "json_schema", "prediction")
 
 _SAMPLING = [
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all."),
-    click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass."),
-    click.option("--min-p", type=float, default=0.0, help="Keep tokens with p >= min-p * max p."),
+    click.option("--temperature", type=float, help="0 is greedy.  [the model's own, else 0.8]"),
+    click.option("--top-k", type=int, help="Sample from the k most likely tokens; 0: all."),
+    click.option(
+        "--top-p",
+        type=float,
+        help="Sample from the likeliest tokens of this mass.  [the model's own, else 0.95]",
+    ),
+    click.option("--min-p", type=float, help="Keep tokens with p >= min-p * max p."),
     click.option("--seed", type=int, help="The same seed gives the same text."),
     click.option("--presence-penalty", type=float, default=0.0, help="On tokens of the answer; -2 to 2."),
     click.option("--frequency-penalty", type=float, default=0.0, help="On each occurrence; -2 to 2."),
-    click.option("--repetition-penalty", type=float, default=1.0, help="On prompt and answer; 1: none."),
+    click.option("--repetition-penalty", type=float, help="On prompt and answer; 1: none."),
     click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a logit; repeatable."),
     click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Forbid a text; repeatable."),
     click.option(
@@ -76,7 +79,9 @@ _FORM = [
     click.option("--grammar", type=FILE, metavar="FILE", help="Answer in a Lark or GBNF grammar."),
 ]
 _END = [
-    click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer, in tokens."),
+    click.option(
+        "--max-tokens", type=int, help="Longest answer, in tokens.  [256; in a chat the rest of the context]"
+    ),
     click.option("--min-tokens", type=int, default=0, help="Shortest answer, in tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
     click.option(
@@ -207,23 +212,28 @@ def sampling_options(command: _Command) -> _Command:
     return command
 
 
-def sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
-    """Remove the sampling options from `options` and return them; raises RequestError for a wrong value."""
+def sampling_fields(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Remove the sampling options from `options` and return the fields of SamplingParams that they set.
+
+    Raises RequestError for a wrong value.
+    """
     from specinfer.sampling_params import SamplingParams
 
-    values = {name: options.pop(name) for name in _PLAIN}
     grammar, prediction = options.pop("grammar"), options.pop("prediction")
-    return SamplingParams(
-        **values,
+    values = {
+        **{name: options.pop(name) for name in _PLAIN},
         **more,
-        logit_bias=_biases(options.pop("logit_bias")),
-        allowed_token_ids=options.pop("allowed_token_ids") or None,
-        choice=options.pop("choice") or None,
-        response_format=_response_format(options.pop("json_object"), options.pop("json_schema")),
-        grammar=None if grammar is None else _read("grammar", grammar),
-        prediction=None if prediction is None else _read("prediction", prediction),
-        speculation=_speculation(options.pop("speculation")),
-    )
+        "logit_bias": _biases(options.pop("logit_bias")),
+        "allowed_token_ids": options.pop("allowed_token_ids") or None,
+        "choice": options.pop("choice") or None,
+        "response_format": _response_format(options.pop("json_object"), options.pop("json_schema")),
+        "grammar": None if grammar is None else _read("grammar", grammar),
+        "prediction": None if prediction is None else _read("prediction", prediction),
+        "speculation": _speculation(options.pop("speculation")),
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    SamplingParams(**given)  # checks them before a model is loaded
+    return given
 
 
 def complete_model(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
 from specinfer.hub.model_files import ModelFiles, sampling_defaults
+from specinfer.sampling_params import usual_sampling
 from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
@@ -58,7 +59,9 @@ async def open_service(
                 batch=engine.scheduler.max_batch_size * config.replicas,
                 metrics=metrics,
                 observers=observing,
-                sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},
+                sampling=usual_sampling(
+                    sampling_defaults(files) if engine.generation_config == "auto" else {}
+                ),
             )
     except BackendError as error:
         raise UserError(str(error)) from None
