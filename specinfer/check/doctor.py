@@ -8,6 +8,7 @@ import platform
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ from specinfer.models.weight_sizes import estimate_bytes, expert_bytes
 from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.kv_cache import KvCache, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
@@ -143,6 +144,8 @@ class PassCost:
     attention: Literal["native", "torch"]
     text: int  # tokens
     milliseconds: float
+    prompt_milliseconds: float  # time of the pass over the text
+    memory: int  # bytes that the process grew by, for weights and the pass
     bytes: int  # bytes that the pass must read
     # in a mixture: experts read per node and layer, experts per layer
     experts: tuple[int, int] | None
@@ -260,11 +263,15 @@ def pass_cost(
     config: EngineConfig, bandwidth: Bandwidth | None, progress: Progress | None = None
 ) -> PassCost:
     """Load the config's target and time a one-node pass; raises as `load_models`."""
-    target = load_models(config, progress).target
+    before = process_bytes()
+    models = load_models(config, progress)
+    target, kind = models.target, models.quantization
     text = min(TEXT, target.config.max_context - 1)
-    size = pass_bytes(resolve(config.model).path, target, config.quantization, text)
+    size = pass_bytes(resolve(config.model).path, target, kind, text)
+    tree_pass(target, text, 1)()
+    started = time.perf_counter()
     call, mixture = tree_pass(target, text, 1), target.config.experts
-    call()
+    prompt_seconds = time.perf_counter() - started
     times = None
     if bandwidth is None:
         milliseconds = 1e3 * statistics.median(seconds(call) for _ in range(PASSES))
@@ -272,11 +279,13 @@ def pass_cost(
         milliseconds, times = bandwidth.compare(call, size, PASSES)
     return PassCost(
         model=config.model,
-        quantization=config.quantization,
+        quantization=kind,
         dtype=str(target.dtype).removeprefix("torch."),
         attention="native" if isinstance(target.kernels.attention, NativeAttention) else "torch",
         text=text,
         milliseconds=milliseconds,
+        prompt_milliseconds=1e3 * prompt_seconds,
+        memory=max(0, process_bytes() - before),
         bytes=size,
         experts=None if mixture is None else (mixture.per_token, mixture.count),
         times_floor=times,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--quantization",
     "quantizations",
     multiple=True,
-    help="Quantization: none, int8, int4 or gguf; repeatable.",
+    help="Quantization: auto (the default), none, int8, int4 or gguf; repeatable.",
 )
 @click.option(
     "--offload-folder",
@@ -59,7 +59,8 @@ def doctor(
 
     The speeds are those of the memory and of the disk from which layers would stream. If that disk has no
     model, a file of 256 MB is written and removed. With --model: the time of a pass on the CPU, compared with
-    reading its bytes. With --tensor-parallel: the time of an exchange of sums between processes of this host.
+    reading its bytes, the time to the first token, and the memory, by default of the quantization that other
+    commands choose. With --tensor-parallel: the time of an exchange of sums between processes of this host.
     Kernels that are not compiled yet are compiled first.
     """
     if quantizations and not models:
@@ -69,7 +70,7 @@ def doctor(
     configs = [
         EngineConfig.from_options(model, {"device": "cpu", "quantization": quantization})
         for model in models
-        for quantization in quantizations or ("none",)
+        for quantization in quantizations or ("auto",)
     ]
     from specinfer.hub import resolve
     from specinfer.progress import ProgressBar
@@ -174,7 +175,8 @@ def _pass_line(cost: PassCost) -> str:
     attention = "" if cost.attention == "native" else ", with PyTorch's attention"
     return (
         f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass after {cost.text} tokens "
-        f"({cost.bytes / 1e6:.1f} MB{experts}{floor}){attention}"
+        f"({cost.bytes / 1e6:.1f} MB{experts}{floor}), first token in {cost.prompt_milliseconds:.0f} ms, "
+        f"{cost.memory / 1e6:.0f} MB of memory{attention}"
     )
 
 
