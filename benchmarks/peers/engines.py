@@ -32,7 +32,7 @@ class Engine:
 # specinfer: every quantization with every kind of speculation. The draft is always int4: its trees are as
 # good as in bfloat16 (docs/log.md), and it does not change the text.
 _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16": ("bf16", {"dtype": "bfloat16"}),
+    "bf16": ("bf16", {"dtype": "bfloat16", "quantization": "none"}),
     "int8": ("int8", {"dtype": "bfloat16", "quantization": "int8"}),
     "int4": ("int4, int8 activations, with AMX bf16", {"dtype": "bfloat16", "quantization": "int4"}),
 }
@@ -45,6 +45,11 @@ _SPECULATION: dict[str, dict[str, Any]] = {
 
 
 def _ours() -> Iterable[Engine]:
+    # No option at all, as beside it llama.cpp-file.
+    default = f"{OURS}-default"
+    yield Engine(
+        name=default, script=OURS, environment=None, form="file", bits="chosen by the file", plain=default
+    )
     for quantization, (bits, loading) in _QUANTIZATIONS.items():
         for suffix, speculation in _SPECULATION.items():
             yield Engine(
@@ -111,7 +116,12 @@ ENGINES: tuple[Engine, ...] = (
     ),
     *_theirs("llama.cpp-q8_0", script="llama_cpp", form="q8_0", bits="Q8_0, int8 activations"),
     *_theirs("llama.cpp-q4_0", script="llama_cpp", form="q4_0", bits="Q4_0, int8 activations"),
-    *_theirs("llama.cpp-file", script="llama_cpp", form="file", bits="the file's own, int8 activations"),
+    *_theirs(
+        "llama.cpp-file",
+        script="llama_cpp",
+        form="file",
+        bits="the file's own, int8 activations; the default",
+    ),
     *_theirs(
         "openvino",
         script="openvino",

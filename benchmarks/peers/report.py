@@ -139,7 +139,7 @@ def _row(engine: Engine, runs: Mapping[str, Mapping[int, Cell]], cells: Cells, r
         _spread(overall_rate, run, 1),
         _spread(lambda cell: 1e3 * first_token_seconds(cell), run, 0),
         _spread(tokens_per_step, run, 2),
-        f"{max(cell['peak_memory'] for cell in run.values()) / 2**30:.1f}",
+        f"{max(cell['peak_memory'] for cell in run.values()) / 2**30:.2f}",
         "" if engine.plain == engine.name else agreement(run.values(), plain, "text"),
         "" if engine.name == REFERENCE else agreement(run.values(), reference, "head"),
     )
