@@ -16,7 +16,7 @@ from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.test_chat import write_template
 
-SHORT = ("--max-tokens", "12", "--ignore-eos")
+SHORT = ("--max-tokens", "12", "--ignore-eos", "--temperature", "0")
 
 
 @pytest.fixture

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 
+from specinfer.config import EngineConfig
 from specinfer.engine.quantization import choose, machine_memory
+from specinfer.errors import ConfigError
 from specinfer.kernels.choice import TORCH
+from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
+from tests.engines import ENGINE
 from tests.gguf_blocks import write_blocks
 from tests.kernels import kernels
 from tests.quantized_folders import FORMATS, write_quantized
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_pair, write_tiny_llama
 
 CPU = torch.device("cpu")
 OTHER = {"blk.0.ffn_up.weight": "IQ3_S", "blk.0.ffn_down.weight": "Q6_K", "output.weight": "F32"}
@@ -73,5 +80,28 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
         assert reason in found[1], (name, found)
 
 
-def test_the_choice_depends_on_all_memory_and_not_on_what_is_free() -> None:
-    assert machine_memory() == machine_memory() > 1 << 28
+def test_an_engine_has_the_chosen_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In its config, its origin and its variants; a draft follows its own file, and `self` is int4."""
+    kernels("native")
+    folder = write_pair(tmp_path)
+    write_quantized(tmp_path / "gptq", FORMATS["gptq"], vocab_size=64)
+    options = {**ENGINE, "kernels": "native", "model": str(folder / "target")}
+    with caplog.at_level(logging.INFO), LLM(**options, drafts=[tmp_path / "gptq", "self"]) as llm:
+        assert llm.config.quantization == llm.models.origin["kind"] == "none"
+        assert llm.models.kinds == {"draft1": "int4", "draft2": "int4"}
+        assert llm.config.speculation.draft_quantization == "int4"
+        for config in (None, EngineConfig.from_options(options["model"], {**ENGINE, "kernels": "native"})):
+            with llm.variant(config, drafts=()) as plain:
+                assert plain.config.quantization == "none"
+        with pytest.raises(ConfigError, match="quantization is 'int8', and a variant shares weights"):
+            llm.variant(quantization="int8")
+    assert "target: quantization none (float32 takes" in caplog.text
+    assert "gptq, a draft: quantization int4 (the file's levels, without rounding)" in caplog.text
+
+
+def test_the_memory_is_that_of_the_machine_or_its_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory changes from start to start, and texts may not."""
+    total = psutil.virtual_memory().total
+    for limit, found in ((None, total), (total // 3, total // 3), (2 * total, total)):
+        monkeypatch.setattr("specinfer.engine.quantization.cgroup_memory", lambda limit=limit: limit)
+        assert machine_memory() == found

@@ -12,6 +12,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.errors import ConfigError
+from specinfer.sampling_params import DEFAULT_SAMPLING, usual_sampling
 from specinfer.serve.api.infill import InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
@@ -104,6 +105,16 @@ def test_models_are_listed_with_their_recommendation(tokenizer: Tokenizer) -> No
     assert card["sampling_defaults"] == SAMPLING
 
 
+def test_a_recommendation_of_temperature_or_cuts_is_taken_as_a_whole() -> None:
+    for recommended, usual in (
+        ({}, {"temperature": 0.8, "top_p": 0.95}),
+        ({"repetition_penalty": 1.1}, {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        ({"top_k": 20, "repetition_penalty": 1.1}, {"top_k": 20, "repetition_penalty": 1.1}),
+    ):
+        assert usual_sampling(recommended) == usual
+
+
 def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny", vocab_size=256, tokenizer=True)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
@@ -122,11 +133,11 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
         [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
         assert bytes(answer.prompt_token_ids) == b"hi"
         with llm.variant(generation_config="none") as other:
-            assert other.default_params == SamplingParams()
+            assert other.default_params == SamplingParams(**DEFAULT_SAMPLING)
         with pytest.raises(ConfigError, match="chat_template is 'x'"):
             llm.variant(chat_template="x")
     with LLM(folder, chat_template=tmp_path / "other.jinja", generation_config="none", **options) as llm:
-        assert llm.default_params == SamplingParams()
+        assert llm.default_params == SamplingParams(**DEFAULT_SAMPLING)
         [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
         assert bytes(answer.prompt_token_ids) == b"<hi>"
         with pytest.raises(ConfigError, match="generation_config is 'auto'"):
