@@ -38,7 +38,7 @@ from specinfer.engine.memory import (
     offload_folder,
     plan_memory,
 )
-from specinfer.engine.quantization import choose
+from specinfer.engine.quantization import Choice, choose
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, sampling_defaults
@@ -169,7 +169,7 @@ def _load_models(
     if config.quantization == "auto":
         choice = select(target.model)
         config = replace(config, quantization=choice.kind)
-        _report(f"{_name(target)}: {choice}", show)
+        _report_choice(_name(target), choice, show)
     adapters = _adapters(config, target, device, dtype, kernels)
     path = target.files.path  # hashed before it is read; the hash does not depend on the path
     origin = {**identity(path, config.kind, dtype), "model": hash_of(path)}
@@ -211,7 +211,7 @@ def _load_models(
         else:
             choice = select(draft.model)
             kinds[name] = choice.kind
-            _report(f"{_name(draft)}, a draft: {choice}", show)
+            _report_choice(f"{_name(draft)}, a draft", choice, show)
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
@@ -312,6 +312,15 @@ def _report(line: str, show: Progress) -> None:
     """Show a line to the user and log it."""
     show.say(line)
     _LOG.info(line)
+
+
+def _report_choice(name: str, choice: Choice, show: Progress) -> None:
+    """Report a quantization; floats, which are as usual, are only logged."""
+    line = f"{name}: {choice}"
+    if choice.kind == "none":
+        _LOG.info(line)
+    else:
+        _report(line, show)
 
 
 def _name(found: FoundModel) -> str:

@@ -58,15 +58,13 @@ def test_chat_remembers_and_obeys_its_commands(
 def test_an_answer_may_take_the_rest_of_the_context(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the KV cache is smaller than the context."""
     write_template(models / "draft")
-    for options, length in ([], 64), (["--kv-cache-memory", "12KB"], 48):
-        lines = iter(["ab", "/stats", "cd", "/exit"])
-        monkeypatch.setattr("builtins.input", lambda prompt, lines=lines: next(lines))
-        status, _, err = run("chat", "-m", models / "draft", "--ignore-eos", "--no-lookup", *options)
-        assert status == 0, err
-        assert f"[the context of {length} tokens is full; /reset starts anew]" in err
-        assert "or /reset to start over" in err  # there is no room for the second question
+    lines = iter(["ab", "cd", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    status, _, err = run("chat", "-m", models / "draft", "--ignore-eos", "--no-lookup")
+    assert status == 0, err
+    assert "[the context of 64 tokens is full; /reset starts anew]" in err
+    assert "or /reset to start over" in err  # there is no room for the second question
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(

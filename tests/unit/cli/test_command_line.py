@@ -51,7 +51,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "dtype": (["--dtype", "int3", "hi"], "'int3' is not one of 'auto', 'bfloat16'"),
     "quantization": (
         ["--quantization", "int3", "hi"],
-        "'--quantization': 'int3' is not one of 'none'",
+        "'--quantization': 'int3' is not one of 'auto'",
     ),
     "draft quantization without a draft": (
         ["--draft-quantization", "int8", "hi"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import psutil
@@ -84,7 +85,8 @@ def test_an_engine_has_the_chosen_kinds(tmp_path: Path, caplog: pytest.LogCaptur
     """In its config, its origin and its variants; a draft follows its own file, and `self` is int4."""
     kernels("native")
     folder = write_pair(tmp_path)
-    write_quantized(tmp_path / "gptq", FORMATS["gptq"], vocab_size=64)
+    write_quantized(tmp_path / "gptq", FORMATS["gptq"])
+    copy(folder / "target" / "tokenizer.json", tmp_path / "gptq")
     options = {**ENGINE, "kernels": "native", "model": str(folder / "target")}
     with caplog.at_level(logging.INFO), LLM(**options, drafts=[tmp_path / "gptq", "self"]) as llm:
         assert llm.config.quantization == llm.models.origin["kind"] == "none"
