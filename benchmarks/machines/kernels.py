@@ -217,7 +217,7 @@ def forward_rows(
 def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig, kernels: Kernels) -> int:
     """Return the weight bytes that one forward reads: all but the embeddings, of whose rows it reads few."""
     embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
-    return estimate_bytes(path, torch.bfloat16, kernels, engine_config.quantization) - embeddings
+    return estimate_bytes(path, torch.bfloat16, kernels, engine_config.kind) - embeddings
 
 
 def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
