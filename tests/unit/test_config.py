@@ -132,8 +132,8 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
     [
         ({"dtype": "float16"}, "dtype is 'float16'; allowed: auto, bfloat16, float32"),
         ({"dtype": ["auto"]}, "dtype is ['auto']; allowed: auto, bfloat16, float32"),
-        ({"quantization": "int3"}, "quantization is 'int3'; allowed: none, int8, int4, gguf"),
-        ({"draft_quantization": None}, "draft_quantization is None; allowed: none, int8, int4, gguf"),
+        ({"quantization": "int3"}, "quantization is 'int3'; allowed: auto, none, int8, int4, gguf"),
+        ({"draft_quantization": None}, "draft_quantization is None; allowed: auto, none, int8, int4, gguf"),
         ({"device": 0}, "device is 0; allowed: auto, cpu, cuda, cuda:N"),
         ({"verifier": "naive"}, "verifier is 'naive'; allowed: coupled, mss"),
         ({"tree_size": 7}, "tree_size is 7; allowed: cost, fixed"),

@@ -256,7 +256,7 @@ def test_an_llm_speculates_where_nobody_says_how(pair: Path) -> None:
 def test_a_config_may_stand_for_the_model_and_options_change_it(pair: Path) -> None:
     config = EngineConfig.from_options(str(pair / "target"), {**ENGINE, "max_context": 64, "lookup": True})
     with LLM(config, max_batch_size=3) as llm:
-        assert llm.config == config.with_options({"max_batch_size": 3})
+        assert llm.config == config.with_options({"max_batch_size": 3, "quantization": "none"})
         assert (llm.max_context, llm.config.scheduler.max_batch_size) == (64, 3)
         assert llm.models.target.dtype == torch.float32
     with pytest.raises(ConfigError, match="unknown option 'look_up'; did you mean lookup"):

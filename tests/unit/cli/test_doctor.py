@@ -72,7 +72,7 @@ def test_the_report_has_levels_and_speeds(model: str) -> None:
     assert lines[-2].startswith("tiny (bfloat16): ")
     assert lines[-1].startswith("tiny (int8, bfloat16): ")
     assert " ms a pass after 200 tokens (" in lines[-1]
-    assert lines[-1].endswith(" times the floor of its bytes)")
+    assert re.search(r" times the floor of its bytes\), first token in \d+ ms, \d+ MB of memory$", lines[-1])
 
 
 def test_the_json_has_the_same_facts(model: str) -> None:
@@ -86,6 +86,7 @@ def test_the_json_has_the_same_facts(model: str) -> None:
     (cost,) = values["passes"]
     assert (cost["model"], cost["quantization"], cost["text"]) == (model, "none", 200)
     assert cost["times_floor"] > 0
+    assert cost["prompt_milliseconds"] > 0 <= cost["memory"]
 
 
 def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:
@@ -130,7 +131,7 @@ def test_slips_are_answered_before_anything_is_measured(
     monkeypatch.setattr(facts, "find_kernels", lambda progress: pytest.fail("this would have taken time"))
     with pytest.raises(ModelNotFoundError, match="there is no file or folder"):
         run("--model", model, "--model", str(tmp_path / "nothing.gguf"))
-    with pytest.raises(ConfigError, match="quantization is 'int3'; allowed: none, int8, int4"):
+    with pytest.raises(ConfigError, match="quantization is 'int3'; allowed: auto, none, int8, int4"):
         run("--model", model, "--quantization", "int3")
     with pytest.raises(ConfigError, match="--quantization is for models, and none is named; add --model"):
         run("--quantization", "int8")
