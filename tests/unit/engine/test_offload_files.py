@@ -35,10 +35,10 @@ pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (
         lambda path: os.truncate(path, path.stat().st_size // 2 // 4096 * 4096),
-        "got shorter|ended at|changed from",
+        "was changed|ended at|changed from",
     ),
     "replaced": (lambda path: os.replace(shutil.copy(path, f"{path}.new"), path), "was replaced"),
-    "grown": (lambda path: os.truncate(path, path.stat().st_size + 1), "changed from"),
+    "grown": (lambda path: os.truncate(path, path.stat().st_size + 1), "changed from|was changed"),
     "removed": (lambda path: path.unlink(), "disappeared"),
 }
 
