@@ -128,7 +128,8 @@ def check(
         )
     if failed:
         click.echo(
-            f"\nFAILED: {failed} of {len(verdicts)} checks; see each: the output, or the engine, is wrong"
+            f"\nFAILED: {failed} of {len(verdicts)} checks; "
+            "the output is not the target's alone, or steps failed on the way"
         )
         sys.exit(1)
     if undecided:
