@@ -39,8 +39,7 @@ SMOKES = {
     "a quantized folder": "unit/models/quantized/test_checkpoint.py"
     "::test_quantized_models_equal_floats[gptq]",
     "an adapter": "unit/engine/test_adapters.py::test_a_text_is_the_merged_models[native]",
-    "the page": "unit/serve/page/test_chat.py"
-    "::test_an_answer_is_streamed_and_tokens_are_marked_by_speculator",
+    "the page": "unit/serve/page/test_smoke.py::test_an_answer_is_read_copied_kept_and_continued",
 }
 
 
