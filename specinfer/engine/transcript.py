@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specinfer.engine.stop_strings import StopSearch
 from specinfer.errors import RequestError
 from specinfer.request import (
     Answer,
@@ -42,7 +43,7 @@ class Transcript:
         self._ending = ending  # end-of-text (unless ignored) and stop token ids
         self._max_context = max_context
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
-        self._stops = StopStrings(request.params.stop)
+        self._stops = StopSearch(request.params.stop, tokenizer, request.params.visible_token_ids)
         self.ids = list(request.prompt_token_ids)  # prompt and output; only appended to
         self._pieces: list[str] = []  # text of the returned deltas
         self._sent_chars = 0  # characters in these
@@ -216,10 +217,12 @@ class Transcript:
         self.ids.append(token)
         count = self.num_output
         reason = self._end_after(token, count)
+        may_stop = count >= self.request.params.min_tokens
         if reason is FinishReason.STOP:
-            self._end(reason, flush=True)
-        elif self._grow(self._detokenizer.push((token,)), may_stop=count >= self.request.params.min_tokens):
-            self._end(FinishReason.STOP, flush=False)
+            self._grow(self._detokenizer.flush(), token, may_stop=True, omitted=True)
+            self.finish_reason = reason
+        elif self._grow(self._detokenizer.push((token,)), token, may_stop=may_stop):
+            self.finish_reason = FinishReason.STOP
         elif reason is not None:
             self._end(reason, flush=True)
 
@@ -228,18 +231,19 @@ class Transcript:
             self._grow(self._detokenizer.flush(), may_stop=True)
         self.finish_reason = reason
 
-    def _grow(self, text: str, *, may_stop: bool) -> bool:
-        """Add text; returns whether a stop string ends in it, and cuts the text there.
+    def _grow(self, text: str, token: int | None = None, *, may_stop: bool, omitted: bool = False) -> bool:
+        """Add the text that ends with `token`; returns whether a stop string ends there, and cuts the text.
 
         A stop string that ends before min_tokens stays in the text.
         """
         self._rest += text
-        found = self._stops.feed(text)
+        found = self._stops.feed(text, token, omitted=omitted)
         if found is None or not may_stop:
             return False
-        start, end = (place - self._sent_chars for place in found)
-        self._stopped_by = self._rest[start:end]
-        self._rest = self._rest[: end if self.request.params.include_stop_str_in_output else start]
+        self._stopped_by = found.string
+        self._rest = self._rest[: found.start - self._sent_chars]
+        if self.request.params.include_stop_str_in_output:
+            self._rest += found.string
         return True
 
     def _count(self, tree: TokenTree, acceptance: Acceptance, kept: int) -> None:
@@ -269,79 +273,3 @@ def _count_up(per_depth: list[int], depth: int) -> None:
 def _count_each(counts: dict[str, int], names: Iterable[str]) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
-
-
-class StopStrings:
-    """Incremental search for several strings in a text, character by character (Knuth, Morris and Pratt).
-
-    For each partly matched string it keeps the number of its characters that the text ends with. A character
-    costs a look-up of the strings that start with it, and one of the partly matched strings, for any length
-    of the text and of the strings.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = list(dict.fromkeys(strings))
-        self._borders = [_borders(one) for one in self._strings]
-        self._by_first: dict[str, list[int]] = {}  # a character -> the numbers of strings that start with it
-        for number, one in enumerate(self._strings):
-            self._by_first.setdefault(one[0], []).append(number)
-        self._matched: dict[int, int] = {}  # a string's number -> number of its characters at the text's end
-        self.read = 0  # characters of the text so far
-
-    @property
-    def held(self) -> int:
-        """Number of characters at the text's end that may start a string."""
-        return max(self._matched.values(), default=0)
-
-    def feed(self, text: str) -> tuple[int, int] | None:
-        """Read new text; returns the start and end of the first string that ends in it, or None.
-
-        The first string is the one with the earliest start, and among these the shortest.
-        """
-        found: tuple[int, int] | None = None
-        if not self._strings:
-            return None
-        for char in text:
-            self.read += 1
-            for number in self._ended_by(char):
-                place = (self.read - len(self._strings[number]), self.read)
-                found = place if found is None else min(found, place)
-        return found
-
-    def _ended_by(self, char: str) -> list[int]:
-        """Read a character; returns the numbers of the strings that end with it."""
-        ended: list[int] = []
-        matches: dict[int, int] = {}
-        for number, matched in self._matched.items():
-            one, borders = self._strings[number], self._borders[number]
-            while matched and one[matched] != char:
-                matched = borders[matched - 1]
-            if one[matched] != char:
-                continue
-            matched += 1
-            if matched == len(one):
-                ended.append(number)
-                matched = borders[-1]
-            if matched:
-                matches[number] = matched
-        for number in self._by_first.get(char, ()):
-            if number in self._matched:
-                continue
-            if len(self._strings[number]) == 1:
-                ended.append(number)
-            else:
-                matches[number] = 1
-        self._matched = matches
-        return ended
-
-
-def _borders(text: str) -> list[int]:
-    """Return the length of the longest border (proper prefix that is also a suffix) of each prefix."""
-    borders = [0] * len(text)
-    matched = 0
-    for place in range(1, len(text)):
-        while matched and text[place] != text[matched]:
-            matched = borders[matched - 1]
-        matched += text[place] == text[matched]
-        borders[place] = matched
-    return borders

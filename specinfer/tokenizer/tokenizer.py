@@ -164,6 +164,11 @@ class Tokenizer:
         """True if `decode` omits the token."""
         return token_id in self.token_bytes.special_ids
 
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of all special tokens."""
+        return tuple(filter(None, map(self.text_of, self.token_bytes.special_ids)))
+
     def special_id(self, name: str) -> int | None:
         """The id of the special token of that name; None if it is text to `decode`, or no token."""
         token_id: int | None = self.backend.token_to_id(name)

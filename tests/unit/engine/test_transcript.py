@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,50 @@ def test_a_special_token_is_shown_to_whom_asked(tmp_path: Path) -> None:
             t.commit(single_node(0), Acceptance((), said), now=1.0)
         texts.append(t.delta().text)
     assert texts == ["ab", "a<s>b"]
+
+
+# Byte tokens, with <s> (256) as B and </s> (257), which ends the text, as E; stop strings, text, stopped by.
+NAMED_STOPS: list[tuple[str, list[str], str, str | None]] = [
+    ("aBb", ["<s>"], "a", "<s>"),
+    ("aBb", ["zz", "<s>"], "a", "<s>"),
+    ("aB\nb", ["<s>\n"], "a", "<s>\n"),
+    ("aBbB\n", ["<s>\n"], "ab", "<s>\n"),
+    ("a\nBb", ["\n<s>"], "a", "\n<s>"),
+    ("a\nb\nBb", ["\n<s>"], "a\nb", "\n<s>"),
+    ("aBBb", ["<s><s>"], "a", "<s><s>"),
+    ("aBbE", ["b</s>"], "a", "b</s>"),  # the end of text has a name, too
+    ("abE", ["</s>"], "ab", "</s>"),
+    ("abE", ["<s>"], "ab", None),
+    ("a<s>b", ["<s>"], "a", "<s>"),  # the name written out
+    ("aBbc", ["bc"], "a", "bc"),
+    ("abBc", ["bc", "c<s>"], "a", "bc"),  # as before: the text has no special tokens
+    ("BBBBBBBBabBc", ["b<s>", "b"], "a", "b"),
+]
+
+
+def test_a_stop_string_may_have_names_of_special_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    for said, stop, text, stopped_by in NAMED_STOPS:
+        tokens = [{"B": 256, "E": 257}.get(char, ord(char)) for char in said]
+        for included, visible in product((False, True), ((), (256,))):
+            case = (said, stop, included, visible)
+            kept, named = text, said.replace("B", "<s>").removesuffix("E")
+            if visible and stopped_by is not None:
+                if stopped_by not in named:
+                    continue
+                kept = named[: named.index(stopped_by)]
+            params = SamplingParams(
+                stop=stop, include_stop_str_in_output=included, visible_token_ids=visible, temperature=0
+            )
+            request = Request("r", (65,), params, seed=0)
+            t = Transcript(request, tokenizer, ending=frozenset({257}), max_context=100, now=0.0)
+            pieces = []
+            while t.finish_reason is None:
+                t.commit(single_node(0), Acceptance((), tokens[t.num_output]), now=1.0)
+                pieces.append(t.delta().text)
+            assert (t.finish_reason, t.output().stopped_by) == (FinishReason.STOP, stopped_by), case
+            assert t.output().text == kept + (stopped_by or "") * included, case
+            assert "".join(pieces) == t.output().text, case
 
 
 def test_tokens_after_the_end_are_dropped(tokenizer: Tokenizer) -> None:
