@@ -184,7 +184,8 @@ class SamplingParams:
                 "best_of",
             )
         if self.seed is not None:
-            self._integer("seed", lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
+            within = "an integer in [-2**63, 2**64)"
+            self._integer("seed", lambda s: -(1 << 63) <= s < 1 << 64, within)
 
     def _check_processors(self) -> None:
         within = "a number in [-2, 2]; 0 switches it off"

@@ -54,8 +54,11 @@ def draft_stream(speculator: str, root_position: int) -> int:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """Return the seed of one of n completions: the request's for the first, unrelated ones for others."""
-    return seed if index == 0 else key_of(seed, index) >> 1
+    """Return the seed of one of n completions, in [0, 2**64).
+
+    It is the request's, modulo 2**64, for the first one, and an unrelated one for others.
+    """
+    return seed & _MASK64 if index == 0 else key_of(seed, index) >> 1
 
 
 def uniform(seed: int, position: int, index: int, *, stream: int = _VERIFY_STREAM) -> float:
