@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,24 +208,29 @@ class BatchInput:
             raise UserError(f"{path} is not a file; give one with a request in each line")
         self._path = path
         self._max_bytes = max_bytes  # maximum of one request
-        with path.open("rb") as file:
-            self.count = sum(1 for raw in file if raw.strip())
+        self.count = sum(1 for raw in self._lines() if raw.strip())
 
     def left(self, answers: BatchAnswers) -> Iterator[_OpenLine]:
         """The lines without an answer, in order."""
         seen: dict[str, int] = {}
+        for number, raw in enumerate(self._lines(), start=1):
+            if not raw.strip() or number in answers.lines:
+                continue
+            line = self._read(number, raw)
+            if line.name is None:
+                yield line
+            elif (first := seen.setdefault(line.name, number)) != number:
+                fault = f"custom_id is {line.name[:100]!r}, like that of line {first}; rename it"
+                yield _OpenLine(number, None, None, fault)
+            elif line.name not in answers.names:
+                yield line
+
+    def _lines(self) -> Iterator[bytes]:
+        """The lines of the file, without the byte order mark that some editors write."""
         with self._path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.strip() or number in answers.lines:
-                    continue
-                line = self._read(number, raw)
-                if line.name is None:
-                    yield line
-                elif (first := seen.setdefault(line.name, number)) != number:
-                    fault = f"custom_id is {line.name[:100]!r}, like that of line {first}; rename it"
-                    yield _OpenLine(number, None, None, fault)
-                elif line.name not in answers.names:
-                    yield line
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                file.seek(0)
+            yield from file
 
     def _read(self, number: int, raw: bytes) -> _OpenLine:
         try:

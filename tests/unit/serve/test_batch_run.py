@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ from specinfer.progress import NoProgress
 from specinfer.serve.backend.work import BackendError
 from specinfer.serve.batch_run import BatchAnswers, BatchInput, answer_all
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import MODEL, Script, ScriptedBackend, byte_tokenizer, says, scripted_app
+from tests.scripted_server import Script, ScriptedBackend, byte_tokenizer, says, scripted_app
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 BODIES = {
@@ -111,18 +112,22 @@ def test_a_bad_line_costs_no_other_anything(
         assert fault in bad["error"]["message"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    batch = Batch(tmp_path, ask("a"), ask("b"))
+    batch.source.write_bytes(codecs.BOM_UTF8 + batch.source.read_bytes())
+    batch.run(tokenizer, says("Hello"))
+    assert {name: record["error"] for name, record in batch.by_name.items()} == {"a": None, "b": None}
+
+
 def test_refusals_are_written_like_the_endpoints_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     wrong = CHAT | {"temperature": -1}
     batch = Batch(
         tmp_path,
-        ask("model", body=CHAT | {"model": "other"}),
         ask("chat", body=wrong),
         ask("messages", "/v1/messages", wrong),
     )
     batch.run(tokenizer, says("Hello"))
-    model, chat, messages = (batch.by_name[name] for name in ("model", "chat", "messages"))
-    assert (model["response"]["status_code"], model["error"]["code"]) == (404, "model_not_found")
-    assert MODEL in model["error"]["message"]
+    chat, messages = (batch.by_name[name] for name in ("chat", "messages"))
     assert (chat["response"]["status_code"], chat["error"]["code"]) == (400, "invalid_request_error")
     assert chat["response"]["body"]["error"]["param"] == "temperature"
     assert messages["response"]["body"]["type"] == "error"
