@@ -195,7 +195,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return card(service.check_model(name))
+        return card(service.check_model(name, listed=True))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> None:

@@ -145,7 +145,7 @@ class ServeConfig:
     )
 
     unknown_fields: UnknownFields = option(
-        "error", "Unknown fields of requests: error refuses the request, ignore logs each name once."
+        "ignore", "Unknown fields of requests: ignore logs each name once, error refuses the request."
     )
     stored_responses: int = option(256, "Number of answers kept for previous_response_id.", of_batches=False)
     special_tokens_in_messages: SpecialTokens = option(

@@ -13,12 +13,12 @@ from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat_prompt import ChatPrompt
 from specinfer.serve.api.completions import ChoicesAnswer
-from specinfer.serve.api.reports import chat_logprobs, reported_prompt
+from specinfer.serve.api.reports import ChatLogprobs, reported_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, Event, ReasoningPiece
 from specinfer.serve.dialect.tool import ToolChoice
-from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
+from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.fields.functions import Function
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, TextPart
@@ -85,10 +85,16 @@ _RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_conten
 
 
 class ChatTool(Fields):
-    """A tool; only functions are supported."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
+
+
+_Tool = Annotated[
+    Annotated[ChatTool, Tag("Function")] | Annotated[OtherKind, Tag("Other")],
+    by_type({"function": "Function"}, "Other"),
+]
 
 
 class FunctionName(Fields):
@@ -104,6 +110,14 @@ class NamedTool(Fields):
     function: FunctionName
 
 
+_Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
+    | Annotated[NamedTool, Tag("Function")]
+    | Annotated[OtherKind, Tag("Other")],
+    by_type({None: "Mode", "function": "Function"}, "Other"),
+]
+
+
 class ChatFields(ConversationFields):
     """The request body: a conversation to answer."""
 
@@ -113,8 +127,8 @@ class ChatFields(ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prediction: Prediction | None = None
-    tools: Items[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Items[_Tool] | None = None
+    tool_choice: _Choice | None = None
     reasoning_effort: str | None = Field(None, description="Passed to the model's chat template.")
 
     def check(self) -> None:
@@ -136,13 +150,11 @@ class ChatFields(ConversationFields):
                 "max_tokens and max_completion_tokens are given, and differ; give one of them",
                 param="max_tokens",
             )
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
 
     @property
     def functions(self) -> Sequence[Function]:
         """The functions in `tools`."""
-        return [tool.function for tool in self.tools or ()]
+        return [tool.function for tool in self.tools or () if isinstance(tool, ChatTool)]
 
     @property
     def chosen(self) -> ToolChoice:
@@ -150,7 +162,7 @@ class ChatFields(ConversationFields):
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return ToolChoice("required", choice.function.name)
-        return ToolChoice(choice or "auto")
+        return ToolChoice(choice if isinstance(choice, str) else "auto")
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""
@@ -190,13 +202,15 @@ class Chat(ChoicesAnswer[ChatFields]):
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(self._n)]
         params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.constraints)
+        shown = params.visible_token_ids
+        logprobs = [ChatLogprobs(fields.top_logprobs or 0, service.tokenizer, shown) for _ in readers]
         answers = service.answer([prompt.token_ids], [params], model=self._model, traced=bool(fields.trace))
         try:
             with prompt.blamed():
                 async with aclosing(answers):
                     async for number, delta in answers:
                         self._tally.add(delta, number)
-                        piece = self._piece(delta, readers[number])
+                        piece = self._piece(delta, readers[number], logprobs[number])
                         if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
                             # Once for the prompt, and in a thread, because it is as long as the prompt.
                             reports = delta.prompt_logprobs if number == 0 else ()
@@ -210,7 +224,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         finally:
             self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
 
-    def _piece(self, delta: Delta, reader: AnswerReader) -> dict[str, Any]:
+    def _piece(self, delta: Delta, reader: AnswerReader, logprobs: ChatLogprobs) -> dict[str, Any]:
         fields = self._fields
         reason = delta.finish_reason
         message = _delta(reader.read(delta.text, len(delta.token_ids), last=reason is not None))
@@ -221,8 +235,7 @@ class Chat(ChoicesAnswer[ChatFields]):
             "logprobs": None,
         }
         if fields.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
-            piece["logprobs"] = {"content": logprobs, "refusal": None}
+            piece["logprobs"] = {"content": logprobs.add(delta), "refusal": None}
         if fields.trace:
             piece["trees"] = list(delta.trees)
         return piece

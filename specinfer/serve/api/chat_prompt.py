@@ -42,6 +42,10 @@ class ChatPrompt:
         This runs in a thread even for short conversations, because it compiles schemas and runs the chat
         template, a program of the model's author.
         """
+        for kind in fields.left_out:
+            service.field_policy.log_once(
+                f"tools of type {cut(kind)!r} are left out: this server has only functions"
+            )
         return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
 
     @contextmanager
@@ -63,25 +67,6 @@ class ChatPrompt:
         if calls is not None and self.tools:
             parser = call_parser(calls, self.tools)
         return AnswerReader(splitter, parser)
-
-
-async def chat_token_ids(
-    service: Service, messages: Messages, *, prompted: bool, continued: bool, add_special: bool
-) -> tuple[int, ...]:
-    """Tokenize a conversation without tools; raises ApiError.
-
-    With `prompted` it ends with the start of the assistant's turn, with `continued` at the end of the last
-    message's content.
-    """
-
-    def make() -> tuple[int, ...]:
-        service.check_sizes({"messages": _size(messages)})
-        rendered = _render(
-            service, messages, add_generation_prompt=prompted, continue_final_message=continued
-        )
-        return tuple(service.chat.encode(rendered, add_special_tokens=add_special))
-
-    return await service.in_thread("messages", make)
 
 
 def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
@@ -187,35 +172,28 @@ def _covers_reasoning(fields: ConversationFields) -> bool:
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     """Return the variables of the chat template; raises ApiError for a variable that it does not read.
 
-    Without `reasoning_effort` a template may have a switch, `enable_thinking` or `thinking`. If it has
-    neither, an effort is dropped when it matches the model's fixed behaviour.
+    Without `reasoning_effort` a template may have a switch, `enable_thinking` or `thinking`, which an effort
+    sets. Without both an effort has no effect, and a switch must agree with the model's fixed behaviour.
     """
     given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
-    names = dict.fromkeys(given, "chat_template_kwargs")
-    param, effort = fields.effort_field, fields.effort
-    if not given and effort is None:
-        return given
-    known = service.chat.variables
-    reasons = service.dialect.reasoning is not None
+    known, effort = service.chat.variables, fields.effort
+    switch = next((name for name in ("enable_thinking", "thinking") if name in known), None)
     if effort is not None and "reasoning_effort" in known:
         given["reasoning_effort"] = effort
-        names["reasoning_effort"] = param
-    elif effort is not None and "enable_thinking" not in given and (reasons or effort != "medium"):
-        given["enable_thinking"] = effort != "none"
-        names["enable_thinking"] = param
-    if (enabled := given.get("enable_thinking")) is not None and "enable_thinking" not in known:
-        if "thinking" in known:
-            names.setdefault("thinking", names["enable_thinking"])
-            given.setdefault("thinking", given.pop("enable_thinking"))
-        elif enabled is reasons:  # the model's fixed behaviour
-            del given["enable_thinking"]
-        elif names["enable_thinking"] == param:
-            raise ApiError(
-                f"{param} is {cut(repr(effort))}, and the model's template has no reasoning; remove it",
-                param=param,
-            )
+    elif effort is not None and switch is not None:
+        given.setdefault("enable_thinking", effort != "none")
+    elif effort is not None:
+        service.field_policy.log_once(
+            f"{fields.effort_field} has no effect: the chat template reads no effort and no switch"
+        )
+    if switch == "thinking" and "enable_thinking" in given:
+        given.setdefault("thinking", given.pop("enable_thinking"))
+    elif switch is None and given.get("enable_thinking") is (service.dialect.reasoning is not None):
+        del given["enable_thinking"]
     for name in given:
         if name not in known:
             allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
-            raise ApiError(f"the model's chat template does not read {cut(name)}{allowed}", param=names[name])
+            raise ApiError(
+                f"the model's chat template does not read {cut(name)}{allowed}", param="chat_template_kwargs"
+            )
     return given

@@ -40,7 +40,6 @@ class InfillFields(SamplingFields):
     takes_defaults = False  # llama.cpp's defaults apply
     refused = {
         "n": "an answer is one text; send the request again with another seed",
-        "n_probs": "the answer has no field for them; use /v1/completions with suffix and logprobs",
         "prompt_logprobs": "the answer has no field for them; use /v1/completions with suffix",
         "stream_options": "the last event of a stream has the counts; remove it",
     }
@@ -63,9 +62,6 @@ class InfillFields(SamplingFields):
     )
     response_fields: Items[str] | None = Field(None, description="Return only these fields.")
     return_tokens: bool | None = None
-    n_probs: int | None = None
-
-    t_max_prompt_ms: int | None = None  # sent by editors; it changes nothing
 
     def check(self) -> None:
         """Raise ApiError for unsupported combinations of fields."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -9,7 +10,6 @@ from pydantic import Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.message_input import (
-    Cached,
     TextBlock,
     Turn,
     check_turns,
@@ -23,11 +23,11 @@ from specinfer.serve.fields.functions import Function
 from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, check_strings
 from specinfer.serve.http.api_error import ApiError
 
-_SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
-_DEFAULT_EFFORT: Final = "high"  # the default of Anthropic's API
+# The accounting line of a client as a whole block: its version, and a token that changes in every request.
+_ACCOUNTING: Final = re.compile(r"\s*x-[a-z-]+-billing-header:[^\n]*\s*")
 
 
-class CustomTool(Cached):
+class CustomTool(Fields):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -38,9 +38,6 @@ class CustomTool(Cached):
         None, description="The model reads them in the schema."
     )
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed
-    defer_loading: Literal[False] | None = None
-    allowed_callers: Items[Literal["direct"]] | None = None
 
     @property
     def function(self) -> Function:
@@ -116,11 +113,6 @@ class MessageFields(ConversationFields):
     stop_sequences: Items[str] | None = None
     prediction: Prediction | None = None
 
-    # Fields of Anthropic's API without effect at these values; other values are refused.
-    cache_control: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
-    inference_geo: str | None = None
     context_management: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
@@ -133,7 +125,7 @@ class MessageFields(ConversationFields):
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
-        self._check_tools()
+        self._check_choice()
         for edit in (self.context_management or {}).get("edits") or ():
             if not isinstance(edit, Mapping) or edit.get("keep") != "all":
                 raise ApiError(
@@ -154,30 +146,24 @@ class MessageFields(ConversationFields):
                 param="messages",
             )
 
-    def _check_tools(self) -> None:
-        for index, tool in enumerate(self.tools or ()):
-            if isinstance(tool, OtherKind):
-                where = f"tools[{index}]"
-                raise ApiError(
-                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; remove "
-                    "it, or describe it with name and input_schema and run it yourself",
-                    param=where,
-                )
+    def _check_choice(self) -> None:
         choice = self.tool_choice
-        if choice is None:
-            return
-        if (choice.name is None) == (choice.type == "tool"):
+        if choice is not None and (choice.name is None) == (choice.type == "tool"):
             raise ApiError(
                 'tool_choice.name belongs to the type "tool", which needs it; add the name, or remove it',
                 param="tool_choice",
             )
-        if not self.tools and choice.type in ("any", "tool"):
-            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages for the chat template."""
-        system = text_of(self.system or "")
+        """The messages for the chat template, without a client's accounting line before them.
+
+        Such a line changes in every request, so no cached prefix would reach behind it.
+        """
+        blocks = self.system or ""
+        if not isinstance(blocks, str) and _ACCOUNTING.fullmatch(blocks[0].text):
+            blocks = blocks[1:]
+        system = text_of(blocks)
         messages = [{"role": "system", "content": system}] if system else []
         return messages + messages_of(self.messages)
 
@@ -215,26 +201,16 @@ class MessageFields(ConversationFields):
         schema = {"name": "output", "schema": form.schema_, "strict": True}
         return {"type": "json_schema", "json_schema": schema}
 
-    def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
-        """Fit `thinking` and `effort` to a chat template with the variables `known`; returns a copy.
+    def for_template(self, known: frozenset[str]) -> MessageFields:
+        """Fit `thinking` to a chat template with the variables `known`; returns a copy.
 
-        `thinking` sets the template's switch. Without a switch, `enabled` has no effect, and `disabled`
-        raises ApiError if `reasons`: the model can reason.
+        It sets the template's switch, and has no effect without one.
         """
         update: dict[str, Any] = {"continue_final_message": True} if self.prefill else {}
         mode = None if self.thinking is None else self.thinking.type
-        switch = next((name for name in _SWITCHES if name in known), None)
-        if mode in ("enabled", "disabled") and switch is not None:
+        if mode in ("enabled", "disabled") and known & {"enable_thinking", "thinking"}:
             given = self.chat_template_kwargs or {}
-            update["chat_template_kwargs"] = {switch: mode == "enabled"} | given
-        elif mode == "disabled" and reasons:
-            raise ApiError(
-                "thinking is disabled, but the model's chat template has no switch for it; remove it",
-                param="thinking",
-            )
-        config = self.output_config
-        if config is not None and config.effort == _DEFAULT_EFFORT and "reasoning_effort" not in known:
-            update["output_config"] = config.model_copy(update={"effort": None})
+            update["chat_template_kwargs"] = {"enable_thinking": mode == "enabled"} | given
         return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:

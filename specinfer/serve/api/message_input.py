@@ -16,18 +16,11 @@ _BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
-class Cached(Fields):
-    """An object with `cache_control`, which has no effect: all prefixes are cached."""
-
-    cache_control: dict[str, Any] | None = None
-
-
-class TextBlock(Cached):
+class TextBlock(Fields):
     """A text block."""
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = None  # part of an earlier answer
 
 
 class ThinkingBlock(Fields):
@@ -45,15 +38,13 @@ class RedactedBlock(Fields):
     data: str
 
 
-class ToolUseBlock(Cached):
+class ToolUseBlock(Fields):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: dict[str, Any] | None = None
-    toolset_name: None = None
 
 
 _ResultPart = Annotated[
@@ -62,14 +53,13 @@ _ResultPart = Annotated[
 ]
 
 
-class ToolResultBlock(Cached):
+class ToolResultBlock(Fields):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextOrItems[_ResultPart] | None = None
     is_error: bool | None = Field(None, description="If true, the model reads Error: before the text.")
-    toolset_name: None = None
 
 
 _Block = Annotated[

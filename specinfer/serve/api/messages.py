@@ -116,7 +116,7 @@ class Messages(GrowingAnswer[MessageFields]):
                 if not started:
                     started = True
                     yield typed_events(
-                        [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
+                        [{"type": "message_start", "message": self._start()}, {"type": "ping"}]
                     )
                 if grown:
                     yield typed_events(grown)
@@ -144,6 +144,11 @@ class Messages(GrowingAnswer[MessageFields]):
         usage = {"usage": self._usage(), "metrics": self._tally.metrics()}
         return [{"type": "message_delta", "delta": self._reasons} | usage, {"type": "message_stop"}]
 
+    def _start(self) -> dict[str, Any]:
+        """Return the message at the start of a stream, without text and end, which may be known already."""
+        usage = self._usage() | {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+        return self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return message | {"content": content} | self._reasons | {"usage": self._usage()}
@@ -170,4 +175,4 @@ async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any
 
 def _checked(service: Service, fields: MessageFields) -> MessageFields:
     fields.check()
-    return fields.for_template(service.chat.variables, reasons=service.dialect.reasoning is not None)
+    return fields.for_template(service.chat.variables)

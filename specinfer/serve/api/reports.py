@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -87,21 +89,71 @@ def _rate(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the log-probabilities of each token and of its `top` likeliest alternatives."""
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """A token whose text has not been sent yet, and its place in the answer's text."""
 
-    def entry(token: int, one: Logprob) -> dict[str, Any]:
-        return {
-            "token": one.text,
-            "logprob": finite(one.logprob),
-            "bytes": list(tokenizer.bytes_of(token)),
-        }
+    entry: dict[str, Any]
+    name_only: bool  # a special token, which a message never has in its text
+    raw: bytes  # in the text of the engine
+    text: str  # the characters that it completes
+    start: int
+    end: int  # with the character that it begins
+    begun: int  # bytes of that character
 
-    found = []
-    for of_token in logprobs:
+
+class ChatLogprobs:
+    """The log-probabilities of one answer's tokens, and of the `top` likeliest alternatives of each.
+
+    `bytes` are the token's part of the text, so those of all tokens together are the text: empty for special
+    tokens, and for tokens that a stop string removes. A token is therefore reported when its text is sent.
+    """
+
+    def __init__(self, top: int, tokenizer: Tokenizer, visible: Iterable[int]) -> None:
+        """`visible` are the special tokens that the engine's text shows."""
+        self._top = top
+        self._tokenizer = tokenizer
+        self._visible = frozenset(visible)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held: deque[_Reported] = deque()
+        self._read = self._sent = 0  # characters of the tokens, and of the deltas
+
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take the next delta; returns the entries of tokens whose text is sent with it, or has been."""
+        self._sent += len(delta.text)
+        for token, of_token in zip(delta.token_ids, delta.logprobs, strict=False):
+            self._hold(token, of_token)
+        found = []
+        while self._held and (self._held[0].end <= self._sent or delta.finish_reason is not None):
+            found.append(self._entry(self._held.popleft()))
+        return found
+
+    def _hold(self, token: int, of_token: Logprobs) -> None:
+        tokenizer = self._tokenizer
+        special = tokenizer.is_special(token)
+        shown = not special or token in self._visible
+        raw = tokenizer.bytes_of(token) if shown else b""
+        start, text = self._read, self._decoder.decode(raw)
+        begun = len(self._decoder.getstate()[0])
+        self._read += len(text)
         [chosen, *_] = of_token.items()
-        found.append(entry(*chosen) | {"top_logprobs": [entry(*one) for one in _likeliest(of_token, top)]})
-    return found
+        entry = self._described(*chosen)
+        entry["top_logprobs"] = [self._described(*one) for one in _likeliest(of_token, self._top)]
+        end = self._read + bool(begun)
+        self._held.append(_Reported(entry, special, raw, text, start, end, begun))
+
+    def _described(self, token: int, one: Logprob) -> dict[str, Any]:
+        found = list(self._tokenizer.token_bytes[token])
+        return {"token": one.text, "logprob": finite(one.logprob), "bytes": found}
+
+    def _entry(self, one: _Reported) -> dict[str, Any]:
+        """Return an entry; the end of its bytes that a stop string has removed is left out."""
+        if one.name_only or one.start >= self._sent:
+            return one.entry | {"bytes": []}
+        if one.end <= self._sent:
+            return one.entry
+        removed = len(one.text[self._sent - one.start :].encode()) + one.begun
+        return one.entry | {"bytes": list(one.raw[: len(one.raw) - removed])}
 
 
 def reported_prompt(logprobs: Iterable[Logprobs | None], top: int) -> list[dict[str, Any] | None]:

@@ -58,7 +58,6 @@ class MessageItem(Fields):
     content: TextOrItems[_Part]
     id: str | None = None
     status: _Status | None = None
-    phase: None = None
 
 
 class ReasoningTextPart(Fields):
@@ -73,8 +72,8 @@ class ReasoningItem(Fields):
 
     type: Literal["reasoning"]
     content: Items[ReasoningTextPart] | None = None
-    summary: Annotated[Items[Any], Field(max_length=0)] | None = None  # the server makes no summaries
-    encrypted_content: None = None
+    summary: list[Any] | None = None  # no effect; the model reads the content
+    encrypted_content: str | None = None
     id: str | None = None
     status: _Status | None = None
 
@@ -88,11 +87,6 @@ class CallItem(Fields):
     arguments: str
     id: str | None = None
     status: _Status | None = None
-    # Fields of OpenAI's client classes; async has two names there.
-    caller: None = None
-    namespace: None = None
-    async_: None = None
-    asynchronous: None = Field(None, alias="async")
 
 
 class CallOutputItem(Fields):
@@ -200,14 +194,14 @@ class TextOptions(Fields):
     """The `text` field: the format of the text."""
 
     format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with a schema")
-    verbosity: Literal["medium"] | None = None  # the only supported value
+    verbosity: str = Field("medium", description="No effect: no model here has such a setting.")
 
 
 class ReasoningOptions(Fields):
     """The `reasoning` field."""
 
     effort: str | None = Field(None, description="Passed to the model's chat template.")
-    summary: Any = None
+    summary: str | None = Field(None, description="No effect: answers contain the full reasoning.")
 
 
 class FunctionTool(Function):
@@ -227,6 +221,14 @@ class NamedFunction(Fields):
 
     type: Literal["function"]
     name: str
+
+
+_Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
+    | Annotated[NamedFunction, Tag("Function")]
+    | Annotated[OtherKind, Tag("Other")],
+    by_type({None: "Mode", "function": "Function"}, "Other"),
+]
 
 
 class ResponseFields(ConversationFields):
@@ -249,12 +251,11 @@ class ResponseFields(ConversationFields):
     )
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    # Reasoning is sent in plain text, so encrypted_content has no effect.
-    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Items[str] | None = Field(None, description=f"{LOGPROBS}; other values have no effect.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     reasoning: ReasoningOptions | None = None
     tools: Items[_Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: _Choice | None = None
 
     # No effect; returned in the response.
     prompt_cache_key: str | None = None  # all prefixes are cached; cache_salt separates users
@@ -265,19 +266,6 @@ class ResponseFields(ConversationFields):
     def check(self) -> None:
         """Raise ApiError for unsupported values and combinations of fields."""
         super().check()
-        if self.reasoning is not None and self.reasoning.summary is not None:
-            raise ApiError(
-                "reasoning.summary is not supported: answers contain the full reasoning; remove it",
-                param="reasoning.summary",
-            )
-        for index, tool in enumerate(self.tools or ()):
-            if isinstance(tool, OtherKind):
-                where = f"tools[{index}]"
-                raise ApiError(
-                    f"{where} is of type {tool.type}: only functions are supported; remove it", param=where
-                )
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 f'top_logprobs needs include: ["{LOGPROBS}"]; add it, or remove top_logprobs',
@@ -330,7 +318,7 @@ class ResponseFields(ConversationFields):
         choice = self.tool_choice
         if isinstance(choice, NamedFunction):
             return ToolChoice("required", choice.name)
-        return ToolChoice(choice or "auto")
+        return ToolChoice(choice if isinstance(choice, str) else "auto")
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

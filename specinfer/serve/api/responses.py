@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api.growing_answer import Event, GrowingAnswer, Part, Parts
-from specinfer.serve.api.reports import chat_logprobs
+from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.response_fields import ResponseFields, output_messages, stored_items
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.dialect import AnswerReader
@@ -252,6 +252,7 @@ class Responses(GrowingAnswer[ResponseFields]):
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._output = Output(logprobs=fields.logprobs)
+        self._logprobs: ChatLogprobs | None = None  # made with the first delta
         self._complete = True
 
     async def events(self) -> AsyncGenerator[str]:
@@ -290,9 +291,10 @@ class Responses(GrowingAnswer[ResponseFields]):
 
     def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
         self._complete = delta.finish_reason is not FinishReason.LENGTH
-        given = delta.logprobs if self._fields.logprobs else ()
-        logprobs = chat_logprobs(given, self._fields.top_logprobs or 0, self._service.tokenizer)
-        return self._output.take(found, logprobs)
+        if self._logprobs is None and self._fields.logprobs:
+            top, shown = self._fields.top_logprobs or 0, self._params.visible_token_ids
+            self._logprobs = ChatLogprobs(top, self._service.tokenizer, shown)
+        return self._output.take(found, [] if self._logprobs is None else self._logprobs.add(delta))
 
     @property
     def _status(self) -> str:
@@ -343,9 +345,12 @@ class Responses(GrowingAnswer[ResponseFields]):
             "service_tier": "default",
             "store": self._stored,
             "temperature": params.temperature,
-            "text": {"format": fields.text_format, "verbosity": "medium"},
+            "text": {
+                "format": fields.text_format,
+                "verbosity": fields.text.verbosity if fields.text else "medium",
+            },
             "tool_choice": _dumped(fields.tool_choice) or "auto",
-            "tools": [_dumped(tool) for tool in fields.tools or ()],
+            "tools": [_dumped(tool) for tool in fields.functions],
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",

@@ -74,9 +74,15 @@ class Service:
         self._busy = 0
         self.draining = False
 
-    def check_model(self, name: str | None) -> str:
-        """Return the requested model name, or the default name; raises ApiError for an unknown name."""
-        if name and name not in self.models and name not in self.adapters:
+    def check_model(self, name: str | None, *, listed: bool = False) -> str:
+        """Return the name of the model or adapter that answers a request for `name`.
+
+        Without adapters any name means the model. Raises ApiError for a name that is not served if there are
+        adapters, or if the name must be `listed`.
+        """
+        if name in self.models or name in self.adapters:
+            return str(name)
+        if name and (listed or self.adapters):
             known = ", ".join((*self.models, *self.adapters))
             raise ApiError(
                 f"the model {cut(name)!r} is not served here; allowed: {known}",
@@ -84,7 +90,9 @@ class Service:
                 status=404,
                 code="model_not_found",
             )
-        return name or self.models[0]
+        if name:
+            self.field_policy.log_once(f"{self.models[0]} answers requests for the model {cut(name)!r}")
+        return self.models[0]
 
     def with_defaults(self, fields: _Fields) -> _Fields:
         """Fill absent sampling fields with the model's own sampling parameters; returns a copy."""

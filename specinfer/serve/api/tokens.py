@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from specinfer.serve.api.chat import ChatMessage
-from specinfer.serve.api.chat_prompt import chat_token_ids
+from pydantic import Field
+
+from specinfer.serve.api.chat import ChatFields, ChatMessage
+from specinfer.serve.api.chat_prompt import ChatPrompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Fields, Ids, Items
+from specinfer.serve.fields.conversation import ConversationFields
+from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError
 from specinfer.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 10_000  # tokens; longer lists are decoded in a thread
 
 
-class TokenizeFields(Fields):
-    """A text or a conversation to tokenize."""
+class TokenizeFields(ChatFields):
+    """A text to tokenize, or a conversation in a whole body of chat completions."""
 
-    model: str | None = None
+    takes_defaults = False
+
     prompt: str | None = None
-    messages: Items[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    messages: Items[ChatMessage] = Field(default_factory=list)
     return_token_strs: bool | None = None
+
+
+_OF_CHAT: Final = ConversationFields.model_fields.keys() - SamplingFields.model_fields.keys()
 
 
 class DetokenizeFields(Fields):
@@ -37,23 +42,19 @@ class DetokenizeFields(Fields):
 async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     """Return the token ids of a text or a conversation; raises ApiError."""
     service.check_model(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
+    if (fields.prompt is None) == (not fields.messages):
         raise ApiError("give either prompt or messages", param="prompt")
-    if fields.messages is None:
-        for name in ("add_generation_prompt", "continue_final_message"):
-            if getattr(fields, name) is not None:
-                raise ApiError(f"{name} needs messages; remove it", param=name)
-        special = fields.add_special_tokens is not False
-        tokens = await service.encode(fields.prompt or "", "prompt", add_special=special)
+    if fields.prompt is None:
+        fields.check()
+        prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
+        tokens = prompt.token_ids
     else:
-        messages = [message.rendered() for message in fields.messages]
-        tokens = await chat_token_ids(
-            service,
-            messages,
-            prompted=fields.add_generation_prompt is not False,
-            continued=fields.continue_final_message is True,
-            add_special=fields.add_special_tokens is True,
-        )
+        for name in fields.model_fields_set & _OF_CHAT - {"add_special_tokens"}:
+            raise ApiError(f"{name} needs messages; remove it", param=name)
+        special = fields.add_special_tokens is not False
+        tokens = tuple(service.tokenizer.encode("", add_special=special))
+        if fields.prompt:
+            tokens = await service.encode(fields.prompt, "prompt", add_special=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.facts.max_context,

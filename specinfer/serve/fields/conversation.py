@@ -11,9 +11,10 @@ from pydantic import Field
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.tool import ToolChoice
+from specinfer.serve.fields.body import OtherKind
 from specinfer.serve.fields.functions import Function
 from specinfer.serve.fields.sampling import SamplingFields
-from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput, structured_output
 
 _FORMS: Final = ("regex", "choice", "grammar")  # fields for forms other than JSON
@@ -25,6 +26,8 @@ class ConversationFields(SamplingFields):
     format_field: ClassVar[str] = "response_format"  # field for the JSON schema of the answer
     effort_field: ClassVar[str] = "reasoning_effort"  # field for the reasoning effort
 
+    tools: Any = None  # each endpoint has its own shape of these two
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = Field(
         None, description="Whether the template opens the assistant's turn; default: true."
@@ -48,6 +51,11 @@ class ConversationFields(SamplingFields):
     @abstractmethod
     def chosen(self) -> ToolChoice:
         """The value of `tool_choice`, or its default."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of the tools that are not functions: tools of other servers, which the model does not see."""
+        return [tool.type for tool in self.tools or () if isinstance(tool, OtherKind)]
 
     @property
     def parallel(self) -> bool:
@@ -76,6 +84,15 @@ class ConversationFields(SamplingFields):
     def check(self) -> None:
         """Raise ApiError for fields that contradict each other."""
         super().check()
+        if isinstance(self.tool_choice, OtherKind):
+            raise ApiError(
+                f"tool_choice is of type {cut(self.tool_choice.type)!r}, and this server has only functions; "
+                "name a function, or remove it",
+                param="tool_choice",
+            )
+        if self.chosen.mode == "required" and not self.functions:
+            others = f", not only tools of type {cut(', '.join(self.left_out))}" if self.left_out else ""
+            raise ApiError(f"tool_choice needs functions in tools{others}; add them", param="tool_choice")
         if self.add_generation_prompt and self.continue_final_message:
             raise ApiError(
                 "add_generation_prompt and continue_final_message are true; give one of them",

@@ -1,12 +1,11 @@
 """FieldPolicy: translates and checks the fields of a request for the endpoint.
 
-The policy applies to every body before validation (table in docs/http.md):
+The policy applies to every body before validation (docs/http.md):
 
 1. `null` means absent everywhere, and 2.0 is the integer 2.
-2. A field of any server is accepted if its value is the behaviour here.
-3. Names of other servers are translated (foreign.py).
-4. A field that would change the answer and is not supported is refused, with an alternative.
-5. An unknown field is refused, or ignored and logged once for each name.
+2. Names of other servers are translated (foreign.py).
+3. A field that would change the text and is not supported is refused, with an alternative.
+4. Other unknown fields are ignored, and logged once for each name, or refused.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel
 
 from specinfer.serve.config import UnknownFields
-from specinfer.serve.fields.foreign import CHECKED, INSIDE, NOTES, RENAMED, TRANSLATED, USUAL, Own, put
+from specinfer.serve.fields.foreign import CHECKED, FORMS, NOTES, REFUSED, RENAMED, THINKING, Own, put
 from specinfer.serve.http.api_error import ApiError, cut, shown
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LOG = logging.getLogger(__name__)
-_MAX_NAMES: Final = 1000  # unknown field names that are logged, once each; a client can send millions
+_MAX_LINES: Final = 1000  # logged, once each; a client can send millions of names
 _EXACT: Final = 2**53  # maximum integer up to which all integers are exact floats
 # Fields with values that are passed on unchanged: schemas, and variables of a template.
 _OPAQUE: Final = frozenset(
     [
         "body",  # a line of a batch: the endpoint applies the policy to it
+        "metadata",
         *("schema", "parameters", "input_schema", "input_examples", "output_schema"),
         *("guided_json", "structured_outputs", "chat_template_kwargs"),
     ]
 )
-_SPECULATIVE: Final = "speculative."  # prefix of llama.cpp's speculation options
 
 
 class FieldPolicy:
-    """Applies the policy; keeps the unknown names already logged. Belongs to one event loop."""
+    """Applies the policy; keeps the lines already logged. Belongs to one event loop."""
 
     def __init__(self, unknown: UnknownFields = "error", sampling: Mapping[str, Any] | None = None) -> None:
         """`sampling` holds the defaults of sampling fields, by name."""
@@ -70,21 +69,17 @@ class FieldPolicy:
         if not (unknown := [*_unknown(read)]):
             return read
         for name in unknown:
-            self._log(name)
+            self.log_once(f"the unknown field {cut(name)!r} is ignored")
         return kind.model_validate(body, extra="ignore")
 
-    def _log(self, name: str) -> None:
-        name = cut(name)
-        if name in self._logged or len(self._logged) >= _MAX_NAMES:
+    def log_once(self, line: str) -> None:
+        """Log a line about requests, unless it has been logged before."""
+        if line in self._logged or len(self._logged) >= _MAX_LINES:
             return
-        self._logged.add(name)
-        if len(self._logged) == _MAX_NAMES:
-            _LOG.warning(
-                "requests had more than %d unknown fields; more names are ignored without a log line",
-                _MAX_NAMES - 1,
-            )
-        else:
-            _LOG.warning("the unknown field %r is ignored", name)
+        self._logged.add(line)
+        if len(self._logged) == _MAX_LINES:
+            line = f"{_MAX_LINES - 1} lines about unknown fields were logged; more are left out"
+        _LOG.warning("%s", line)
 
 
 @cache
@@ -105,23 +100,14 @@ def _read_prefix(body: dict[str, Any]) -> None:
 
 
 def _tidy(given: dict[str, Any], where: str, within: str) -> None:
-    """Remove nulls and fields without effect from an object in the field `within`."""
-    rules = INSIDE.get(within)
+    """Remove nulls, and marks for a cache, from an object in the field `within`."""
     for name, value in list(given.items()):
-        if value is None:
+        if value is None or (where and name == "cache_control"):
             del given[name]
-            continue
-        path = f"{where}.{name}" if where else name
-        if rules is not None and name in rules.notes:
-            del given[name]
-        elif rules is not None and name in rules.usual:
-            _check_usual(path, value, *rules.usual[name])
-            del given[name]
-        elif rules is not None and name in rules.renamed:
-            del given[name]
-            given.setdefault(rules.renamed[name], value)
+        elif within == "messages" and name == "reasoning":
+            given.setdefault("reasoning_content", given.pop(name))
         else:
-            given[name] = _tidied(value, path, name)
+            given[name] = _tidied(value, f"{where}.{name}" if where else name, name)
 
 
 def _tidied(value: Any, where: str, name: str) -> Any:
@@ -142,16 +128,17 @@ def _tidied(value: Any, where: str, name: str) -> Any:
 
 
 def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
-    """Translate or remove a foreign field of the body; an unknown one is left."""
+    """Translate, check or remove a foreign field of the body; an unknown one is left."""
     value = body[name]
-    if name in NOTES or name.startswith(_SPECULATIVE):
+    translate = FORMS.get(name) or (THINKING.get(name) if "chat_template_kwargs" in own else None)
+    if name in NOTES:
         del body[name]
-    elif name in USUAL:
-        _check_usual(name, value, *USUAL[name])
+    elif name in REFUSED:
+        _check_neutral(name, value, *REFUSED[name])
         del body[name]
-    elif name in TRANSLATED:
+    elif translate is not None:
         del body[name]
-        TRANSLATED[name](name, value, body, own)
+        translate(name, value, body, own)
     elif (renamed := next((one for one in RENAMED.get(name, ()) if one in own), None)) is not None:
         del body[name]
         put(body, renamed, value, name)
@@ -205,11 +192,11 @@ def _biases(given: Sequence[Any]) -> dict[str, Any]:
     return biases
 
 
-def _check_usual(name: str, value: Any, usual: Sequence[Any], advice: str) -> None:
-    """Raise ApiError for a value other than `usual`, the behaviour here."""
-    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in usual):
+def _check_neutral(name: str, value: Any, neutral: Sequence[Any], advice: str) -> None:
+    """Raise ApiError for a value other than the `neutral` ones, which have no effect."""
+    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
         return
-    allowed = f"; allowed: {' or '.join(map(_written, usual))}" if usual else ""
+    allowed = f"; allowed: {' or '.join(map(_written, neutral))}" if neutral else ""
     raise ApiError(f"{cut(name)} is {shown(value)}{allowed}; {advice}", param=name)
 
 

@@ -47,9 +47,6 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = Field(
         None, description="Whether each chunk contains the usage so far."
     )
-    include_obfuscation: Literal[False] | None = Field(
-        None, description="Padding against traffic analysis is not supported."
-    )
 
 
 def check_strings(name: str, given: Sequence[str], limit: int) -> None:
@@ -115,7 +112,7 @@ class SamplingFields(Fields):
         """Raise ApiError for unsupported fields and lists that are too long."""
         for name, advice in self.refused.items():
             value = getattr(self, name)
-            if value not in (None, []) and (name, value) not in (("n", 1), ("n_probs", 0)):
+            if value not in (None, []) and (name, value) != ("n", 1):
                 raise ApiError(f"{name} is not supported here: {advice}", param=name)
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)

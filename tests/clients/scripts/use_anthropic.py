@@ -104,5 +104,4 @@ def the_block_of_the_page_runs() -> None:
 def errors_are_the_clients_own() -> None:
     with refused(anthropic.BadRequestError, "temperature"):
         client.messages.create(**{**ASKED, "extra_body": {"temperature": -1}})
-    with refused(anthropic.NotFoundError, "claude"):
-        client.messages.create(**{**ASKED, "model": "claude"})
+    assert client.messages.create(**{**ASKED, "model": "claude"}).model == MODEL

@@ -84,5 +84,5 @@ await check("a stream that is left stops", async () => {
 await check("errors are the client's own", async () => {
   const cold = client.chat.completions.create({ ...asked, temperature: -1 });
   await refused(OpenAI.BadRequestError, ["temperature"], cold);
-  await refused(OpenAI.NotFoundError, ["gpt-4o"], client.chat.completions.create({ ...asked, model: "gpt-4o" }));
+  assert.equal((await client.chat.completions.create({ ...asked, model: "gpt-4o" })).model, asked.model);
 });

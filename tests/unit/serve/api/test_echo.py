@@ -12,7 +12,7 @@ import pytest
 from specinfer import LLM
 from specinfer.check.difference import PlainTarget
 from specinfer.request import Logprob
-from specinfer.serve.api.reports import CompletionLogprobs, chat_logprobs
+from specinfer.serve.api.reports import CompletionLogprobs
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.logprobs import raw_logprobs
 from tests.served import Served
@@ -135,11 +135,3 @@ def test_the_likelier_of_tokens_with_equal_text_is_reported(tmp_path: Path) -> N
     shape = CompletionLogprobs(3, Tokenizer.load(tmp_path))
     likeliest = {200: Logprob(-1.0, 1, "\ufffd"), 201: Logprob(-3.0, 2, "\ufffd")}
     assert shape.add([200], [likeliest])["top_logprobs"] == [{"\ufffd": -1.0}]
-
-
-def test_a_special_token_has_the_bytes_of_its_name(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_folder(tmp_path))
-    special = tokenizer.special_id("<s>")
-    assert special is not None
-    reported = chat_logprobs([{special: Logprob(-1.0, 1, tokenizer.text_of(special))}], 0, tokenizer)
-    assert (reported[0]["token"], bytes(reported[0]["bytes"])) == ("<s>", b"<s>")

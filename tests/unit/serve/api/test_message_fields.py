@@ -29,90 +29,86 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"tools": []},
-        {"tool_choice": {"type": "auto"}},
-        {"tool_choice": {"type": "none"}, "tools": [TIME]},
-        {"thinking": {"type": "disabled"}},
-        {"thinking": {"type": "adaptive"}},
-        {"thinking": {"type": "enabled", "budget_tokens": 2048}},  # no thoughts keep that limit
-        {"stop_sequences": []},
-        {"stop_sequences": [""]},
-        {"guided_json": {"type": "object"}},
-        {"speed": "standard", "inference_geo": "us", "service_tier": "standard_only"},
-        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
-        {"mcp_servers": []},
-        {"n": 1},
-        {"output_config": {}},
-        {"stream_options": {"include_usage": False}, "stream": True},  # the usage comes in any case
-        {"output_config": {"effort": "high"}},
-    ],
-)
-def test_fields_without_effect_are_accepted(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
+WITHOUT_EFFECT: list[dict[str, Any]] = [
+    {"tools": []},
+    {"tool_choice": {"type": "auto"}},
+    {"tool_choice": {"type": "none"}, "tools": [TIME]},
+    {"thinking": {"type": "disabled"}},
+    {"thinking": {"type": "adaptive"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 2048}},  # no thoughts keep that limit
+    {"stop_sequences": []},
+    {"stop_sequences": [""]},
+    {"guided_json": {"type": "object"}},
+    {"speed": "fast", "inference_geo": "us", "service_tier": "standard_only"},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {"mcp_servers": []},
+    {"n": 1},
+    {"output_config": {}},
+    {"stream_options": {"include_usage": False}, "stream": True},  # the usage comes in any case
+    {"output_config": {"effort": "low"}},
+    {"reasoning_effort": "low"},
+    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+]
+
+
+def test_fields_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
         headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
         usual = {"max_tokens": 5, "messages": HI}
-        answer = await server.http.post("/messages?beta=true", json=usual | body, headers=headers)
-        assert answer.status_code == 200, answer.text
-        assert server.prompts == ["user: Hi\nassistant: "]
+        for body in WITHOUT_EFFECT:
+            answer = await server.http.post("/messages?beta=true", json=usual | body, headers=headers)
+            assert answer.status_code == 200, (body, answer.text)
+            assert server.prompts[-1] == "user: Hi\nassistant: ", body
 
     ask(tokenizer, [says("Hello")], do)
 
 
-@pytest.mark.parametrize(
-    ("body", "place"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [user(IMAGE)]}, "messages[0].content[0]"),
-        ({"messages": [user({"type": "document"})]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [user(USE)]}, "messages[0].content[0]"),
-        ({"messages": [assistant(RESULT)]}, "messages[0].content[0]"),
-        ({"messages": [user(RESULT)]}, "messages[0].content[0].tool_use_id"),
-        (
-            {"messages": [assistant(USE), user(RESULT | {"content": [IMAGE]})]},
-            "messages[1].content[0].content[0]",
-        ),
-        ({"messages": [*HI, assistant(USE)]}, "messages"),
-        ({"messages": [*HI, assistant({"type": "thinking", "thinking": "Hm"})]}, "messages"),
-        ({"system": [IMAGE]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"name": "time"}]}, "tools[0].input_schema"),
-        ({"tools": [TIME | {"defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool"}, "tools": [TIME]}, "tool_choice"),
-        ({"tool_choice": {"type": "auto", "name": "time"}, "tools": [TIME]}, "tool_choice"),
-        ({"tools": [TIME]}, "tools"),  # the template has no calls
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-        ({"stop": "x", "stop_sequences": ["y"]}, "stop"),
-        ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
-        ({"stop_sequences": ["x" * 1025]}, "stop_sequences"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"guided_json": {"type": "object"}, "regex": "a"}, "regex"),
-        ({"reasoning_effort": "low"}, "output_config.effort"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 2}, "n"),
-        ({"temperature": -1}, "temperature"),
-        ({"thinking": {"type": "always"}}, "thinking.type"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "regex"),
-    ],
-)
-def test_unsupported_values_are_refused_with_their_path(
-    tokenizer: Tokenizer, body: dict[str, Any], place: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [user(IMAGE)]}, "messages[0].content[0]"),
+    ({"messages": [user({"type": "document"})]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [user(USE)]}, "messages[0].content[0]"),
+    ({"messages": [assistant(RESULT)]}, "messages[0].content[0]"),
+    ({"messages": [user(RESULT)]}, "messages[0].content[0].tool_use_id"),
+    (
+        {"messages": [assistant(USE), user(RESULT | {"content": [IMAGE]})]},
+        "messages[1].content[0].content[0]",
+    ),
+    ({"messages": [*HI, assistant(USE)]}, "messages"),
+    ({"messages": [*HI, assistant({"type": "thinking", "thinking": "Hm"})]}, "messages"),
+    ({"system": [IMAGE]}, "system[0].type"),
+    ({"tools": [{"name": "time"}]}, "tools[0].input_schema"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}, "tools": [TIME]}, "tool_choice"),
+    ({"tool_choice": {"type": "auto", "name": "time"}, "tools": [TIME]}, "tool_choice"),
+    ({"tools": [TIME]}, "tools"),  # the template has no calls
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    ({"container": "c"}, "container"),
+    ({"stop": "x", "stop_sequences": ["y"]}, "stop"),
+    ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
+    ({"stop_sequences": ["x" * 1025]}, "stop_sequences"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"guided_json": {"type": "object"}, "regex": "a"}, "regex"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"n": 2}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"thinking": {"type": "always"}}, "thinking.type"),
+    ({"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "regex"),
+]
+
+
+def test_unsupported_values_are_refused_with_their_path(tokenizer: Tokenizer) -> None:
     async def do(server: MessagesServer) -> None:
-        status, kind, message = await server.refusal(**body)
-        assert (status, kind) == (400, "invalid_request_error")
-        assert place in message
+        for body, place in REFUSED:
+            status, kind, message = await server.refusal(**body)
+            assert (status, kind) == (400, "invalid_request_error"), body
+            assert place in message, body
         assert server.backend.works == []
 
     ask(tokenizer, [says("Hello")], do)

@@ -223,3 +223,15 @@ def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
         assert message["content"] == [{"type": "text", "text": " four."}]
 
     ask(tokenizer, [says(" four.")], do)
+
+
+def test_thinking_has_no_effect_without_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+
+    async def do(server: MessagesServer) -> None:
+        for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
+            content = (await server.message(thinking=thinking))["content"]
+            assert [block["type"] for block in content] == ["thinking", "text"]
+        assert server.prompts == ["Hi", "Hi"]
+
+    ask(byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), [says("<think>Hm.</think>Four.")], do)

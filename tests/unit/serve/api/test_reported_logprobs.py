@@ -4,29 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
-from specinfer.serve.api.reports import chat_logprobs
+from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import TEMPLATE, ScriptedBackend, http_client, scripted_app
+from tests.tiny_models import write_byte_tokenizer
 from tests.unit.tokenizer.made_up import write_folder
 
 
-def test_bytes_are_those_of_the_token_and_of_a_special_ones_name(tmp_path: Path) -> None:
+def logged(tokenizer: Tokenizer, *deltas: tuple[str, Sequence[int]], **last: Any) -> list[list[int]]:
+    """The bytes of the tokens of these deltas, a list for each delta."""
+    shape, found = ChatLogprobs(2, tokenizer, (256,)), []
+    for number, (text, ids) in enumerate(deltas, start=1):
+        reported = tuple({token: Logprob(-0.5, 1, tokenizer.text_of(token))} for token in ids)
+        end = last if number == len(deltas) else {}
+        entries = shape.add(Delta("", text, tuple(ids), reported, **end))
+        found.append([byte for entry in entries for byte in entry["bytes"]])
+    return found
+
+
+def test_joined_bytes_are_the_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path))  # 256 bytes, <s>, </s>
-    of_tokens = [
-        {257: Logprob(-0.5, 1, "</s>"), 65: Logprob(-1.0, 2, "A")},
-        {0xC3: Logprob(-0.5, 1, "\ufffd")},
-        {300: Logprob(-0.5, 1, "")},  # a padding row without a token
-    ]
-    reported = chat_logprobs(of_tokens, 2, tokenizer)
-    assert [one["bytes"] for one in reported] == [list(b"</s>"), [0xC3], []]
-    assert [one["bytes"] for one in reported[0]["top_logprobs"]] == [list(b"</s>"), [65]]
-    # Its bytes for grammars and decoding stay empty.
-    assert tokenizer.token_bytes[257] == b""
-    assert tokenizer.decode([65, 257]) == "A"
+    stop: dict[str, Any] = {"finish_reason": FinishReason.STOP}
+    e_acute = "\u00e9".encode()
+    for deltas, expected in (
+        ([("Hi", [72, 105, 257])], [b"Hi"]),  # the token that ends the text is not in it
+        ([("H", [72, 257]), ("i", [105])], [b"H", b"i"]),  # nor is a hidden one
+        ([("<s>H", [256, 72])], [b"H"]),  # nor one that only the parser of the answer sees
+        ([("H", [72, 10]), ("", [10])], [b"H", b""]),  # a stop string of two line breaks
+        ([("H", [72, 10]), ("\ni", [105])], [b"H", b"\ni"]),  # only its beginning
+        ([("", e_acute[:1]), ("\u00e9", e_acute[1:])], [b"", e_acute]),
+        ([("a", [97, *e_acute])], [b"a"]),  # a stop string that is a character of two bytes
+        ([("a\ufffd", [97, 0xC3])], [b"a\xc3"]),  # cut in a character
+        ([("", [300])], [b""]),  # a padding row without a token
+    ):
+        assert logged(tokenizer, *deltas, **stop) == [list(one) for one in expected], deltas
+    of_token = {72: Logprob(-0.5, 1, "H"), 257: Logprob(-1.0, 2, "</s>")}
+    [entry] = ChatLogprobs(2, tokenizer, ()).add(Delta("", "H", (72,), (of_token,), **stop))
+    assert [one["bytes"] for one in entry["top_logprobs"]] == [[72], []]
+
+
+def test_a_token_that_is_half_in_the_text_has_half_its_bytes(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, 256)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["ab\u00c3\u00a9c"] = (
+        256  # the characters that stand for the bytes of ab, e acute, c
+    )
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    for text in ("", "a", "ab", "ab\u00e9", "ab\u00e9c"):
+        [found] = logged(tokenizer, (text, [256]), finish_reason=FinishReason.STOP)
+        assert bytes(found).decode() == text
 
 
 def test_a_final_token_without_text_is_a_separate_chunk(tmp_path: Path) -> None:

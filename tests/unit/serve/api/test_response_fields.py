@@ -30,22 +30,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal"),
     ({"input": [{"role": "user", "content": [{"text": "a"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
-    ({"odd": 1}, "odd"),
-    ({"Odd": 1}, "Odd"),
-    ({"": 1}, ""),
-    ({"model": "other"}, "model"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"max_tool_calls": 2}, "max_tool_calls"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"include": ["web_search_call.results"]}, "include[0]"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -56,21 +46,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_unsupported_values_are_refused_by_name(
-    tokenizer: Tokenizer, body: dict[str, Any], param: str
-) -> None:
+def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
     async def do(server: ResponsesServer) -> None:
-        whole = {"input": "Hi"} | body if body else {}
-        status, named, message = await server.refusal(**whole)
-        assert (status, named) == (404 if param == "model" else 400, param)
-        assert "response_format.json" not in message
+        for body, param in REFUSED:
+            whole = {"input": "Hi"} | body if body else {}
+            status, named, message = await server.refusal(**whole)
+            assert (status, named) == (400, param), body
+            assert "response_format.json" not in message
         assert server.backend.works == []
 
     ask(tokenizer, [], do)
@@ -82,15 +67,16 @@ def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "background": False,
-        "reasoning": {"effort": None},
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-        "service_tier": "default",
+        "reasoning": {"effort": "low", "summary": "detailed"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "truncation": "auto",
+        "service_tier": "flex",
         "n": 1,
         "user": "u",
         "prompt_cache_key": "k",
         "top_logprobs": 0,
-        "include": [],
+        "include": ["web_search_call.results"],
+        "max_tool_calls": 2,
         "conversation": None,
     }
 
