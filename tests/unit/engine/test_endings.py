@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer import SamplingParams
+from specinfer import LLM, SamplingParams
 from specinfer.errors import RequestError
 from specinfer.request import FinishReason
 from specinfer.speculate.policy.policy import StepReport
 from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
+from tests.tiny_models import write_tiny_llama
+from tests.unit.tokenizer.made_up import write_folder
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]
 ENDING = tuple(range(0, 64, 3))  # a third of all tokens: texts end soon, often in the middle of a path
@@ -124,3 +127,23 @@ def test_a_prompt_that_fills_the_context_may_be_scored(tiny: Tiny) -> None:
         llm.generate([prompt], SamplingParams(max_tokens=1))
     with pytest.raises(RequestError, match="17 tokens; allowed: at most 16, since the context is 16;"):
         llm.generate([[*prompt, 1]], SamplingParams(max_tokens=0))
+
+
+def test_a_stop_with_the_name_of_a_special_token_ends_texts_alike_with_trees(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "named", vocab_size=258, max_context=128, eos_token_id=257)
+    write_folder(folder)  # 256 bytes, <s>, </s>
+    law: dict[str, Any] = {"temperature": 1, "max_tokens": 60, "allowed_token_ids": (*range(97, 107), 256)}
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 22, "kernels": "torch"}
+    ended = []
+    for drafts in ((), (folder,)):
+        with LLM(folder, drafts=drafts, lookup=False, tree_size="fixed", **options) as llm:
+            for seed in range(3):
+                [whole] = llm.generate("ab", SamplingParams(**law, seed=seed, visible_token_ids=(256,)))
+                before = whole.text.partition("<s>")[0]
+                for stop in ("<s>", before[-1:] + "<s>"):
+                    params = SamplingParams(**law, seed=seed, stop=("zz", stop))
+                    [output] = llm.generate("ab", params)
+                    assert output.text + stop == before + "<s>"
+                    assert (output.stopped_by, output.token_ids[-1]) == (stop, 256)
+                    ended.append((output.text, output.finish_reason, output.token_ids))
+    assert ended[: len(ended) // 2] == ended[len(ended) // 2 :]
