@@ -54,7 +54,6 @@ class ToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # streams number them, and clients send them back
 
 
 class ChatMessage(Fields):
@@ -68,7 +67,6 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     refusal: str | None = None
     audio: None = None
-    annotations: list[Any] | None = None
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class ExtraFile(Fields):
 
     text: str
     filename: str | None = None
-    time: int | None = None  # sent by editors; it changes nothing
 
 
 class InfillFields(SamplingFields):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from specinfer.request import Delta, Logprob, Logprobs, SpeculationFigures
 from specinfer.tokenizer import Tokenizer
@@ -89,17 +89,14 @@ def _rate(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Reported:
-    """A token whose text has not been sent yet, and its place in the answer's text."""
+class _Reported(NamedTuple):
+    """A token whose text has not been sent yet."""
 
     entry: dict[str, Any]
-    name_only: bool  # a special token, which a message never has in its text
-    raw: bytes  # in the text of the engine
     text: str  # the characters that it completes
-    start: int
-    end: int  # with the character that it begins
-    begun: int  # bytes of that character
+    begun: int  # bytes of the character that it begins
+    start: int  # its place in the answer's text
+    end: int
 
 
 class ChatLogprobs:
@@ -110,7 +107,7 @@ class ChatLogprobs:
     """
 
     def __init__(self, top: int, tokenizer: Tokenizer, visible: Iterable[int]) -> None:
-        """`visible` are the special tokens that the engine's text shows."""
+        """`visible` are the special tokens that the engine's text shows; a message never has them."""
         self._top = top
         self._tokenizer = tokenizer
         self._visible = frozenset(visible)
@@ -125,35 +122,27 @@ class ChatLogprobs:
             self._hold(token, of_token)
         found = []
         while self._held and (self._held[0].end <= self._sent or delta.finish_reason is not None):
-            found.append(self._entry(self._held.popleft()))
+            one = self._held.popleft()
+            if one.end > self._sent:  # a stop string has removed its end
+                removed = len(one.text[max(self._sent - one.start, 0) :].encode()) + one.begun
+                raw = one.entry["bytes"]
+                one.entry["bytes"] = raw[: max(len(raw) - removed, 0)]
+            found.append(one.entry)
         return found
 
     def _hold(self, token: int, of_token: Logprobs) -> None:
-        tokenizer = self._tokenizer
-        special = tokenizer.is_special(token)
-        shown = not special or token in self._visible
-        raw = tokenizer.bytes_of(token) if shown else b""
-        start, text = self._read, self._decoder.decode(raw)
-        begun = len(self._decoder.getstate()[0])
-        self._read += len(text)
         [chosen, *_] = of_token.items()
-        entry = self._described(*chosen)
-        entry["top_logprobs"] = [self._described(*one) for one in _likeliest(of_token, self._top)]
-        end = self._read + bool(begun)
-        self._held.append(_Reported(entry, special, raw, text, start, end, begun))
+        entry = self._entry(*chosen)
+        entry["top_logprobs"] = [self._entry(*one) for one in _likeliest(of_token, self._top)]
+        shown = token in self._visible or not self._tokenizer.is_special(token)
+        text = self._decoder.decode(self._tokenizer.bytes_of(token) if shown else b"")
+        begun = len(self._decoder.getstate()[0])
+        start, self._read = self._read, self._read + len(text)
+        self._held.append(_Reported(entry, text, begun, start, self._read + bool(begun)))
 
-    def _described(self, token: int, one: Logprob) -> dict[str, Any]:
+    def _entry(self, token: int, one: Logprob) -> dict[str, Any]:
         found = list(self._tokenizer.token_bytes[token])
         return {"token": one.text, "logprob": finite(one.logprob), "bytes": found}
-
-    def _entry(self, one: _Reported) -> dict[str, Any]:
-        """Return an entry; the end of its bytes that a stop string has removed is left out."""
-        if one.name_only or one.start >= self._sent:
-            return one.entry | {"bytes": []}
-        if one.end <= self._sent:
-            return one.entry
-        removed = len(one.text[self._sent - one.start :].encode()) + one.begun
-        return one.entry | {"bytes": list(one.raw[: len(one.raw) - removed])}
 
 
 def reported_prompt(logprobs: Iterable[Logprobs | None], top: int) -> list[dict[str, Any] | None]:

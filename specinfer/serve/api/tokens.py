@@ -49,7 +49,7 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
         prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
         tokens = prompt.token_ids
     else:
-        for name in fields.model_fields_set & _OF_CHAT - {"add_special_tokens"}:
+        for name in sorted(fields.model_fields_set & _OF_CHAT - {"add_special_tokens"}):
             raise ApiError(f"{name} needs messages; remove it", param=name)
         special = fields.add_special_tokens is not False
         tokens = tuple(service.tokenizer.encode("", add_special=special))

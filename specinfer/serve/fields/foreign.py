@@ -5,6 +5,7 @@ An endpoint's own fields take precedence over these tables. A field in neither i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
@@ -91,6 +92,14 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("guided_grammar", "ebnf"), ("grammar",)),
     "no_stop_trim": ("include_stop_str_in_output",),
 }
+
+
+def check_neutral(name: str, value: Any, neutral: Sequence[Any], advice: str) -> None:
+    """Raise ApiError for a value other than the `neutral` ones, which have no effect."""
+    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        return
+    allowed = f"; allowed: {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+    raise ApiError(f"{name} is {shown(value)}{allowed}; {advice}", param=name)
 
 
 def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:
@@ -205,21 +214,12 @@ def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> 
 
 
 def _best_of(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    if isinstance(value, bool) or value != body.get("n", 1):
-        raise ApiError(
-            f"best_of is {shown(value)}; values above n are not supported; set n and logprobs, and choose "
-            "the best answer",
-            param=name,
-        )
+    check_neutral(name, value, (body.get("n", 1),), _BEAMS)
 
 
 def _repeat_last_n(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    """Check the window of penalties, which is the whole text here."""
-    if value != -1 and _penalized(body):
-        raise ApiError(
-            f"repeat_last_n is {shown(value)}; penalties apply to the whole text; send -1, or remove it",
-            param=name,
-        )
+    if _penalized(body):
+        check_neutral(name, value, (-1,), "penalties apply to the whole text; send -1, or remove it")
 
 
 def _penalized(body: Mapping[str, Any]) -> bool:

@@ -18,7 +18,17 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel
 
 from specinfer.serve.config import UnknownFields
-from specinfer.serve.fields.foreign import CHECKED, FORMS, NOTES, REFUSED, RENAMED, THINKING, Own, put
+from specinfer.serve.fields.foreign import (
+    CHECKED,
+    FORMS,
+    NOTES,
+    REFUSED,
+    RENAMED,
+    THINKING,
+    Own,
+    check_neutral,
+    put,
+)
 from specinfer.serve.http.api_error import ApiError, cut, shown
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -134,7 +144,7 @@ def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
     if name in NOTES:
         del body[name]
     elif name in REFUSED:
-        _check_neutral(name, value, *REFUSED[name])
+        check_neutral(name, value, *REFUSED[name])
         del body[name]
     elif translate is not None:
         del body[name]
@@ -190,19 +200,6 @@ def _biases(given: Sequence[Any]) -> dict[str, Any]:
                     param="logit_bias",
                 )
     return biases
-
-
-def _check_neutral(name: str, value: Any, neutral: Sequence[Any], advice: str) -> None:
-    """Raise ApiError for a value other than the `neutral` ones, which have no effect."""
-    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-        return
-    allowed = f"; allowed: {' or '.join(map(_written, neutral))}" if neutral else ""
-    raise ApiError(f"{cut(name)} is {shown(value)}{allowed}; {advice}", param=name)
-
-
-def _written(value: Any) -> str:
-    """Format a value as JSON."""
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
 def _unknown(value: Any) -> Iterator[str]:

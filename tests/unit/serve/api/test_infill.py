@@ -200,7 +200,6 @@ def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
         ({"input_suffix": None}, "input_suffix"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"timings_per_token": True}, "timings_per_token"),
         ({"n_predict": 5, "max_tokens": 9}, "n_predict"),
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"input_prefix": "x" * 7_000_000}, "input_suffix"),

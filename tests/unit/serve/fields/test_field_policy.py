@@ -233,7 +233,7 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_names_of_other_servers_are_translated() -> None:
     for kind in MADE:
-        more_room = {"max_tokens": 99} if kind is ResponseFields else {}
+        more_room: dict[str, Any] = {"max_tokens": 99} if kind is ResponseFields else {}
         for more, means in TRANSLATED:
             assert params(kind, more) == SamplingParams(**means, **more_room), (kind, more)
 

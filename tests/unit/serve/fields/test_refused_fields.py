@@ -27,7 +27,7 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"tfs_z": 0.5}, "tfs_z", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "set n and logprobs"),
     ({"best_of": 3}, "best_of", "set n and logprobs"),
-    ({"best_of": 1, "n": 2}, "best_of", "values above n"),
+    ({"best_of": 1, "n": 2}, "best_of", "set n and logprobs"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "allowed: true"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten it"),
     ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "send -1"),
