@@ -60,8 +60,8 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
 class NewFile:
     """A file that is written as PATH.*.partial and renamed to PATH by `keep`.
 
-    A context manager: leaving the block without `keep` removes the partial file. Where the file system allows
-    it, the partial file has no name until `keep`, so that nothing is left of a killed process. Elsewhere the
+    A context manager: leaving the block without `keep` removes the partial file. If the file system allows
+    it, the partial file has no name until `keep`, so that a killed process leaves nothing. Otherwise the
     next NewFile of the same path removes partial files that are older than a day. Methods raise OSError.
     """
 

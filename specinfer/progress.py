@@ -101,7 +101,7 @@ class LineProgress(Progress):
             self._write(f"{self._label}: {format_units(self._done, self._unit)}{part}")
 
     def finish(self) -> None:
-        """End the task; a line tells that a long one has ended."""
+        """End the task; a long one gets a last line."""
         if self._label and self._last > self._began:
             self._write(f"{self._label}: finished after {self._clock() - self._began:.0f} s")
         self._label = ""

@@ -1,4 +1,4 @@
-"""`specinfer cache`: what specinfer keeps on disk, and its removal."""
+"""`specinfer cache`, which lists and removes the files that specinfer keeps on disk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ KINDS: Final = {
     "policies": "learned acceptance rates",
 }
 _NAMED: Final = ("prepared", "models")
-_PASSING: Final = (".lock", ".partial")  # ends of names that are no entries of their own
+_PASSING: Final = (".lock", ".partial")  # ends of names that belong to another entry
 
 
 @click.command(cls=Command)
 @click.argument("action", required=False, type=click.Choice(["list", "clear"]), default="list")
 @click.argument("name", required=False)
 def cache(action: str, name: str | None) -> None:
-    """List what specinfer keeps on disk, or remove it.
+    """List the files that specinfer keeps on disk, or remove them.
 
-    `specinfer cache clear` removes everything, `clear NAME` a kind or one model by its name in the list. What
-    is removed is made, measured or fetched again when it is needed. Models of the Hugging Face hub are in the
+    `specinfer cache clear` removes all of them, `clear NAME` a kind, or one model by its name in the list.
+    They are made, measured or fetched again when they are needed. Models of the Hugging Face hub are in the
     hub's own cache.
     """
     folder = cache_dir()

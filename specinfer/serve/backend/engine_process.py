@@ -284,7 +284,7 @@ class EngineProcess:
 
 
 def summary(llm: LLM) -> str:
-    """One line about the engine: what was chosen for it, and the memory that it takes."""
+    """One line with the choices that were made for the engine, and the memory that it takes."""
     import torch
 
     from specinfer.runtime.kv_cache import bytes_per_block, process_bytes

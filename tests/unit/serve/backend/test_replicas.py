@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ def test_texts_are_those_of_their_seeds_whichever_replica_is_killed(two: Served,
     assert listeners.end() == expected
     assert two.metric("num_handed_on") >= 1
     assert any("ended with status -9 and is restarted; it had" in line for line in two.log)
+    says = r"server: ready: .*; context \d+; \d+ threads; .* of memory; KV cache of \d+ tokens, .*; http://"
+    assert sum(re.search(says, line) is not None for line in two.log) == 1
 
 
 @pytest.mark.thorough
