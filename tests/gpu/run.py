@@ -1,4 +1,4 @@
-"""What runs on a card: laws, texts, a server, a hosted model and speed, written to a page.
+"""Checks on a card: laws, texts, a server, a hosted model and speed, written to a page.
 
     make test-gpu                                   on the first CUDA card: under ten minutes
     python -m tests.gpu.run --device cpu --quick    the same checks on the CPU, to test this program
@@ -43,7 +43,7 @@ from tests.tiny_models import write_similar_llama, write_tiny_llama
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "opt")
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
-PARENTS = [-1, 0, 0, 1, 2]  # of the nodes of a tree behind the prompt
+PARENTS = [-1, 0, 0, 1, 2]  # parents of NODES, a tree after the prompt
 NODES = [54, 7, 20, 8, 8]
 PATHS = [[54], [54, 7], [54, 20], [54, 7, 8], [54, 20, 8]]
 VERSIONS = ("torch", "triton", "transformers")
@@ -52,7 +52,7 @@ PARITY = 2e-4  # largest difference of a float32 logit
 
 @dataclass(frozen=True)
 class Setting:
-    """What all checks share. `quick` makes them short."""
+    """Settings of all checks. `quick` makes them short."""
 
     device: str
     quick: bool
