@@ -111,11 +111,19 @@ class Option:
 
 
 def parse_size(name: str, text: str) -> int:
-    """Return the bytes of '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
+    """Return the bytes of '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError.
+
+    A plain number from 1 to 1023 is an error: whoever writes 8 means 8GB.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{name} is {text!r}; allowed: a number of bytes, or like 512MB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if 0 < size < _UNITS["K"] and text.strip().isdigit():
+        raise ConfigError(
+            f"{name} is {text!r}, which means bytes; write {text.strip()}GB or {text.strip()}MB"
+        )
+    return size
 
 
 def parse_address(name: str, text: str) -> tuple[str, int]:

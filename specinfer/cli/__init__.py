@@ -5,8 +5,10 @@ A command's module is imported when the command is called, so `specinfer --help`
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -43,8 +45,15 @@ GROUPS: Final = {
         "completion": "Print the completion script of bash, zsh or fish.",
     },
 }
+TRY: Final = """\
+specinfer chat                     converse with a small model, which is fetched first
+specinfer chat my-model.gguf       or with your own: a GGUF file, a folder, org/name:Q4_K_M
+specinfer serve my-model.gguf      the same for OpenAI clients and the browser
+specinfer bench my-model.gguf      its speed without and with speculation
+specinfer --help                   all commands"""
 COMMANDS: Final = {name: words for commands in GROUPS.values() for name, words in commands.items()}
 _MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in other modules
+_NO_MEMORY: Final = re.compile("can't allocate memory|cannot allocate memory|failed to map segment", re.I)
 BUG: Final = 70  # exit status of an internal error, as in sysexits.h
 INTERRUPTED: Final = 130  # exit status after Ctrl-C: 128 + SIGINT, as in shells
 
@@ -98,7 +107,7 @@ def _version(context: click.Context, _: click.Parameter, requested: bool) -> Non
 def cli(context: click.Context) -> None:
     """Serve language models with tree-based speculative inference: the same text, sooner."""
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        click.echo(TRY)
 
 
 def main() -> None:
@@ -128,9 +137,17 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended, as in `| head`
         _drop_output()
         status = 1
+    except (MemoryError, RuntimeError, ImportError) as error:  # as of PyTorch and of the dynamic linker
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        _complain_about_memory()
+        status = 2
     except OSError as error:  # for example a full disk, or a read-only folder
         reason = error.strerror or str(error)
-        _complain(f"{error.filename}: {reason}" if error.filename else reason)
+        if error.errno == errno.ENOMEM:
+            _complain_about_memory()
+        else:
+            _complain(f"{error.filename}: {reason}" if error.filename else reason)
         _drop_output()
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
@@ -138,6 +155,17 @@ def main() -> None:
 
 def _complain(message: str) -> None:
     click.echo(f"specinfer: error: {' '.join(message.split())}", err=True)
+
+
+def _complain_about_memory() -> None:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    what, advice = "the system has no memory left", "free some memory"
+    if limit != resource.RLIM_INFINITY:
+        what = f"the process may take {limit / (1 << 30):.2f} GiB of addresses (ulimit -v)"
+        advice = "raise that limit: ulimit -v unlimited"
+    _complain(f"{what}, and it needs more; {advice}, or choose a smaller model")
 
 
 def _drop_output() -> None:

@@ -33,6 +33,7 @@ _SHORT: Final = (
 
 
 @click.command(cls=Command, short=_SHORT)
+@model_options
 @click.argument("prompt", required=False)
 @click.option(
     "--file", "-f", "file", type=FILE, metavar="FILE", help="Read the prompt from a file; -: stdin."
@@ -50,7 +51,6 @@ _SHORT: Final = (
     help="With --json: also the K likeliest tokens.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
-@model_options
 @adapter_option
 @speculation_options
 @sampling_options
@@ -69,8 +69,8 @@ def generate(
 ) -> None:
     """Answer PROMPT on standard output, with figures on standard error.
 
-    Without PROMPT and --file the prompt is read from standard input. A model with a chat template uses it;
-    --raw sends the bare prompt.
+    A single word is the PROMPT if --model is given or if it names no model. Without PROMPT and --file the
+    prompt is read from standard input. A model with a chat template uses it; --raw sends the bare prompt.
     """
     if show_trees and json_output:
         raise click.UsageError("--show-trees and --json are given; give one of them")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 _WIDTH: Final = 100  # line width in characters, if the terminal is that wide
 _COLUMN: Final = 28  # of option names
 _ALL: Final = "specinfer.help_all"
 _OWN: Final = "Options"
+MODEL_WORD: Final = "model_word"  # the argument MODEL of a command that has --model as well
 _METAVAR: Final = re.compile(r" (INTEGER|FLOAT)( RANGE)?\b")
 
 # Headings of --help, each with the names of its options. Others stand first, under "Options".
@@ -84,22 +87,30 @@ class Command(click.Command):
         self.short = short
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line; an error about a model in the wrong place names the right one."""
-        named = {one.name: one for one in self.params}
-        positional = [one.name for one in self.params if isinstance(one, click.Argument)]
+        """Parse the command line; the model is the first word, or the value of --model."""
         try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name not in ("-m", "--model") or positional not in (["model"], ["name"]):
-                raise
-            hint = f"the model is an argument: {ctx.command_path} {positional[0].upper()}"
-            raise click.UsageError(f"{error.message.rstrip('.')}; {hint}", ctx) from None
+            rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             # The class itself is raised for surplus arguments, its subclasses for all else.
-            if type(error) is not click.UsageError or not isinstance(named.get("model"), click.Option):
+            if type(error) is not click.UsageError or ctx.params.get("prompt") is None:
                 raise
-            form = " ".join([ctx.command_path, "--model MODEL", *(f'"{one.upper()}"' for one in positional)])
-            raise click.UsageError(f"{error.message}; allowed: {form}", ctx) from None
+            raise click.UsageError(f"{error.message}; put the prompt in quotes", ctx) from None
+        word, prompted = ctx.params.pop(MODEL_WORD, None), "prompt" in ctx.params
+        if word is None:
+            return rest
+        named = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
+        if prompted and ctx.params["prompt"] is None and (named or not _names_a_model(word)):
+            ctx.params["prompt"] = word
+        elif named:
+            given = ctx.params["model"]
+            hint = "; put the prompt in quotes" if prompted else ""
+            raise click.UsageError(
+                f"the model is {word!r} and --model is {given!r}; give one of them{hint}", ctx
+            )
+        else:
+            ctx.params["model"] = word
+            ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
+        return rest
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Add --help-all where --help leaves options out."""
@@ -134,6 +145,14 @@ class Command(click.Command):
 
     def _is_short(self, ctx: click.Context) -> bool:
         return self.short is not None and not ctx.meta.get(_ALL)
+
+
+def _names_a_model(word: str) -> bool:
+    """True if a single word of `generate` is a model, not a prompt for the default model."""
+    from specinfer.hub.catalogue import CATALOGUE
+
+    is_path = "/" in word or word.endswith(".gguf")
+    return word in CATALOGUE or os.path.exists(word) or (is_path and len(word.split()) == 1)
 
 
 def _help_all() -> click.Option:

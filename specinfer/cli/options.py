@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from specinfer.cli.help import FILE
+from specinfer.cli.help import FILE, MODEL_WORD
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
@@ -141,17 +141,23 @@ def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
     return decorated
 
 
-def model_options(command: _Command) -> _Command:
-    """Add --model and the engine's options of models, processes and memory."""
-    named = click.option(
+def model_named(default: str | None = DEFAULT_MODEL) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds the argument MODEL, and --model for the same."""
+    word = click.argument(MODEL_WORD, metavar="[MODEL]", required=False, shell_complete=complete_model)
+    option = click.option(
         "--model",
         "-m",
-        default=DEFAULT_MODEL,
-        show_default=True,
+        default=default,
+        show_default=DEFAULT_MODEL,
         shell_complete=complete_model,
-        help="Target: a folder, GGUF file, hub id (org/name) or catalogue name.",
+        help="The same as MODEL: a folder, GGUF file, hub name (org/name:Q4_K_M) or catalogue name.",
     )
-    return named(_of_engine(*_MODEL)(command))
+    return lambda command: word(option(command))
+
+
+def model_options(command: _Command) -> _Command:
+    """Add MODEL and the engine's options of models, processes and memory."""
+    return model_named()(_of_engine(*_MODEL)(command))
 
 
 def adapter_option(command: _Command) -> _Command:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from specinfer.cli.help import FILE, Command
-from specinfer.cli.options import DEFAULT_MODEL, complete_model, engine_config, flags
+from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, model_named
 from specinfer.config import ENGINE_OPTIONS, OLD_OPTIONS, REMOVED_OPTIONS, EngineConfig, new_names
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
@@ -31,14 +31,14 @@ _ENGINE: Final = [one for _, one in ENGINE_OPTIONS.values()]
 _SERVER: Final = options_of(ServeConfig)
 OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
 _SHORT_ENGINE: Final = (
-    *("file", "quantization", "memory", "max_batch_size", "max_context"),
+    *("file", "model", "quantization", "memory", "max_batch_size", "max_context"),
     *("drafts", "draft_quantization", "lookup"),
 )
 _SHORT_SERVER: Final = ("host", "port", "api_key", "served_model_name", "replicas")
 
 
 @click.command(cls=Command, short=(*_SHORT_ENGINE, *_SHORT_SERVER))
-@click.argument("model", required=False, shell_complete=complete_model)
+@model_named(None)
 @click.option("--config", "file", type=FILE, metavar="FILE", help="Options in YAML; flags override it.")
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *_SERVER])
@@ -69,36 +69,31 @@ def _print_address(url: str, *, model: str, page: bool) -> None:
         click.echo(f"to chat with it, open {local}/", err=True)
 
 
-@click.command(cls=Command, short=("source", "target", "named", "unknown_fields", *_SHORT_ENGINE))
-@click.argument("model", required=False, shell_complete=complete_model)
+@click.command(cls=Command, short=("source", "target", "unknown_fields", *_SHORT_ENGINE))
+@model_named(None)
 @click.option(
     "-i", "--input-file", "source", type=FILE, required=True, metavar="FILE", help="Requests, one a line."
 )
 @click.option(
     "-o", "--output-file", "target", type=FILE, required=True, metavar="FILE", help="Answers, one a line."
 )
-@click.option("--model", "-m", "named", metavar="MODEL", help="Same as the argument MODEL.")
 @click.option(
     "--config", "file", type=FILE, metavar="FILE", help="Options in YAML, as of serve; flags override it."
 )
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *(one for one in _SERVER if one.about.of_batches)])
-def run_batch(
-    model: str | None, named: str | None, source: Path, target: Path, file: Path | None, **given: Any
-) -> None:
+def run_batch(model: str | None, source: Path, target: Path, file: Path | None, **given: Any) -> None:
     """Answer the requests of a file with MODEL (default: smollm2-135m).
 
     A line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}};
     the other urls are /v1/completions, /v1/responses and /v1/messages. The output has a line for each answer.
     The same command continues an interrupted run: it skips requests that the output file answers already.
     """
-    if model and named:
-        raise ConfigError(f"MODEL is {model!r} and --model {named!r}; give one of them")
     if source.resolve() == target.resolve():
         raise ConfigError(f"the requests and the answers are both {source}; give two files")
     from specinfer.progress import ProgressBar
 
-    options, config = configs({"model": model or named, **given}, file)
+    options, config = configs({"model": model, **given}, file)
     if given["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
         config = replace(config, log_level="warning")  # no log line for each request
     engine = _engine(options, config)

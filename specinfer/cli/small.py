@@ -18,7 +18,8 @@ from specinfer.cli.options import complete_model
 def pull(name: str | None, list_names: bool) -> None:
     """Fetch the model NAME and print its path.
 
-    NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:file.gguf.
+    NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:Q4_K_M,
+    org/name:file.gguf.
     """
     from specinfer.hub import CATALOGUE, resolve
     from specinfer.progress import ProgressBar, format_bytes

@@ -7,7 +7,7 @@ downloaded from its start: huggingface_hub gives each attempt its own file name.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from specinfer.errors import (
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, install_file, require_space
 from specinfer.hub.foreign_format import foreign_files
+from specinfer.hub.gguf_choice import choose_gguf
 from specinfer.hub.gguf_header import first_parts, part_names
 from specinfer.hub.model_files import PICKLES, instead, weight_files
 from specinfer.progress import Progress
@@ -71,34 +72,46 @@ def fetch_file(repository: str, revision: str | None, file: str, progress: Progr
     return _fetch(repository, revision, {name: files[name] for name in parts}, progress)[parts[0]]
 
 
+def fetch_gguf(repository: str, revision: str | None, tag: str | None, progress: Progress) -> Path:
+    """Return the path of a repository's GGUF file of the quantization `tag`; None: the usual choice.
+
+    Without a network, chooses among the cached files.
+    """
+    try:
+        if offline():
+            raise _not_cached(repository)
+        names: Collection[str] = _list_files(repository, revision)
+    except (DownloadError, SourceUnavailableError):
+        if not (names := _cached_ggufs(repository, revision)):
+            raise
+    file = choose_gguf(f"{repository}:", [name for name in names if name.endswith(".gguf")], tag)
+    if file is None:
+        raise ModelNotFoundError(f"{repository} has no GGUF file; give {repository} alone, or another one")
+    return fetch_file(repository, revision, file, progress)
+
+
 def fetch_folder(repository: str, revision: str | None, progress: Progress, *, code: bool = False) -> Path:
     """Return the folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
 
-    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy.
+    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy. Of a
+    repository without safetensors, returns the path of a GGUF file.
     """
-    if offline():
-        folder = _cached_folder(repository, revision)
-        if folder is None:
-            raise _not_cached(repository)
-        return folder
-    try:
-        files = _list_files(repository, revision)
-    except SourceUnavailableError:
-        folder = _cached_folder(repository, revision)
-        if folder is None:
-            raise
-        return folder
+    files: dict[str, int] | None = None
+    if not offline():
+        try:
+            files = _list_files(repository, revision)
+        except SourceUnavailableError:
+            if _cached_folder(repository, revision) is None and not _cached_ggufs(repository, revision):
+                raise
+    if files is None:
+        return _cached_folder(repository, revision) or fetch_gguf(repository, revision, None, progress)
     if (what := foreign_files(files)) is not None:
         raise ModelError(f"{repository} is {what}")
     suffixes = (*MODEL_SUFFIXES, ".py") if code else MODEL_SUFFIXES
     selected = {name: size for name, size in files.items() if "/" not in name and name.endswith(suffixes)}
     if "config.json" not in selected or not any(name.endswith(".safetensors") for name in selected):
-        ggufs = first_parts(name for name in files if name.endswith(".gguf"))
-        if ggufs:
-            raise ModelError(
-                f"{repository} has GGUF files, and no safetensors; "
-                f"choose one: {', '.join(f'{repository}:{name}' for name in ggufs[:12])}"
-            )
+        if any(name.endswith(".gguf") for name in files):
+            return fetch_gguf(repository, revision, None, progress)
         own = [name for name in files if "/" not in name]
         if "config.json" in selected and any(name.endswith(PICKLES) for name in own):
             raise ModelError(
@@ -209,6 +222,16 @@ def _cached_folder(repository: str, revision: str | None) -> Path | None:
         return None
     weight_files(config.parent)  # raises if a file is missing
     return config.parent
+
+
+def _cached_ggufs(repository: str, revision: str | None) -> list[str]:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return []
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 @contextmanager

@@ -13,14 +13,8 @@ from typing import Any, Final
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.foreign_format import foreign_files, foreign_gguf, pickled_weights
-from specinfer.hub.gguf_header import (
-    GgufHeader,
-    check_complete,
-    first_parts,
-    part_files,
-    part_names,
-    read_gguf,
-)
+from specinfer.hub.gguf_choice import choose_gguf
+from specinfer.hub.gguf_header import GgufHeader, check_complete, part_files, read_gguf
 
 _MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the second is for Medusa heads
@@ -50,6 +44,8 @@ class ModelFiles:
 def local_model(name: str, path: Path) -> ModelFiles:
     """Return the model at a local path: a folder, a GGUF file, or any part of a split GGUF model.
 
+    A folder with GGUF files and no safetensors gives Q4_K_M or the nearest to it.
+
     Raises ModelFileError if the folder lacks a file, or the file is not a complete GGUF file.
     """
     if path.is_dir():
@@ -57,9 +53,9 @@ def local_model(name: str, path: Path) -> ModelFiles:
             raise ModelFileError(f"{name} is a pool of drafts, not a model: give it in drafts")
         if (what := foreign_files(_names(path))) is not None:
             raise ModelFileError(f"{name} is {what}")
-        if (part := _split_model(path)) is None:
+        if (file := _gguf_in(path)) is None:
             return ModelFiles(name, path, weight_files(path))
-        path = part
+        path = file
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")
     with path.open("rb") as file:
@@ -80,12 +76,6 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises ModelFileError if config.json or one of these files is missing.
     """
     if not (folder / "config.json").is_file():
-        ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
-        if ggufs:
-            raise ModelFileError(
-                f"{folder} has GGUF files, and no config.json; give one of them: "
-                + ", ".join(str(folder / name) for name in ggufs[:8])
-            )
         raise ModelFileError(
             f"{folder} is not a model: it has no config.json; give a model's folder or a .gguf file"
         )
@@ -166,13 +156,12 @@ def instead(files: Iterable[str]) -> str:
     )
 
 
-def _split_model(folder: Path) -> Path | None:
-    """Return the first part of the split GGUF model in a folder, or None for any other folder."""
-    if (folder / "config.json").is_file():
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder without safetensors, as of a repository; None if it has none."""
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
-    ggufs = sorted(file.name for file in folder.glob("*.gguf"))
-    split = len(first_parts(ggufs)) == 1 and len(part_names(ggufs[0])) > 1
-    return folder / ggufs[0] if split else None
+    name = choose_gguf(f"{folder}/", (file.name for file in folder.glob("*.gguf")))
+    return None if name is None else folder / name
 
 
 def _names(folder: Path) -> list[str]:

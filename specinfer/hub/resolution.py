@@ -17,16 +17,19 @@ from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.progress import NoProgress, Progress
 
 PIP = (sys.executable, "-m", "pip")
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?(?::(.+\.gguf))?")
+_HUB_NAME = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?(?::(?:(.+\.gguf)|([\w-]+)))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A parsed hub name: org/name[@revision][:file.gguf]."""
+    """A parsed hub name: org/name[@revision][:file.gguf or :quantization]."""
 
     repository: str
     revision: str | None
     file: str | None
+    tag: str | None  # quantization, like Q4_K_M
 
 
 def resolve(name: str, *, progress: Progress | None = None, code: bool = False) -> ModelFiles:
@@ -35,8 +38,9 @@ def resolve(name: str, *, progress: Progress | None = None, code: bool = False) 
     With `code`, a hub model's Python files are downloaded, too.
 
     `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue or of a
-    head in the package, or a hub name: org/name, org/name@revision, org/name:file.gguf. An existing path
-    takes precedence. Hub models are in the hub's cache (HF_HOME), catalogue models in `cache_dir()`.
+    head in the package, or a hub name: org/name, org/name@revision, org/name:Q4_K_M, org/name:file.gguf. An
+    existing path takes precedence. A repository of GGUF files alone gives Q4_K_M or the nearest to it. Hub
+    models are in the hub's cache (HF_HOME), catalogue models in `cache_dir()`.
 
     Raises ModelNotFoundError (unknown name), ModelFileError (damaged or wrong kind), ChecksumError (not
     the catalogue's file; nothing is kept), DownloadError (no network, no disk space, HF_HUB_OFFLINE).
@@ -54,16 +58,18 @@ def resolve(name: str, *, progress: Progress | None = None, code: bool = False) 
     hub_name = parse_hub_name(name)
     if hub_name is None:
         raise ModelNotFoundError(f"no model is called {name!r}{_suggestion(name)}; give {_allowed()}")
-    from specinfer.hub.hub_download import fetch_file, fetch_folder
+    from specinfer.hub.hub_download import fetch_file, fetch_folder, fetch_gguf
 
+    where = hub_name.repository, hub_name.revision
     if hub_name.file is not None:
-        file = fetch_file(hub_name.repository, hub_name.revision, hub_name.file, show)
-        return local_model(name, file)
-    return local_model(name, fetch_folder(hub_name.repository, hub_name.revision, show, code=code))
+        return local_model(name, fetch_file(*where, hub_name.file, show))
+    if hub_name.tag is not None:
+        return local_model(name, fetch_gguf(*where, hub_name.tag, show))
+    return local_model(name, fetch_folder(*where, show, code=code))
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Parse org/name[@revision][:file.gguf]; returns None for a name of another form."""
+    """Parse org/name[@revision][:file.gguf or :quantization]; returns None for a name of another form."""
     match = _HUB_NAME.fullmatch(name)
     return None if match is None else HubName(*match.groups())
 
@@ -120,7 +126,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 def _allowed() -> str:
     known = ", ".join((*CATALOGUE, *SHIPPED_HEADS))
-    return f"a folder, a .gguf file, a hub name (org/name, org/name:file.gguf), or one of: {known}"
+    return f"a folder, a .gguf file, a hub name (org/name, org/name:Q4_K_M), or one of: {known}"
 
 
 def _suggestion(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM
+from specinfer.cli import COMMANDS
 from specinfer.cli.answering import Listener
 from specinfer.engine.engine import Engine
 from specinfer.engine.trace import TreeEvent
@@ -60,7 +60,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
-    "prompt of two words": (["hi", "there"], '(there); allowed: specinfer generate --model MODEL "PROMPT"'),
+    "prompt of two words": (["hi", "there"], "give one of them; put the prompt in quotes"),
+    "prompt of three words": (["hi", "there", "you"], "(you); put the prompt in quotes"),
+    "memory without a unit": (["--memory", "8", "hi"], "memory is '8', which means bytes; write 8GB or 8MB"),
+    "memory too small": (["--memory", "9MB", "hi"], "--memory (memory) is 9.00 MiB, and "),
     "no such option": (["--warp", "9", "hi"], "--warp"),
     "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
     "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
@@ -146,20 +149,39 @@ def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
     assert (status, err) == (2, "specinfer: error: there is no command 'serv'; did you mean 'serve'?\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "allowed"),
-    [
-        (["chat", "my.gguf"], "(my.gguf); allowed: specinfer chat --model MODEL"),
-        (["bench", "my.gguf"], "(my.gguf); allowed: specinfer bench --model MODEL"),
-        (["serve", "--model", "my.gguf"], "; the model is an argument: specinfer serve MODEL"),
-        (["serve", "-m", "my.gguf"], "; the model is an argument: specinfer serve MODEL"),
-        (["pull", "--model", "my.gguf"], "; the model is an argument: specinfer pull NAME"),
-    ],
-)
-def test_a_misplaced_model_gets_the_right_form(run: Run, arguments: list[str], allowed: str) -> None:
-    status, _, err = run(*arguments)
-    assert (status, len(err.splitlines())) == (2, 1)
-    assert allowed in err
+def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> None:
+    for command in ("serve", "chat", "bench", "check", "run-batch -i a -o b", "tune --out x", "generate"):
+        for form in ("none.gguf", "--model none.gguf", "-m none.gguf"):
+            status, _, err = run(*command.split(), *form.split(), *(["hi"] if command == "generate" else []))
+            assert status == 2, (command, form)
+            assert "there is no file or folder none.gguf" in err or "No such file" in err, (command, form)
+        both = run(
+            *command.split(), "a.gguf", "--model", "b.gguf", *(["hi"] if command == "generate" else [])
+        )
+        if command != "generate":
+            assert "the model is 'a.gguf' and --model is 'b.gguf'; give one of them" in both[2]
+        assert both[0] == 2
+    target, ends = models / "target", ("--max-tokens", 5)
+    answers = {
+        run("generate", *words, *ends)[1]
+        for words in ((target, "abc"), ("-m", target, "abc"), ("abc", "-m", target))
+    }
+    assert len(answers) == 1
+    assert answers != {""}
+
+
+def test_a_draft_larger_than_its_target_is_said(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    LLM(str(models / "target"), drafts=[str(models / "target")]).close()
+    assert "swap the two" not in caplog.text
+    LLM(str(models / "draft"), drafts=[str(models / "target")]).close()
+    assert "more weights than its target and can only slow it down; swap the two" in caplog.text
+
+
+def test_a_limit_of_addresses_is_one_line_that_says_so(models: Path) -> None:
+    command = f"ulimit -v 400000; {sys.executable} -m specinfer generate {models / 'target'} hi; echo $?"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, len(done.stderr.splitlines())) == ("2\n", 1)
+    assert "the process may take 0.38 GiB of addresses (ulimit -v)" in done.stderr
 
 
 def test_pull_lists_the_catalogue(run: Run) -> None:
@@ -253,10 +275,12 @@ def test_a_terminal_that_lacks_a_character_is_no_error(models: Path) -> None:
     assert "40 tokens" in err
 
 
-def test_without_a_command_it_shows_the_help(run: Run) -> None:
+def test_without_a_command_it_shows_five_lines_to_try(run: Run) -> None:
     status, out, err = run()
     assert (status, err) == (0, "")
-    assert re.search(r"\n  generate +Answer one prompt\.\n", out)
+    assert len(out.splitlines()) == 5
+    for line in out.splitlines():
+        assert line.split()[1] in {*COMMANDS, "--help"}
 
 
 def test_no_colour_with_no_color(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.hub.gguf_header import first_parts, part_files, part_names, read_gguf, read_header
 from specinfer.hub.resolution import resolve
 from specinfer.models.open_model import open_model
@@ -119,7 +119,7 @@ def test_a_part_that_is_cut_short_is_named(split: Path) -> None:
 
 def test_a_folder_of_several_models_names_each_once(split: Path) -> None:
     (split.parent / "whole.gguf").rename(split / "whole.gguf")
-    with pytest.raises(ModelFileError, match=rf"give one of them: \S+{NAMES[0]}, \S+whole\.gguf$"):
+    with pytest.raises(ModelNotFoundError, match=rf"choose one of \S+{NAMES[0]}, \S+whole\.gguf$"):
         resolve(str(split))
 
 

@@ -180,8 +180,6 @@ def test_one_gguf_file_of_a_repository(hub, tmp_path):
     assert files.header is not None
     assert files.path.read_bytes() == data
     assert hub.served == ["a.Q4_0.gguf"]
-    with pytest.raises(ModelError, match=r"choose one: org/ggufs:a\.Q4_0\.gguf, org/ggufs:b\.Q8_0\.gguf"):
-        resolve("org/ggufs")
     with pytest.raises(ModelNotFoundError, match=r"no file c\.gguf; it has a\.Q4_0\.gguf"):
         resolve("org/ggufs:c.gguf")
 
@@ -200,9 +198,9 @@ def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
     files = resolve(f"org/parts:{names[1]}")
     assert [file.name for file in files.weights] == [name.removeprefix("Q8/") for name in names]
     assert sorted(hub.served) == names
-    with pytest.raises(ModelError, match=rf"choose one: org/parts:{names[0]}$"):
-        resolve("org/parts")
     hub.served.clear()
+    for name in ("org/parts", "org/parts:q8", "org/parts:latest"):
+        assert resolve(name).weights == files.weights
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve(f"org/parts:{names[1]}").path == files.path
     assert hub.served == []
@@ -213,6 +211,49 @@ def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
     del hub.repositories["org/parts"][names[1]]
     with pytest.raises(ModelNotFoundError, match=f"org/parts has {names[0]}, but lacks {names[1]}, another"):
         resolve(f"org/parts:{names[0]}")
+
+
+def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeypatch):
+    data = write_gguf(tmp_path / "m.gguf").read_bytes()
+    beside = ("mmproj-model-f16.gguf", "model.imatrix.gguf", "config.json", "README.md")
+    for tags, chosen in {
+        ("Q8_0", "Q4_K_M", "Q4_0", "BF16"): "Q4_K_M",
+        ("q8_0", "q4_k_s", "q4_0", "q2_k"): "q4_k_s",
+        ("Q8_0", "UD-Q4_K_XL", "Q3_K_M"): "UD-Q4_K_XL",
+        ("IQ2_XXS", "Q5_K_M", "Q6_K"): "Q5_K_M",
+        ("f32", "f16", "Q2_K"): "f16",
+        ("Q3_K_M", "Q8_0"): "Q8_0",
+        ("MXFP4", "F16"): "MXFP4",
+    }.items():
+        repository = f"org/{'-'.join(tags)}"
+        hub.repositories[repository] = {f"model-{tag}.gguf": data for tag in tags} | dict.fromkeys(
+            beside, b"x"
+        )
+        assert resolve(repository).path.name == f"model-{chosen}.gguf", tags
+        for tag in tags:
+            found = resolve(f"{repository}@main:{tag.upper().removeprefix('UD-')}")
+            assert found.path.name == f"model-{tag}.gguf"
+    hub.repositories["org/both"] = hub.repositories["org/model"] | {"m.Q4_0.gguf": data, "m.Q8_0.gguf": data}
+    assert resolve("org/both").header is None, "safetensors come first"
+    assert resolve("org/both:Q8_0").path.name == "m.Q8_0.gguf"
+    hub.repositories["org/sizes"] = {"1b-Q4_K_M.gguf": data, "3b-Q4_K_M.gguf": data, "3b-Q8_0.gguf": data}
+    with pytest.raises(
+        ModelNotFoundError, match=r"one of org/sizes:1b-Q4_K_M\.gguf, org/sizes:3b-Q4_K_M\.gguf$"
+    ):
+        resolve("org/sizes")
+    with pytest.raises(
+        ModelNotFoundError, match=r"org/both has no GGUF file of Q5_K_M; it has org/both:m\.Q4_0"
+    ):
+        resolve("org/both:Q5_K_M")
+    with pytest.raises(ModelNotFoundError, match="org/model has no GGUF file; give org/model alone"):
+        resolve("org/model:Q4_K_M")
+    hub.repositories["org/ggufs"] = {"a.Q4_K_M.gguf": data, "a.Q8_0.gguf": data}
+    cached = resolve("org/ggufs:Q8_0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("org/ggufs").path == resolve("org/ggufs:q8_0").path == cached.path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.close()
+    assert resolve("org/ggufs").path == cached.path
 
 
 def test_revisions_are_honoured(hub):

@@ -127,10 +127,11 @@ def test_an_unknown_short_name_gets_the_known_ones_and_a_guess():
 
 
 def test_hub_names_have_a_repository_a_revision_and_a_file():
-    assert parse_hub_name("org/name") == HubName("org/name", None, None)
-    assert parse_hub_name("org/na.me-1@refs/pr/2") == HubName("org/na.me-1", "refs/pr/2", None)
-    assert parse_hub_name("org/name:sub/f.Q4_0.gguf") == HubName("org/name", None, "sub/f.Q4_0.gguf")
-    assert parse_hub_name("org/name@v1:f.gguf") == HubName("org/name", "v1", "f.gguf")
+    assert parse_hub_name("org/name") == HubName("org/name", None, None, None)
+    assert parse_hub_name("org/na.me-1@refs/pr/2") == HubName("org/na.me-1", "refs/pr/2", None, None)
+    assert parse_hub_name("org/name:sub/f.Q4_0.gguf") == HubName("org/name", None, "sub/f.Q4_0.gguf", None)
+    assert parse_hub_name("org/name@v1:f.gguf") == HubName("org/name", "v1", "f.gguf", None)
+    assert parse_hub_name("org/name:Q4_K_M") == HubName("org/name", None, None, "Q4_K_M")
     for other in ("name", "org/name:f.bin", "/name", "a/b/c", "org/", "org/name@"):
         assert parse_hub_name(other) is None
 
