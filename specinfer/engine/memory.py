@@ -9,6 +9,7 @@ The plan uses prior acceptance probabilities. The real ones are learned later, a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +34,10 @@ from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_by
 from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
-from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
+from specinfer.runtime.kv_cache import KvCache, address_space_left, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 
+_LOG: Final = logging.getLogger(__name__)
 _SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
 _SLACK: Final = 1 << 26  # bytes reserved for libraries
 _BUFFERS: Final = 2  # layer buffers without a draft
@@ -278,6 +280,9 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     # Measured now, so that a start that makes the file gets the same plan as later ones.
     process = process_bytes()
     free = memory - process
+    for name, size in needs.draft_weights.items():
+        if size > needs.weights:
+            _LOG.warning("%s has more weights than its target and can only slow it down; swap the two", name)
     total = needs.weights + sum(needs.draft_weights.values()) + needs.adapters
     if config.offload == "never":
         if total > free:
@@ -321,14 +326,24 @@ def offload_folder(config: EngineConfig) -> Path | None:
 
 def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free: int) -> str:
     """Return the message for a lack of memory, with the alternative of streaming."""
-    parts = {needs.name: needs.weights, **needs.draft_weights}
+    parts, advice = {needs.name: needs.weights, **needs.draft_weights}, "choose a smaller model, fewer drafts"
     if needs.adapters:
         parts["adapters"] = needs.adapters
+    if config.memory is not None:
+        model, (positions, rows, _) = (needs.target.config, needs.dtype), STREAM_LIMITS[-1]
+        models = [model, *(needs.draft_sets[0].caches if needs.draft_sets else ())]
+        parts["this process"] = memory - free
+        parts["a small context"] = activation_bytes(*model, rows) + 2 * cache_bytes(models, positions)
     sizes = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    text = (
-        f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
-        f"{needs.device}; choose a smaller model, fewer drafts, or free some memory"
-    )
+    if config.memory is not None:
+        least = f"{-(-sum(parts.values()) >> 20)}MB"
+        text = f"--memory (memory) is {gib(memory)}, and {least} are needed: {sizes}; raise it, or {advice}"
+    else:
+        limit = "" if address_space_left() is None else ", or raise the limit of `ulimit -v`"
+        text = (
+            f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
+            f"{needs.device}; {advice}, or free some memory{limit}"
+        )
     if needs.device.type != "cpu" or needs.kernels.library is None:
         return text
     path = needs.target.path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import resource
 from collections.abc import Sequence
 
 import psutil
@@ -89,7 +90,7 @@ GIB = 1 << 30
 
 
 def free_bytes(device: torch.device, memory: int | None = None) -> int:
-    """Return the free bytes of `device`, on a CPU within the limit of the process's cgroup.
+    """Return the free bytes of `device`, on a CPU within the limits of the process and of its cgroup.
 
     With `memory`, the limit of the whole process on a CPU, it is at most the unused rest of that. Blocks that
     PyTorch keeps on a GPU for later tensors count as free.
@@ -97,9 +98,15 @@ def free_bytes(device: torch.device, memory: int | None = None) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    free, allowed = int(psutil.virtual_memory().available), cgroup_free_memory()
-    free = free if allowed is None else min(free, allowed)
+    limits = cgroup_free_memory(), address_space_left()
+    free = min([int(psutil.virtual_memory().available), *(one for one in limits if one is not None)])
     return free if memory is None else max(0, min(free, memory - process_bytes()))
+
+
+def address_space_left() -> int | None:
+    """Return the bytes that `ulimit -v` leaves to this process; None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
 def process_bytes() -> int:
@@ -137,7 +144,7 @@ def num_blocks(
         raise CapacityError(
             f"the KV cache needs at least {needed} blocks x {block_size} positions x "
             f"{per_block // block_size} bytes = {gib(needed * per_block)}, but may take {gib(budget)} on "
-            f"{where}; raise kv_cache_memory, free some memory, or choose a smaller tree"
+            f"{where}; raise kv_cache_memory or memory, free some memory, or choose a smaller tree"
         )
     return blocks
 
