@@ -52,6 +52,14 @@ class ModelError(UserError):
     """A model cannot be used."""
 
 
+class ConfigKeyError(ModelError):
+    """A native family does not compute what `key` of config.json sets."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class UnhostedError(ModelError):
     """transformers' code cannot run a model here; the message completes a sentence that names the model."""
 

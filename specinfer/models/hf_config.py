@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from specinfer.errors import ModelError
+from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import MAX_LAYERS, Fields, all_ids, count, integer, number
@@ -105,7 +105,7 @@ def refuse(c: Fields, *switches: str) -> None:
     """Raise ModelError if one of these is set, since the decoder does not compute it."""
     for name in switches:
         if c.get(name):
-            raise ModelError(f"config.json sets {name} = {c[name]!r}, which is not supported")
+            raise ConfigKeyError(f"config.json sets {name} = {c[name]!r}, which is not supported", name)
 
 
 def window_of(c: Fields) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from pathlib import Path
 
 from specinfer.config import ModelImpl
-from specinfer.errors import ModelError, ModelFileError, ModelNotFoundError
+from specinfer.errors import ConfigKeyError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.models.decoder import decoder_shapes
 from specinfer.models.families.registry import HF_FAMILIES
@@ -14,6 +15,7 @@ from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
 from specinfer.models.safetensors import SafetensorsFolder
 
+_LOG = logging.getLogger(__name__)
 # With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
 OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
 
@@ -46,11 +48,40 @@ def open_model(
             f"{files.name} is a GGUF file, which transformers' code cannot run here; give a folder with "
             "config.json and safetensors, or leave model_impl out"
         )
-    opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
+    opened: OpenModel
+    if header is None:
+        opened = _folder(files, impl, trust_remote_code)
+        if isinstance(opened, HostedFolder):
+            return opened
+    else:
+        opened = GGUFFile(header)
     if max_context is not None:
         opened.config = opened.config.for_texts_of(max_context)
     _check(opened)
     return opened
+
+
+def _folder(files: ModelFiles, impl: ModelImpl, trust_remote_code: bool) -> OpenModel:
+    """A native folder; with "auto", one that its family refuses and transformers' code computes is hosted."""
+    try:
+        return SafetensorsFolder(files.path, files.weights)
+    except ModelFileError:
+        raise
+    except ModelError as error:
+        if impl == "native":
+            hint = "; model_impl auto may run it through transformers' code"
+            raise ModelError(f"{error}{hint if isinstance(error, ConfigKeyError) else ''}") from error
+        try:
+            found = hosted(files.path, files.weights, trust_remote_code=trust_remote_code)
+        except ModelFileError:
+            raise
+        except ModelError as other:
+            more = "" if str(other) == str(error) else f"; through transformers: {other}"
+            raise ModelError(f"{error}{more}") from error
+        if isinstance(error, ConfigKeyError) and not found.reads(error.key):
+            raise
+        _LOG.warning("%s: %s; so transformers' code runs it", files.name, error)
+        return found
 
 
 def _is_native(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from specinfer.errors import ModelError
+from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import config_from_hf, hf_family
 from specinfer.models.fields import Fields, mapping
@@ -86,9 +86,10 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     switches = SWITCHES if made.experts is not None else SWITCHES | EXPERTS
     for key in unread:
         if key in switches:
-            raise ModelError(
+            raise ConfigKeyError(
                 f"config.json sets {key} = {fields[key]!r}, which specinfer does not compute for models of "
-                f"model_type {config['model_type']!r}"
+                f"model_type {config['model_type']!r}",
+                key,
             )
     if unread:
         _LOG.warning("config.json sets %s, which specinfer does not know and ignores", ", ".join(unread))

@@ -23,6 +23,7 @@ from specinfer.models.families import (
     opt,
     phi,
 )
+from specinfer.models.families.relatives import running_relative, sort_of
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily
@@ -50,10 +51,7 @@ def hf_family(config: Fields) -> HfFamily:
     """The family of a config.json; raises ModelError for an unknown model_type."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
-        raise ModelError(
-            f"model_type is {kind!r}; supported: {', '.join(sorted(HF_FAMILIES))}. "
-            "docs/add_a_model.md says how to add one."
-        )
+        raise ModelError(f"model_type {kind!r} is {_what(kind)}")
     return HF_FAMILIES[kind]
 
 
@@ -61,11 +59,13 @@ def gguf_family(metadata: Fields) -> GgufFamily:
     """The family of a GGUF file; raises ModelError for an unknown architecture."""
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in GGUF_FAMILIES:
-        raise ModelError(
-            f"the GGUF architecture is {kind!r}; supported: {', '.join(sorted(GGUF_FAMILIES))} "
-            "(Mistral files say llama). docs/add_a_model.md says how to add one."
-        )
+        raise ModelError(f"the GGUF architecture {kind!r} is {_what(kind)}")
     return GGUF_FAMILIES[kind]
+
+
+def _what(kind: object) -> str:
+    what = sort_of(kind) or "of no family that specinfer has"
+    return f"{what}; {running_relative(kind)}, docs/add_a_model.md says how to add one"
 
 
 def config_from_hf(config: Fields, generation_config: Fields | None = None) -> ModelConfig:

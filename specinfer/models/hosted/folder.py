@@ -19,6 +19,7 @@ from specinfer.hub.foreign_format import quantized_tensor
 from specinfer.hub.model_files import read_json
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
+from specinfer.models.families.relatives import running_relative, sort_of
 from specinfer.models.fields import all_ids
 from specinfer.models.hosted.checkpoint import ParameterFiles
 from specinfer.models.hosted.library import transformers
@@ -105,6 +106,10 @@ class HostedFolder:
         for file in sorted(self.path.glob("*.py")):
             digest.update(file.read_bytes())
         return digest.hexdigest()[:12]
+
+    def reads(self, key: str) -> bool:
+        """True if the class of its config has this key; other keys are ignored by its code."""
+        return hasattr(type(self.skeleton.model.config)(), key)
 
     def made(self, dtype: torch.dtype) -> Skeleton:
         """A skeleton of this model with weights in `dtype`."""
@@ -330,7 +335,9 @@ def hosted(path: Path, weights: Sequence[Path], *, trust_remote_code: bool) -> H
     try:
         return HostedFolder(path, weights, trust_remote_code=trust_remote_code)
     except UnhostedError as error:
+        kind = read_json(path / "config.json").get("model_type")
+        what = f"; it is {found}" if (found := sort_of(kind)) is not None else ""
         raise ModelError(
-            f"{path.name} {error}: specinfer has no family for it, and transformers' code cannot run it "
-            "here; docs/models.md lists supported models"
+            f"{path.name} {error}{what}. specinfer has no family for it, and transformers' code cannot run it"
+            f" here; {running_relative(kind)}"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from specinfer.models.quantized.mxfp4 import mxfp4
 from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import fp8
 
+_LOG = logging.getLogger(__name__)
 # Types of tensors in such files besides floats, by safetensors' names.
 STORED: Final = {
     "I64": torch.int64,
@@ -73,6 +75,12 @@ def dequantized(
                 f"{tensor.path}: tensor {name!r} belongs to no matrix quantized by {method}; the model is "
                 f"damaged or incomplete: get it again, or {INSTEAD}"
             )
+    if not found:
+        _LOG.warning(
+            "config.json of %s says that the weights are quantized by %s, but no tensor is; they are read as "
+            "they are: take the setting out of config.json, or fetch the model again",
+            *(folder, method),
+        )
     return {**pieces.rest, **found}
 
 

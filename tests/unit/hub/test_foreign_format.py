@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.foreign_format import foreign_files, quantized_config
 from specinfer.hub.resolution import resolve
+from specinfer.models.families.registry import gguf_family, hf_family
 from specinfer.models.open_model import open_model
 from specinfer.models.quantized.checkpoint import quantization_of
 from tests.tiny_models import write_tiny_llama
@@ -129,6 +130,45 @@ def test_a_declared_quantization_is_named(
         ModelError, match=f"the weights are quantized by {method}, which is not supported here; supp"
     ):
         open_model(folder)
+
+
+def test_a_quantization_that_no_tensor_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tiny_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for settings in ({"quant_method": "gptq", "bits": 4, "group_size": 32}, {"quant_method": "fp8"}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+        caplog.clear()
+        assert open_model(tmp_path).shapes
+        assert f"are quantized by {settings['quant_method']}, but no tensor is" in caplog.text
+
+
+def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
+    for kind, what, relative in (
+        ("qwen3_next", "a recurrent hybrid, ", "Qwen 2.5 and Qwen 3"),
+        ("falcon-h1", "a recurrent hybrid, ", "Falcon 3"),
+        ("granitehybrid", "a recurrent hybrid, ", "Granite 3"),
+        ("nemotron_h", "a recurrent hybrid, ", "Llama-Nemotron-Nano"),
+        ("mamba2", "a recurrent hybrid, ", ""),
+        ("qwen2vl", "a model with a vision tower, ", "Qwen 2.5 and Qwen 3"),
+        ("qwen2_5_vl", "a model with a vision tower, ", "Qwen 2.5 and Qwen 3"),
+        ("paligemma", "a model with a vision tower, ", "Gemma 3"),
+        ("llama4", "a model with a vision tower, ", "Llama 3"),
+        ("nomic-bert", "an encoder, ", ""),
+        ("gemma-embedding", "an encoder, ", "Gemma 3"),
+        ("t5", "an encoder with a decoder, ", ""),
+        ("whisper", "an encoder with a decoder, ", ""),
+        ("deepseek2", "a model with latent attention, ", "DeepSeek-R1-Distill"),
+        ("minicpm", "of no family that specinfer has; ", ""),
+    ):
+        for read, fields in (
+            (hf_family, {"model_type": kind}),
+            (gguf_family, {"general.architecture": kind}),
+        ):
+            with pytest.raises(ModelError) as caught:
+                read(fields)
+            assert f"{kind!r} is {what}" in str(caught.value)
+            runs = f"; of its relatives {relative} run; " if relative else "; "
+            assert f"{runs}docs/models.md lists the models that run" in str(caught.value)
 
 
 def test_one_around_the_language_model_counts_too() -> None:

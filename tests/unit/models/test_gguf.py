@@ -170,7 +170,7 @@ def test_unsupported_architecture(tmp_path):
     refused(
         tmp_path / "m.gguf",
         ModelError,
-        "architecture is 'mamba'; supported: .*llama, mpt, .*qwen3",
+        "architecture 'mamba' is a recurrent hybrid, .*models.md lists",
     )
 
 

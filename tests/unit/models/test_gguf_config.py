@@ -102,7 +102,7 @@ def test_gguf_longrope_is_known_by_its_tensors():
     [
         (
             {**GGUF, "general.architecture": "rwkv"},
-            "architecture is 'rwkv'; supported: chatglm, ",
+            "architecture 'rwkv' is a recurrent hybrid",
         ),
         (
             {**GGUF, "llama.rope.scaling.type": "longrope"},

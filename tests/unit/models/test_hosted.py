@@ -121,12 +121,35 @@ def test_a_family_of_ours_stays_ours_unless_told_otherwise(tmp_path: Path) -> No
     assert isinstance(open_model(tmp_path, "transformers"), HostedFolder)
 
 
+def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind, key, value in (("cohere", "use_qk_norm", True), ("olmoe", "clip_qkv", 0.5)):
+        theirs = save_tiny(kind, tmp_path / kind, **{key: value})
+        opened = open_model(tmp_path / kind, "auto")
+        assert isinstance(opened, HostedFolder), kind
+        assert (
+            f"config.json sets {key} = {value}, which is not supported; so transformers' code" in caplog.text
+        )
+        ours = load_model(opened, dtype=torch.float32, device=CPU, kernels=kernels("torch"))
+        assert difference(theirs, ours) < TOLERANCE, kind
+        with pytest.raises(ModelError, match=f"{key} = {value}.*model_impl auto may run it"):
+            open_model(tmp_path / kind, "native")
+    save_tiny("llama", tmp_path / "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "clip_qkv": 0.5}))
+    with pytest.raises(ModelError, match=r"clip_qkv = 0\.5, which specinfer does not compute"):
+        open_model(tmp_path / "llama", "auto")  # transformers' code would ignore the key
+
+
 def test_what_is_no_family_of_ours_runs_through_transformers(tmp_path: Path) -> None:
     save_tiny("apertus", tmp_path)
     opened = open_model(tmp_path, "auto")
     assert isinstance(opened, HostedFolder)
     assert opened.summary.startswith("ApertusForCausalLM runs through transformers ")
-    with pytest.raises(ModelError, match=r"model_type is 'apertus'; supported"):
+    with pytest.raises(
+        ModelError, match=r"model_type 'apertus' is of no family that specinfer has; docs/models\.md"
+    ):
         open_model(tmp_path, "native")
 
 
