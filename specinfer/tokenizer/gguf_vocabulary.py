@@ -1,8 +1,7 @@
 """Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer (tokenizer.ggml.pre). The
-splitting rules of each name are those of the models' own tokenizers, as in llama.cpp. SentencePiece BPE
-merges the pair whose union has the highest score, so its merges are listed in order of the scores.
+A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer. SentencePiece BPE merges the
+pair whose union has the highest score, so its merges are listed in order of the scores.
 `write_tokenizer` writes such a tokenizer as files for transformers.
 """
 
@@ -23,6 +22,7 @@ from specinfer.files import NewFile, write_text
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
+from specinfer.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, library_errors, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -48,58 +48,11 @@ _FILL_IN = {
     "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
     "middle_token": ("fim_mid_token_id", "middle_token_id"),
 }
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_QWEN2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
-_LLAMA3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
-# Words that also end between a lower-case and an upper-case letter.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SMALL, _LARGE = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
-)
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_TEKKEN = rf"{_SMALL}|{_LARGE}|\p{{N}}|{_PATHS}|{_BLANKS}"
-_GPT4O = rf"{_SMALL}{_ENDING}?|{_LARGE}{_ENDING}?|\p{{N}}{{1,3}}|{_PATHS}|{_BLANKS}"
 # Files of a model's folder that belong to its tokenizer and chat template.
 _FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """How byte-level BPE splits a text into words before merging."""
-
-    patterns: tuple[str, ...]  # applied in order, each to the pieces of the previous one
-    nfc: bool = False  # the text is first normalized to NFC
-    ignore_merges: bool = False  # a word that is itself a token is not split
-    add_bos: bool = False  # default, if the file does not specify it
-
-
-_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "olmo": PreTokenizer((_GPT2,)),
-    "mpt": PreTokenizer((_GPT2,)),
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,
-    "command-r": _SINGLE_DIGITS,
-    "codeshell": _SINGLE_DIGITS,
-    "qwen2": PreTokenizer((_QWEN2,), nfc=True),
-    "deepseek-r1-qwen": PreTokenizer((_QWEN2,), nfc=True),
-    "llama-bpe": PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "smaug-bpe": PreTokenizer((_LLAMA3,)),
-    "dbrx": PreTokenizer((_LLAMA3,)),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": PreTokenizer((_GPT4O,)),
-}
 
 
 @dataclass(frozen=True, slots=True)
