@@ -14,7 +14,7 @@ from specinfer.hub.gguf_header import GgufHeader, read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import KNOWN_PREFIXES, NAMES, FillInTokens
-from specinfer.tokenizer.vocabulary import library_panics, read_backend, tokenizer_file
+from specinfer.tokenizer.vocabulary import library_panics, read_folder
 
 _MAX_IDS: Final = 1 << 31  # exclusive upper bound of token ids
 _MAX_SHORT: Final = 4096  # characters, which take about 1 ms
@@ -190,14 +190,8 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
-        backend = read_backend(tokenizer_file(folder))
-        config = _read_json(folder / "tokenizer_config.json")
-        special_map = _read_json(folder / "special_tokens_map.json")
-        special_tokens = {}
-        for name in _SPECIAL_NAMES:
-            text = _token_text(config.get(name)) or _token_text(special_map.get(name))
-            if text is not None:
-                special_tokens[name] = text
+        backend, tokens = read_folder(folder)
+        special_tokens = {name: text for name in _SPECIAL_NAMES if (text := tokens.texts.get(name))}
         eos_ids = _eos_ids(folder / "generation_config.json") | _eos_ids(folder / "config.json")
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         templates = _folder_templates(folder)
@@ -214,13 +208,6 @@ class Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if the file does not exist."""
     return read_json(path) if path.is_file() else {}
-
-
-def _token_text(value: object) -> str | None:
-    """A token in tokenizer_config.json: a string, or an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _eos_ids(file: Path) -> set[int]:

@@ -19,6 +19,7 @@ import tokenizers
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer.configured_tokens import ConfiguredTokens
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 
 _MAX_GROWTH: Final = 256  # characters that a normalizer may make of one
@@ -89,6 +90,7 @@ class Vocabulary:
         one, two = self._source, other._source
         if isinstance(one, Path) and isinstance(two, Path):
             alike = one.read_bytes() == two.read_bytes()
+            alike = alike and ConfiguredTokens(one.parent) == ConfiguredTokens(two.parent)
         else:
             alike = one == two
         return alike or self._meanings == other._meanings
@@ -97,7 +99,7 @@ class Vocabulary:
     def _tokens(self) -> dict[int, str]:
         if not isinstance(self._source, Path):
             return {i: token for token, i in first_ids(self._source).items()}
-        backend = read_backend(self._source)
+        backend, _ = read_folder(self._source.parent)
         ids = backend.get_vocab(with_added_tokens=True).values()
         return {i: token for i in ids if (token := backend.id_to_token(i)) is not None}
 
@@ -119,6 +121,15 @@ def tokenizer_file(folder: Path) -> Path:
             "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     raise ModelFileError(f"{folder} has no tokenizer.json; copy the model's tokenizer.json there")
+
+
+def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, ConfiguredTokens]:
+    """The library's tokenizer of a model's folder, with the tokens of its configs; raises ModelFileError."""
+    file = tokenizer_file(folder)
+    backend, tokens = read_backend(file), ConfiguredTokens(folder)
+    with library_errors(file):
+        tokens.add_to(backend)
+    return backend, tokens
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
