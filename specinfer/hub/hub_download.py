@@ -23,7 +23,7 @@ from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, inst
 from specinfer.hub.foreign_format import foreign_files
 from specinfer.hub.gguf_choice import choose_gguf
 from specinfer.hub.gguf_header import first_parts, part_names
-from specinfer.hub.model_files import PICKLES, instead, weight_files
+from specinfer.hub.model_files import PICKLES, TEMPLATES, instead, weight_files
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -108,7 +108,11 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
     if (what := foreign_files(files)) is not None:
         raise ModelError(f"{repository} is {what}")
     suffixes = (*MODEL_SUFFIXES, ".py") if code else MODEL_SUFFIXES
-    selected = {name: size for name, size in files.items() if "/" not in name and name.endswith(suffixes)}
+    selected = {
+        name: size
+        for name, size in files.items()
+        if name.endswith(suffixes) and name.rpartition("/")[0] in ("", TEMPLATES)
+    }
     if "config.json" not in selected or not any(name.endswith(".safetensors") for name in selected):
         if any(name.endswith(".gguf") for name in files):
             return fetch_gguf(repository, revision, None, progress)

@@ -18,6 +18,7 @@ from specinfer.hub.gguf_header import GgufHeader, check_complete, part_files, re
 
 _MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the second is for Medusa heads
+TEMPLATES: Final = "additional_chat_templates"  # folder with more templates, as transformers writes them
 PICKLES = (".bin", ".pt", ".pth")  # suffixes of pickled weights, which are refused
 _PIECES, _PIECE = 256, 4096  # hashed pieces per file, and bytes per piece
 _FILE: Final = "generation_config.json"

@@ -33,7 +33,7 @@ _MAX_FLOAT: Final = 400  # characters of the longest float
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
 # Filter names with a blank, so that no template can use them.
 _STEP, _CONCAT, _MADE, _WEIGHED = "a step", "a concatenation", "a value made", "a value weighed"
-_REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap")  # for web pages, and slow on long texts
+_REMOVED_FILTERS = ("pprint", "striptags", "urlize")  # for web pages, and slow on long texts
 # Filters that make a list of a text's characters or words.
 _SPLITTING = frozenset(
     {"batch", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr", "slice"}
@@ -320,10 +320,15 @@ def _digits(weight: int, value: Any, precision: Any = 0, *args: Any, **kwargs: A
     return 0
 
 
-def _numbers(weight: int, value: Any, attribute: Any = None, start: Any = 0) -> int:
-    if not isinstance(start, (int, float)):
-        raise BoundsError("it sums values that are not numbers")
-    return 0
+def _summed(weight: int, value: Any, attribute: Any = None, start: Any = 0) -> int:
+    # Each addition of lists copies those before.
+    return 0 if isinstance(start, (int, float)) else weight * (len(value) + 1)
+
+
+def _wrapped(text: Any, width: Any, end: Any) -> int:
+    # Cutting a long word copies the rest of it at every line.
+    longest = max(map(len, str(text).split()), default=0)
+    return len(str(text)) * (NODE_WEIGHT + len(end or "")) + longest * longest // max(1, int(width))
 
 
 # Bounds of the size of these filters' results, given the weight of their input.
@@ -337,6 +342,9 @@ _SIZES: Final[Mapping[str, Callable[..., int]]] = {
     "replace": lambda weight, text, *args, **kwargs: _replaced(text, *args, **kwargs),
     "round": _digits,
     "slice": lambda weight, value, slices, *fill, **more: NODE_WEIGHT * int(slices),
-    "sum": _numbers,
+    "sum": _summed,
     "trim": _trimmed,
+    "wordwrap": lambda weight, text, width=79, break_long_words=True, wrapstring=None, **more: _wrapped(
+        text, width, wrapstring
+    ),
 }

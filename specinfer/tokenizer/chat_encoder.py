@@ -28,6 +28,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._compiled: dict[str, ChatTemplate] = {}  # a template that two threads compile is the same
 
     def render(
         self,
@@ -43,10 +44,11 @@ class ChatEncoder:
         """The conversation as text, for `encode`.
 
         `tools` are the functions that the assistant may call, in OpenAI's shape; `variables` are variables of
-        the template's own, such as enable_thinking. Names of special tokens in messages of users and tools
-        are text, or with "special" the tokens. With `continue_final_message` the text ends where the content
-        of the last message ends, and has no generation prompt. `rewrite` returns other messages and tools,
-        for a template that cannot show tools or calls.
+        the template's own, such as enable_thinking. If the model has a template tool_use, tools choose it;
+        likewise the variable `documents` and the template rag. Names of special tokens in messages of users
+        and tools are text, or with "special" the tokens. With `continue_final_message` the text ends where
+        the content of the last message ends, and has no generation prompt. `rewrite` returns other messages
+        and tools, for a template that cannot show tools or calls.
 
         Raises RequestError if the model has no chat template, the template refuses the messages, or the last
         message cannot be continued.
@@ -60,8 +62,9 @@ class ChatEncoder:
             messages, continued = _marked(messages, mark)
         if rewrite is not None:
             messages, tools = rewrite(messages)
-        template = self._tool_template if tools else self._template
-        rendered = template.prepare(
+        given = variables or {}
+        name = "tool_use" if tools else "rag" if given.get("documents") else "default"
+        rendered = self._template(name).prepare(
             messages,
             add_generation_prompt and not continue_final_message,
             tools,
@@ -91,20 +94,17 @@ class ChatEncoder:
         """Variables that the chat templates read and a caller of `render` may give."""
         if not self._tokenizer.has_chat_template:
             return frozenset()
-        return self._template.variables | self._tool_template.variables
+        return frozenset().union(*(self._template(name).variables for name in self._tokenizer.templates))
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return self._compiled(self._tokenizer.chat_template)
+    def _template(self, name: str) -> ChatTemplate:
+        """The template of that name, else the default one."""
+        name = name if name in self._tokenizer.templates else "default"
+        if (found := self._compiled.get(name)) is None:
+            from specinfer.tokenizer.chat_template import ChatTemplate  # loads Jinja
 
-    @cached_property
-    def _tool_template(self) -> ChatTemplate:
-        return self._compiled(self._tokenizer.tool_template)
-
-    def _compiled(self, source: str | None) -> ChatTemplate:
-        from specinfer.tokenizer.chat_template import ChatTemplate  # loads Jinja
-
-        return ChatTemplate(source or "", self._tokenizer.special_tokens)
+            found = ChatTemplate(self._tokenizer.templates.get(name, ""), self._tokenizer.special_tokens)
+            self._compiled[name] = found
+        return found
 
     @cached_property
     def _special_names(self) -> SpecialNames:

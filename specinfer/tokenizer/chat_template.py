@@ -6,7 +6,8 @@ text for training; here it renders its body).
 
 Clients write messages in more forms than templates handle: content as parts or null, arguments of earlier
 calls as JSON text, call ids of any length. A template prints its input, so a list would appear in the prompt
-as Python writes it, and null as "None". So messages are normalized first.
+as Python writes it, and null as "None". So messages are normalized first; a list of parts stays one where the
+template reads the parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -41,14 +42,25 @@ _SHOWN_ID_LENGTH = 9
 # part of the error in Llama 3's templates about a message with several calls
 _SINGLE_CALLS = "single tool-call"
 _PROBE = "8a7f3c"  # a text that no template contains
-_GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # variables set by specinfer
+_ASKS = {"role": "user", "content": "a"}
+_CALLS = {"role": "assistant", "content": "", "tool_calls": [{"id": "a" * 9, "function": {"name": "f"}}]}
+# Role -> the messages around one of that role, in a conversation that templates accept.
+_AROUND: Final[Mapping[str, tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]]] = {
+    "user": ([], []),
+    "system": ([], [_ASKS]),
+    "assistant": ([_ASKS], [_ASKS]),
+    "tool": ([_ASKS, _CALLS], []),
+}
+_PRINTED = re.compile(r"""['"]type['"]: ?['"]text""")  # a part as Python or JSON writes it
+_GIVEN = ("messages", "add_generation_prompt", "tools")  # variables set by specinfer
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
     """Requirements of a template on messages."""
 
-    parts: bool = False  # content must be a list of parts; a text would be ignored
+    parts: Collection[str] = ()  # roles whose content must be a list of parts; a text would be ignored
+    lists: Collection[str] = ()  # roles whose content may be a list of parts
     id_length: int | None = None  # required length of a call's id in letters and digits; None: any
     single_calls: bool = False  # an assistant message has at most one call
 
@@ -58,10 +70,10 @@ def messages_for_template(
 ) -> list[dict[str, Any]]:
     """Copies of the messages in the form that templates expect.
 
-    Content becomes a text: "" for an assistant's null, or its refusal. `developer`
-    becomes `system`. Arguments of tool calls become objects. Fields that are None are dropped. Raises
-    RequestError, naming the place, for a message without a role, content other than text, and malformed
-    calls.
+    Content becomes a text, or parts where `style` has them: "" for an assistant's null, or its refusal.
+    Results of tools are texts wherever the template takes texts. `developer` becomes `system`. Arguments of
+    tool calls become objects. Fields that are None are dropped. Raises RequestError, naming the place, for a
+    message without a role, content other than text, and malformed calls.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message with a role and content")
@@ -70,10 +82,20 @@ def messages_for_template(
         read = list(_one_call_each(read))
     if style.id_length is not None:
         _fit_ids(read, style.id_length)
-    if style.parts:
-        for message in read:
-            message["content"] = [{"type": "text", "text": message["content"]}]
+    for message in read:
+        role, content = _kind(message), message["content"]
+        listed = isinstance(content, list) and role in style.lists and (role != "tool" or role in style.parts)
+        if role in style.parts or listed:
+            parts = content if isinstance(content, list) else [content]
+            message["content"] = [{"type": "text", "text": part} for part in parts]
+        elif isinstance(content, list):
+            message["content"] = "".join(content)
     return read
+
+
+def _kind(message: Mapping[str, Any]) -> str:
+    """The role whose style a message has: other names, such as ipython, are of tools."""
+    return message["role"] if message["role"] in _AROUND else "tool"
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
@@ -95,7 +117,8 @@ def _message(name: str, message: object) -> dict[str, Any]:
     return read
 
 
-def _content(name: str, message: Mapping[str, Any]) -> str:
+def _content(name: str, message: Mapping[str, Any]) -> str | list[str]:
+    """The content: a text, or the texts of its parts."""
     content = message.get("content")
     if content is None:
         if message["role"] == "assistant":  # with tool calls or a refusal
@@ -103,7 +126,7 @@ def _content(name: str, message: Mapping[str, Any]) -> str:
     elif isinstance(content, str):
         return content or message.get("refusal") or ""
     elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
-        return "".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+        return [_part(f"{name}[{i}]", part) for i, part in enumerate(content)]
     raise RequestError(
         f'{name} is {shown(content, 80)}; allowed: a text, or a list of {{"type": "text", "text": ...}}'
     )
@@ -267,9 +290,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools or None,
-                documents=None,
-                **self._special_tokens,
-                **variables,
+                **{"documents": None, **self._special_tokens, **variables},
             )
         # Given messages that its author did not expect (content that is None, say), a template fails with the
         # plain Python errors of its expressions.
@@ -282,6 +303,7 @@ class ChatTemplate:
             AttributeError,
             RecursionError,  # a call's arguments may nest as deep as JSON can be parsed
             MemoryError,
+            AssertionError,  # of a filter's arguments
         ) as error:
             raise RequestError(f"the model's chat template rejects the messages: {error}") from error
 
@@ -295,18 +317,26 @@ class ChatTemplate:
         """The template's requirements on messages, found in its source and by rendering probes."""
         length = _ID_LENGTH.search(self.source)
         id_length = _SHOWN_ID_LENGTH if _SHOWN_ID in self.source else None
+        texts = {role for role in _AROUND if self._reads(role, _PROBE)}
+        lists = {role for role in _AROUND if self._reads(role, [{"type": "text", "text": _PROBE}])}
+        parts = lists - texts
+        if "user" in parts:  # a role that it refuses is as the user's
+            parts |= set(_AROUND) - texts
         return MessageStyle(
-            parts=not self._reads(_PROBE) and self._reads([{"type": "text", "text": _PROBE}]),
+            parts=parts,
+            lists=lists,
             id_length=int(length[1]) if length else id_length,
             single_calls=_SINGLE_CALLS in self.source,
         )
 
-    def _reads(self, content: object) -> bool:
-        """True if content in that form appears in the prompt."""
+    def _reads(self, role: str, content: object) -> bool:
+        """True if the text of content in that form appears in the prompt, and not the form."""
+        before, behind = _AROUND[role]
         try:
-            return _PROBE in self._render([{"role": "user", "content": content}], True, (), {})
+            text = self._render([*before, {"role": role, "content": content}, *behind], True, (), {})
         except RequestError:
             return False
+        return _PROBE in text and not _PRINTED.search(text)
 
     @cached_property
     def _looked_at(self) -> frozenset[str]:

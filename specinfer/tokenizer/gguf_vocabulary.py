@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from specinfer.errors import ModelFileError
 from specinfer.files import NewFile, write_text
 from specinfer.hub.gguf_header import GgufHeader
-from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.model_files import TEMPLATES, ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 from specinfer.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, library_errors, odd_value
@@ -42,6 +42,7 @@ END_TOKENS = frozenset(
         "<|END_OF_TURN_TOKEN|>",  # Command R
     }
 )
+_TEMPLATE: Final = "tokenizer.chat_template"  # a point and a name follow for another than the default
 # Fill-in-the-middle tokens, by their names in configs: the current GGUF key and the earlier one.
 _FILL_IN = {
     "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
@@ -63,8 +64,7 @@ class GgufVocabulary:
     bos_token_id: int | None
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, str]
-    chat_template: str | None
-    tool_template: str | None  # for conversations with tools, if it is separate
+    templates: dict[str, str]  # chat templates by name: default, tool_use, ...
 
 
 def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
@@ -105,18 +105,18 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
             single=[*(tokens[i] for i in prefix), "$A", *(tokens[i] for i in suffix)],
             special_tokens=[(tokens[i], i) for i in {*prefix, *suffix}],
         )
-    templates = []
-    for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
-        templates.append(template := header.metadata.get(key))
-        if not isinstance(template, str | None):
-            raise odd_value(header, key, template, "a text")
+    templates = {}
+    for key, template in header.metadata.items():
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            if not isinstance(template, str):
+                raise odd_value(header, key, template, "a text")
+            templates[key[len(_TEMPLATE) + 1 :] or "default"] = template
     return GgufVocabulary(
         backend=backend,
         bos_token_id=bos,
         eos_token_ids=frozenset(i for i in ends if i is not None),
         special_tokens={name: tokens[i] for name, i in names.items() if i is not None},
-        chat_template=templates[0],
-        tool_template=templates[1],
+        templates=templates,
     )
 
 
@@ -263,6 +263,8 @@ def write_tokenizer(source: ModelFiles, folder: Path) -> None:
                 with NewFile(folder / name, mode=0o644) as new, (source.path / name).open("rb") as old:
                     shutil.copyfileobj(old, new)
                     new.keep()
+        if (source.path / TEMPLATES).is_dir():
+            shutil.copytree(source.path / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
         return
     vocabulary = read_vocabulary(source.header)
     config: dict[str, Any] = {
@@ -270,12 +272,9 @@ def write_tokenizer(source: ModelFiles, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         **vocabulary.special_tokens,
     }
-    templates = {"default": vocabulary.chat_template, "tool_use": vocabulary.tool_template}
-    named = [{"name": name, "template": text} for name, text in templates.items() if text is not None]
-    if len(named) == 1 and vocabulary.chat_template is not None:
-        config["chat_template"] = vocabulary.chat_template
-    elif named:
-        config["chat_template"] = named
+    named = [{"name": name, "template": text} for name, text in vocabulary.templates.items()]
+    if named:
+        config["chat_template"] = named if [*vocabulary.templates] != ["default"] else named[0]["template"]
     for name, text in (
         ("tokenizer.json", vocabulary.backend.to_str()),
         ("tokenizer_config.json", json.dumps(config, indent=2)),

@@ -11,7 +11,7 @@ import tokenizers
 
 from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_gguf
-from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.hub.model_files import TEMPLATES, ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import KNOWN_PREFIXES, NAMES, FillInTokens
 from specinfer.tokenizer.vocabulary import library_panics, read_folder
@@ -29,8 +29,8 @@ class Tokenizer:
     """A model's tokenizer. Immutable and safe to share between threads.
 
     `backend` encodes, and its post-processor adds the special tokens at the start of a plain prompt.
-    `special_tokens` are the texts of the names in a chat template (bos_token, ...). `tool_template` is the
-    template for conversations with tools, if the model has a separate one.
+    `special_tokens` are the texts of the names in a chat template (bos_token, ...). `templates` are the chat
+    templates by name: default, and tool_use or rag if the model has separate ones.
     """
 
     def __init__(
@@ -40,24 +40,23 @@ class Tokenizer:
         eos_token_ids: Iterable[int],
         bos_token_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-        tool_template: str | None = None,
+        templates: Mapping[str, str] | None = None,
     ) -> None:
         self.backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.token_bytes = TokenBytes(backend)
-        self.chat_template = chat_template  # source
-        self.tool_template = tool_template or chat_template
+        self.templates = dict(templates or {})  # sources
         self.special_tokens = dict(special_tokens or {})
 
     @classmethod
     def load(cls, files: ModelFiles | str | Path, chat_template: str | None = None) -> Tokenizer:
         """Load the tokenizer of a model on disk: a folder with tokenizer.json, or a GGUF file.
 
-        `chat_template` is the path of a template that replaces the model's own. Raises ModelFileError if
-        there is no tokenizer or its kind is not supported, and ConfigError if the template cannot be read.
+        `chat_template` is the path of a template that replaces the model's own, or the name of one of those.
+        Raises ModelFileError if there is no tokenizer or its kind is not supported, and ConfigError if the
+        template cannot be read.
         """
         path = files.path if isinstance(files, ModelFiles) else Path(files)
         if path.is_dir():
@@ -66,7 +65,8 @@ class Tokenizer:
             header = files.header if isinstance(files, ModelFiles) else None
             loaded = cls._from_gguf(header or read_gguf(path))
         if chat_template is not None:
-            loaded.chat_template = loaded.tool_template = _template_in(chat_template)
+            named = loaded.templates.get(chat_template)
+            loaded.templates = {"default": _template_in(chat_template) if named is None else named}
         return loaded
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -141,6 +141,16 @@ class Tokenizer:
         return text.removeprefix(" ") if table.strips_first_space else text
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the default template; None if there is none."""
+        return self.templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools; None if there is none."""
+        return self.templates.get("tool_use", self.chat_template)
+
+    @property
     def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
         return bool(self.chat_template)
@@ -184,8 +194,7 @@ class Tokenizer:
             eos_token_ids=vocabulary.eos_token_ids,
             bos_token_id=vocabulary.bos_token_id,
             special_tokens=vocabulary.special_tokens,
-            chat_template=vocabulary.chat_template,
-            tool_template=vocabulary.tool_template,
+            templates=vocabulary.templates,
         )
 
     @classmethod
@@ -194,14 +203,12 @@ class Tokenizer:
         special_tokens = {name: text for name in _SPECIAL_NAMES if (text := tokens.texts.get(name))}
         eos_ids = _eos_ids(folder / "generation_config.json") | _eos_ids(folder / "config.json")
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
-        templates = _folder_templates(folder)
         return cls(
             backend,
             eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
             bos_token_id=backend.token_to_id(special_tokens.get("bos_token", "")),
             special_tokens=special_tokens,
-            chat_template=templates.get("default"),
-            tool_template=templates.get("tool_use"),
+            templates=_folder_templates(folder),
         )
 
 
@@ -224,13 +231,20 @@ def _eos_ids(file: Path) -> set[int]:
 
 
 def _folder_templates(folder: Path) -> dict[str, str]:
-    """The chat templates of a model by name; a single one is "default"."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise ModelFileError(f"{file} is not UTF-8 text ({error}); fetch the model again") from error
+    """The chat templates of a model by name: those in files of their own come first."""
+    found = {}
+    for file in (folder / "chat_template.jinja", *sorted((folder / TEMPLATES).glob("*.jinja"))):
+        if file.is_file():
+            name = file.stem if file.parent.name == TEMPLATES else "default"
+            try:
+                found[name] = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelFileError(f"{file} is not UTF-8 text ({error}); fetch the model again") from error
+    return found if "default" in found else {**_configured_templates(folder), **found}
+
+
+def _configured_templates(folder: Path) -> dict[str, str]:
+    """The chat templates in JSON files; a single one is "default"."""
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
         match template := _read_json(file).get("chat_template"):
             case None:

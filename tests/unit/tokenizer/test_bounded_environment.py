@@ -86,7 +86,9 @@ SIZES = {
     "round": "{{ 1.5 | round(2000000000, 'floor') }}",
     "JSON with blanks": "{{ messages | tojson(indent=2000000000) }}",
     "JSON with separators": LONG + "{{ [1, 2] | tojson(separators=(long * 9, ':')) }}",
-    "sum": "{{ [[1], [2]] | sum(start=[]) }}",
+    "sum": LONG + "{{ [long | list] * 999 | sum(start=[]) }}",
+    "wordwrap of a word": LONG + "{{ long | wordwrap(1) }}",
+    "wordwrap at a long end": LONG + "{{ ('a b ' * 9999) | wordwrap(1, true, long) }}",
     "written": DOUBLE + "{{ n.x }}",
     "as JSON": DOUBLE + "{{ n.x | tojson }}",
     "as indented JSON": DOUBLE + "{{ n.x | tojson(indent=1) }}",
@@ -161,7 +163,7 @@ def test_each_rendering_and_each_thread_has_separate_limits(monkeypatch):
     [
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "{{ " + "9" * 5000 + " }}",
-        "{{ 'a' | wordwrap }}",
+        "{{ 'a' | pprint }}",
         "{{ 1 +",
     ],
 )
@@ -179,6 +181,10 @@ def test_a_template_that_cannot_be_compiled_is_refused(source):
         "{% for m in messages[::-1] %}{{ loop.index0 }}{{ loop.last }}{{ m['content'][1:3] }}{% endfor %}",
         "{{ messages | map(attribute='content') | join(', ') }}"
         "{{ messages | selectattr('role', 'equalto', 'user') | list }}",
+        "{{ [[1], [2, 3]] | sum(start=[]) }}{{ [1, 2.5] | sum }}{{ [{'n': 2}] | sum(attribute='n') }}",
+        "{{ [3, 1] | min }}{{ [3, 1] | max }}{{ messages | map(attribute='content') | max }}{{ [] | max }}",
+        "{{ ('one two ' * 9) | wordwrap(12) }}{{ ('one two ' * 9) | wordwrap(12, false, '~') }}",
+        "{{ ('one two ' * 9) | truncate(12) }}{{ ('one two ' * 9) | truncate(12, true, '', 0) }}",
         "{{ messages | length }}{{ messages[0].content | upper | replace('H', 'J') | indent(2) | e }}",
         "{{ messages[1].content.split('\n') }}{{ '{} and {:>4}'.format(1, 'a') }}{{ '%s-%03d' % ('a', 7) }}",
         "{% macro f(a, b='x') %}[{{ a }}{{ b }}{{ varargs }}]{% endmacro %}{{ f(1) }}{{ f(1, 2, 3) }}",

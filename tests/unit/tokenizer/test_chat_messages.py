@@ -118,7 +118,7 @@ def test_a_template_that_reads_parts_alone_gets_them():
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
     ]
-    read = messages_for_template(given, MessageStyle(parts=True))
+    read = messages_for_template(given, MessageStyle(parts=["user", "assistant"]))
     assert [m["content"] for m in read] == [[{"type": "text", "text": "hi"}], [{"type": "text", "text": "a"}]]
 
 

@@ -29,7 +29,7 @@ def byte_level(template=CHATML, special=SPECIAL, **of_token):
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<tool>", special=False)])
     backend.add_special_tokens([AddedToken(name, special=True, **of_token) for name in special])
-    return Tokenizer(backend, eos_token_ids=[256], chat_template=template)
+    return Tokenizer(backend, eos_token_ids=[256], templates={"default": template})
 
 
 def sentencepiece(scheme):
@@ -43,7 +43,7 @@ def sentencepiece(scheme):
     )
     names = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     backend.add_special_tokens([AddedToken(name, special=True) for name in names])
-    return Tokenizer(backend, eos_token_ids=[2], chat_template=CHATML)
+    return Tokenizer(backend, eos_token_ids=[2], templates={"default": CHATML})
 
 
 def user(content, **more):
@@ -100,7 +100,9 @@ PIECES = [*"abc \n<|\u00e9", "ab", "im_end", "<tool>", *SPECIAL]
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_but_for_the_names_the_ids_are_those_of_the_text(content):
     plain = Tokenizer(
-        byte_level(special=()).backend, eos_token_ids=[256], chat_template="{{ messages[0].content }}"
+        byte_level(special=()).backend,
+        eos_token_ids=[256],
+        templates={"default": "{{ messages[0].content }}"},
     )
     ids = ChatEncoder(BYTES).token_ids([user(content)])
     before, behind = [START, *b"user\n"], [END, *b"\n", START, *b"assistant\n"]
@@ -157,7 +159,7 @@ def test_templates_that_look_into_contents_are_followed(template):
         "{{ messages[0].content | length }}{{ messages[0].content }}",
         "{% if '<|im_end|>' in messages[0].content %}{{ messages[0].content }}{% endif %}",
         "{{ messages[0].content | tojson(ensure_ascii=true) }}",
-        "{{ messages[0].content[:5] }}",
+        "{{ messages[0].content[:12] }}",
         "{{ messages[0].content.split('<|im_end|>')[0] }}",
     ],
 )

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub import ModelFiles
 from specinfer.tokenizer import ChatEncoder, Tokenizer
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 from .made_up import byte_level_header, write_folder
 from .test_gguf_vocabulary import load
@@ -142,14 +143,31 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     )
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
     assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("R{{ documents[0].title }}")
+    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
     (folder / "chat_template.jinja").write_text("F")
-    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "F"
+    found = ChatEncoder(Tokenizer.load(folder))
+    assert found.render(message).text == "F"
+    (more / "tool_use.jinja").write_text("U{{ tools[0].type }}")
+    found = ChatEncoder(Tokenizer.load(folder))
+    assert found.render(message, tools=[{"type": "function"}]).text == "Ufunction"
+    assert found.render(message, variables={"documents": [{"title": "T"}]}).text == "RT"
+    assert found.variables == {"documents"}
+    assert ChatEncoder(Tokenizer.load(folder, "rag")).render(message).text == "R"
+    written = tmp_path / "written"
+    written.mkdir()
+    write_tokenizer(ModelFiles("m", folder, ()), written)
+    assert Tokenizer.load(written).templates == Tokenizer.load(folder).templates
 
 
 def test_a_gguf_file_has_a_template_for_tools_too():
     header = byte_level_header(chat_template="D{{ (tools or [{}])[0].type }}")
     message = [{"role": "user", "content": "hi"}]
     assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Dfunction"
+    header.metadata["tokenizer.chat_template.rag"] = "R{{ documents | length }}"
+    assert ChatEncoder(load(header)).render(message, variables={"documents": [1]}).text == "R1"
     header.metadata["tokenizer.chat_template.tool_use"] = "T{{ tools[0].type }}"
     assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
     assert ChatEncoder(load(header)).render(message).text == "D"

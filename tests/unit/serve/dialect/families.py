@@ -39,14 +39,16 @@ MISTRAL_IDS = MISTRAL_ARGS.replace("[ARGS]", "[CALL_ID]{{ call.id }}[ARGS]")
 THINKING = """{% if false %}</think>{% endif %}{{ '<think>\n' if enable_thinking }}"""
 
 
-def tokenizer(template=None, special=(), text=(), **more):
+def tokenizer(template=None, special=(), text=(), tool_template=None):
     """The 256 bytes, </s> (256), and added tokens: special ones, and others that are text."""
     backend = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER[b]: b for b in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True) for name in ("</s>", *special)])
     backend.add_tokens([AddedToken(name, special=False) for name in text])
-    return Tokenizer(backend, eos_token_ids=[256], chat_template=template, **more)
+    named = {"default": template, "tool_use": tool_template}
+    templates = {name: source for name, source in named.items() if source is not None}
+    return Tokenizer(backend, eos_token_ids=[256], templates=templates)
 
 
 @dataclass
