@@ -54,9 +54,9 @@ def local_model(name: str, path: Path) -> ModelFiles:
             raise ModelFileError(f"{name} is a pool of drafts, not a model: give it in drafts")
         if (what := foreign_files(_names(path))) is not None:
             raise ModelFileError(f"{name} is {what}")
-        if (file := _gguf_in(path)) is None:
+        if (gguf := _gguf_in(path)) is None:
             return ModelFiles(name, path, weight_files(path))
-        path = file
+        path = gguf
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")
     with path.open("rb") as file:

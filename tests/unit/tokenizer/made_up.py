@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -48,7 +49,14 @@ def sentencepiece_header(pieces, *, user_defined=(), **more):
     return header(**(keys | more))
 
 
-def write_folder(folder, *, config=None, generation_config=None, tokenizer_config=None, backend=None):
+def write_folder(
+    folder: Path,
+    *,
+    config: Any = None,
+    generation_config: Any = None,
+    tokenizer_config: Any = None,
+    backend: Any = None,
+) -> Path:
     """A model folder with a byte-level tokenizer.json of 256 bytes, <s> (256) and </s> (257)."""
     if backend is None:
         backend = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER[b]: b for b in range(256)}, merges=[]))
