@@ -19,61 +19,39 @@ MODEL_WORD: Final = "model_word"  # the argument MODEL of a command that has --m
 _METAVAR: Final = re.compile(r" (INTEGER|FLOAT)( RANGE)?\b")
 
 # Headings of --help, each with the names of its options. Others stand first, under "Options".
-GROUPS: Final = {
+_WORDS: Final = {
     "Model and memory": (
-        *(
-            "model",
-            "model_impl",
-            "trust_remote_code",
-            "dtype",
-            "quantization",
-            "device",
-            "kernels",
-            "threads",
-        ),
-        *("chat_template", "generation_config", "lora", "max_loras"),
-        *("memory", "kv_cache_memory", "block_size", "prefix_reuse", "max_context"),
-        *("offload", "offload_folder", "prepared", "max_batch_size", "max_step_tokens"),
+        "model model_impl trust_remote_code dtype quantization device kernels threads chat_template "
+        "generation_config lora max_loras memory kv_cache_memory block_size prefix_reuse max_context "
+        "offload offload_folder prepared max_batch_size max_step_tokens"
     ),
     "Speculation": (
-        *(
-            "drafts",
-            "draft_quantization",
-            "draft_vocabulary",
-            "draft_tokens",
-            "draft_lora",
-            "speculative_config",
-        ),
-        *("lookup", "lookup_min", "lookup_depth", "lookup_nodes", "lookup_memory"),
-        *("prediction_depth", "prediction_branches", "forced_depth"),
-        *("expansion", "max_nodes", "tree_size", "clock", "verifier", "draw"),
-        *("prediction", "speculation"),
+        "drafts draft_quantization draft_vocabulary draft_tokens draft_lora speculative_config lookup "
+        "lookup_min lookup_depth lookup_nodes lookup_memory prediction_depth prediction_branches "
+        "forced_depth expansion max_nodes tree_size clock verifier draw prediction speculation"
     ),
     "Sampling": (
-        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-        *("temperature", "top_k", "top_p", "min_p", "seed"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("logit_bias", "bad_words", "allowed_token_ids"),
-        *("json_object", "json_schema", "regex", "choice", "grammar"),
+        "max_tokens min_tokens stop stop_token_ids ignore_eos temperature top_k top_p min_p seed "
+        "presence_penalty frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
+        "json_object json_schema regex choice grammar"
     ),
-    "Load on a server (with --url)": (
-        *("endpoint", "concurrency", "rate", "num_requests", "body", "warmup", "timeout", "save_texts"),
-    ),
+    "Load on a server (with --url)": "endpoint concurrency rate num_requests body warmup timeout save_texts",
     "Processes": (
-        *("replicas", "cluster", "session_header"),
-        *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
+        "replicas cluster session_header tensor_parallel pipeline_parallel master key_file local_ranks "
+        "sum_parts"
     ),
     "Access": (
-        *("host", "port", "root_path", "served_model_name", "api_key", "api_key_file"),
-        *("cors_origin", "allowed_host", "trusted_proxy", "page"),
+        "host port root_path served_model_name api_key api_key_file cors_origin allowed_host trusted_proxy "
+        "page"
     ),
     "Requests": (
-        *("unknown_fields", "stored_responses", "special_tokens_in_messages", "call_format"),
-        *("max_waiting", "max_wait", "max_n", "max_prompt_tokens", "max_body", "max_bodies_memory"),
-        *("max_connections", "idle_timeout", "ping_interval", "engine_timeout", "grace"),
+        "unknown_fields stored_responses special_tokens_in_messages call_format max_waiting max_wait max_n "
+        "max_prompt_tokens max_body max_bodies_memory max_connections idle_timeout ping_interval "
+        "engine_timeout grace"
     ),
-    "Logs": ("log_traffic", "log_traffic_size", "log_level", "log_format", "otlp_endpoint"),
+    "Logs": "log_traffic log_traffic_size log_level log_format otlp_endpoint",
 }
+GROUPS: Final = {heading: tuple(words.split()) for heading, words in _WORDS.items()}
 _GROUP_OF: Final = {name: heading for heading, names in GROUPS.items() for name in names}
 FILE: Final = click.Path(path_type=Path, readable=False)  # shells complete its name; commands report faults
 

@@ -27,17 +27,8 @@ DEFAULT_MODEL = "smollm2-135m"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Options of the engine in commands that answer at a terminal; a server has all of them.
 _MODEL: Final = (
-    *(
-        "model_impl",
-        "trust_remote_code",
-        "dtype",
-        "quantization",
-        "device",
-        "threads",
-        "tensor_parallel",
-        "pipeline_parallel",
-    ),
-    *("master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
+    *("model_impl", "trust_remote_code", "dtype", "quantization", "device", "threads", "tensor_parallel"),
+    *("pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
     *("kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
 )
 _DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")

@@ -33,27 +33,6 @@ _OTHER_PROGRAMS: Final = {
     "consolidated*.safetensors": "a model in its author's own format",
 }
 _MODELOPT: Final = "hf_quant_config.json"  # ModelOpt writes it beside config.json
-_METHODS: Final = {
-    "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "awq": "AWQ",
-    "bitnet": "BitNet",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "eetq": "EETQ",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-    "fbgemm_fp8": "FP8 (fbgemm)",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "hqq": "HQQ",
-    "modelopt": "NVIDIA's ModelOpt",
-    "mxfp4": "MXFP4",
-    "quanto": "Quanto",
-    "quark": "AMD's Quark",
-    "torchao": "torchao",
-    "vptq": "VPTQ",
-}
 # Quantization tool -> last parts of tensor names that occur in quantized layers only.
 _QUANTIZED_TENSORS: Final = {
     "AWQ and GPTQ": "qweight qzeros g_idx scales",
@@ -115,7 +94,7 @@ def quantized_config(config: Mapping[str, object]) -> str | None:
         shown = f" ({bits} bits)" if isinstance(bits, int) else ""
         method = found.get("quant_method", found.get("quantization_method"))
         if isinstance(method, str):
-            return _METHODS.get(method.lower().rpartition("/")[2], repr(method[:40])) + shown
+            return method[:40] + shown
         if "group_size" in found and "bits" in found:
             return "MLX" + shown
         if found.get("load_in_4bit") or found.get("load_in_8bit"):

@@ -22,30 +22,14 @@ _SORTS: Final = (
     (r"deepseek_?(?:2|v2|v3)|kimi|plm$", "a model with latent attention, which runs as a folder alone"),
 )
 # How names of families begin, and releases of them that run.
-_RUNNING: Final = {
-    "qwen": "Qwen 2.5 and Qwen 3",
-    "granite": "Granite 3",
-    "falcon": "Falcon 3",
-    "gemma": "Gemma 3",
-    "recurrent_gemma": "Gemma 3",
-    "paligemma": "Gemma 3",
-    "llama": "Llama 3",
-    "mllama": "Llama 3",
-    "deepseek": "DeepSeek-R1-Distill",
-    "mistral": "Mistral Small 24B",
-    "pixtral": "Mistral Small 24B",
-    "phi": "Phi 3.5 and Phi 4",
-    "glm": "GLM-4-0414",
-    "chatglm": "GLM-4-0414",
-    "cohere": "Command R7B",
-    "aya": "Command R7B",
-    "olmo": "OLMo 2 and OLMo 3",
-    "smol": "SmolLM2 and SmolLM3",
-    "nemotron": "Llama-Nemotron-Nano",
-    "ernie": "ERNIE 4.5 0.3B",
-    "exaone": "EXAONE 4",
-    "gpt": "gpt-oss",
-}
+_RELEASES: Final = (
+    "qwen=Qwen 2.5 and Qwen 3|granite=Granite 3|falcon=Falcon 3|gemma=Gemma 3|recurrent_gemma=Gemma 3"
+    "|paligemma=Gemma 3|llama=Llama 3|mllama=Llama 3|deepseek=DeepSeek-R1-Distill|mistral=Mistral Small 24B"
+    "|pixtral=Mistral Small 24B|phi=Phi 3.5 and Phi 4|glm=GLM-4-0414|chatglm=GLM-4-0414|aya=Command R7B"
+    "|cohere=Command R7B|olmo=OLMo 2 and OLMo 3|smol=SmolLM2 and SmolLM3|nemotron=Llama-Nemotron-Nano"
+    "|ernie=ERNIE 4.5 0.3B|exaone=EXAONE 4|gpt=gpt-oss"
+)
+_RUNNING: Final = [pair.split("=") for pair in _RELEASES.split("|")]
 
 
 def sort_of(kind: object) -> str | None:
@@ -57,7 +41,7 @@ def sort_of(kind: object) -> str | None:
 def running_relative(kind: object) -> str:
     """Return a sentence on the releases of the same family that run, and where all are listed."""
     name = _name(kind)
-    runs = next((releases for start, releases in _RUNNING.items() if name.startswith(start)), None)
+    runs = next((releases for start, releases in _RUNNING if name.startswith(start)), None)
     return (f"of its relatives {runs} run; " if runs else "") + "docs/models.md lists the models that run"
 
 
