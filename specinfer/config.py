@@ -146,7 +146,7 @@ class EngineConfig:
     )
     chat_template: str | None = option(
         None,
-        "File with a chat template, in place of the model's own.",
+        "File with a chat template, or name of one of the model's, like rag.",
         shown="the model's own",
         allowed="the path of a file, or None",
     )

@@ -113,7 +113,7 @@ class Option:
 def parse_size(name: str, text: str) -> int:
     """Return the bytes of '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError.
 
-    A plain number from 1 to 1023 is an error: whoever writes 8 means 8GB.
+    A plain number from 1 to 1023 is an error, as 8 is meant to be 8GB.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if match is None:

@@ -10,7 +10,7 @@ from specinfer.errors import ModelNotFoundError
 from specinfer.hub.gguf_header import first_parts
 
 DEFAULT: Final = "Q4_K_M"
-# Quantizations without a wish, by how their names begin: the default, near ones, more bits, fewer bits.
+# Beginnings of names in falling order of preference: the default, near ones, more bits, fewer bits.
 _ORDER: Final = (
     *(DEFAULT, "Q4_K_S", "Q4_K", "Q4_1", "Q4", "IQ4", "MXFP4", "Q5_K_M", "Q5", "Q6", "Q8"),
     *("Q3_K_L", "Q3_K", "Q3", "IQ3", "BF16", "F16", "FP16", "Q2", "IQ2", "F32", "FP32"),

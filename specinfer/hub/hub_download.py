@@ -93,8 +93,8 @@ def fetch_gguf(repository: str, revision: str | None, tag: str | None, progress:
 def fetch_folder(repository: str, revision: str | None, progress: Progress, *, code: bool = False) -> Path:
     """Return the folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
 
-    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy. Of a
-    repository without safetensors, returns the path of a GGUF file.
+    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy. Returns the
+    path of a GGUF file for a repository without safetensors.
     """
     files: dict[str, int] | None = None
     if not offline():

@@ -1,4 +1,4 @@
-"""What an unsupported model is, by its model_type or GGUF architecture, and which relative of it runs."""
+"""Kinds of unsupported models, by model_type or GGUF architecture, and the relatives that run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RUNNING: Final = [pair.split("=") for pair in _RELEASES.split("|")]
 
 
 def sort_of(kind: object) -> str | None:
-    """Return what a model of this model_type or GGUF architecture is; None if the name does not tell."""
+    """Return the kind of a model of this model_type or GGUF architecture; None for an unknown name."""
     name = _name(kind)
     return next((what for pattern, what in _SORTS if re.search(pattern, name)), None)
 

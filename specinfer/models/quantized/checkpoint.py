@@ -77,8 +77,8 @@ def dequantized(
             )
     if not found:
         _LOG.warning(
-            "config.json of %s says that the weights are quantized by %s, but no tensor is; they are read as "
-            "they are: take the setting out of config.json, or fetch the model again",
+            "config.json of %s says that the weights are quantized by %s, but no tensor is; they are read "
+            "unquantized: take the setting out of config.json, or fetch the model again",
             *(folder, method),
         )
     return {**pieces.rest, **found}

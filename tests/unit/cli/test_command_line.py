@@ -150,7 +150,7 @@ def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
 
 
 def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> None:
-    for command in ("serve", "chat", "bench", "check", "run-batch -i a -o b", "tune --out x", "generate"):
+    for command in ("serve", "chat", "bench", "check", "tune --out x", "generate"):
         for form in ("none.gguf", "--model none.gguf", "-m none.gguf"):
             status, _, err = run(*command.split(), *form.split(), *(["hi"] if command == "generate" else []))
             assert status == 2, (command, form)
