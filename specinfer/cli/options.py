@@ -141,7 +141,7 @@ def model_named(default: str | None = DEFAULT_MODEL) -> Callable[[_Command], _Co
         default=default,
         show_default=DEFAULT_MODEL,
         shell_complete=complete_model,
-        help="The same as MODEL: a folder, GGUF file, hub name (org/name:Q4_K_M) or catalogue name.",
+        help="The same as MODEL.",
     )
     return lambda command: word(option(command))
 

@@ -43,7 +43,10 @@ _SHORT_SERVER: Final = ("host", "port", "api_key", "served_model_name", "replica
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *_SERVER])
 def serve(model: str | None, file: Path | None, **given: Any) -> None:
-    """Serve MODEL (default: smollm2-135m) to OpenAI clients."""
+    """Serve MODEL (default: smollm2-135m) to OpenAI clients.
+
+    MODEL is a folder, a GGUF file, a catalogue name or a hub name: org/name, org/name:Q4_K_M.
+    """
     from specinfer.progress import ProgressBar
 
     if not given["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:

@@ -173,7 +173,7 @@ def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> Non
 def test_a_draft_larger_than_its_target_is_said(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     LLM(str(models / "target"), drafts=[str(models / "target")]).close()
     assert "swap the two" not in caplog.text
-    LLM(str(models / "draft"), drafts=[str(models / "target")]).close()
+    LLM(str(models / "target"), drafts=[str(models / "other")]).close()
     assert "more weights than its target and can only slow it down; swap the two" in caplog.text
 
 
