@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from specinfer import LLM
-from specinfer.cli import COMMANDS
+from specinfer.cli import COMMANDS, cli
 from specinfer.cli.answering import Listener
 from specinfer.engine.engine import Engine
 from specinfer.engine.trace import TreeEvent
@@ -150,17 +151,16 @@ def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
 
 
 def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> None:
-    for command in ("serve", "chat", "bench", "check", "tune --out x", "generate"):
-        for form in ("none.gguf", "--model none.gguf", "-m none.gguf"):
-            status, _, err = run(*command.split(), *form.split(), *(["hi"] if command == "generate" else []))
-            assert status == 2, (command, form)
-            assert "there is no file or folder none.gguf" in err or "No such file" in err, (command, form)
-        both = run(
-            *command.split(), "a.gguf", "--model", "b.gguf", *(["hi"] if command == "generate" else [])
-        )
-        if command != "generate":
-            assert "the model is 'a.gguf' and --model is 'b.gguf'; give one of them" in both[2]
-        assert both[0] == 2
+    for words in ("serve", "chat", "bench", "check", "run-batch -i a -o b", "tune --out x", "generate hi"):
+        name, *more = words.split()
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        for form in (["m.gguf", *more], ["--model", "m.gguf", *more], [*more, "-m", "m.gguf"]):
+            given = command.make_context(name, list(form)).params
+            assert given["model"] == "m.gguf", (words, form)
+            assert given.get("prompt") == ("hi" if name == "generate" else None), (words, form)
+        with pytest.raises(click.UsageError, match=r"give one of them|put the prompt in quotes"):
+            command.make_context(name, ["a.gguf", *more, "--model", "b.gguf"])
     target, ends = models / "target", ("--max-tokens", 5)
     answers = {
         run("generate", *words, *ends)[1]

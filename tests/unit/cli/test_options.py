@@ -75,7 +75,7 @@ FLAGS = (
     *("--stored-responses", "--sum-parts", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
-    *("--key-file", "--local-ranks", "--master", "--model-impl"),
+    *("--key-file", "--local-ranks", "--master", "--model", "--model-impl"),
     *("--lora", "--max-loras", "--no-trust-remote-code", "--trust-remote-code"),
 )
 

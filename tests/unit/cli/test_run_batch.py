@@ -104,7 +104,6 @@ def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["a", "--model", "b", "-i", "in", "-o", "out"], "MODEL is 'a' and --model 'b'"),
         (["-i", "in", "-o", "./in"], "the requests and the answers are both in"),
         (["-i", "nothing", "-o", "out"], "nothing is not a file"),
         (["-i", "in", "-o", "out", "--expansion", "0"], "expansion is '0'"),
