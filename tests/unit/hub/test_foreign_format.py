@@ -173,7 +173,7 @@ def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
 
 def test_one_around_the_language_model_counts_too() -> None:
     inner = {"model_type": "gemma3_text", "quantization_config": {"quant_method": "hqq"}}
-    with pytest.raises(ModelError, match="quantized by HQQ"):
+    with pytest.raises(ModelError, match="quantized by hqq"):
         quantization_of({"model_type": "gemma3", "text_config": inner})
     assert quantized_config({"quantization_config": None, "quantization": {}}) is None
 
