@@ -7,14 +7,12 @@ from itertools import pairwise
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.product import check_branches
-from specinfer.kernels.structures import BLOCK
 
-FLOAT_ROWS: Final = 16  # rows multiplied at once
+FLOAT_ROWS: Final = 16  # rows that PyTorch multiplies at once
 PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
 
 
@@ -57,19 +55,18 @@ class PartsProduct:
         return (out if self._bias is None else out + self._bias).to(dtype)
 
 
-def block_sums(weight: Tensor) -> PartSum:
+def float_sums(weight: Tensor) -> PartSum:
     """Float32 sums over a part of a float weight, [channels, elements].
 
-    Multiplies 16 rows with 16 channels at a time: with other numbers a library may add in another order.
+    Adds one element after another: a library's product adds in an order that depends on the CPU and on the
+    number of rows and channels.
     """
-    channels, inner = weight.shape
-    blocks = F.pad(weight.float(), (0, 0, 0, -channels % BLOCK)).view(-1, BLOCK, inner)
+    columns = weight.float().T.contiguous().unbind()
 
     def add_up(x: Tensor) -> Tensor:
-        rows = F.pad(x.float(), (0, 0, 0, -len(x) % FLOAT_ROWS)).view(-1, FLOAT_ROWS, inner).transpose(1, 2)
-        found = [
-            torch.bmm(blocks, part.expand(len(blocks), inner, FLOAT_ROWS)).flatten(0, 1).T for part in rows
-        ]
-        return torch.cat(found)[: len(x)] if found else torch.empty(0, channels)
+        total = torch.zeros(len(x), len(weight))
+        for of_rows, of_channels in zip(x.float().T.unsqueeze(2).unbind(), columns, strict=True):
+            total += of_rows * of_channels
+        return total
 
     return add_up

@@ -44,7 +44,7 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, block_sums
+from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, float_sums
 from specinfer.kernels.product import (
     DEFAULT_OPTIONS,
     FLOATS,
@@ -83,7 +83,7 @@ class Products:
         if parts is not None or self.use.shared:
             channels, inner = weight.shape
             parts = _checked(parts, inner)
-            sums = [block_sums(weight[:, begin:end]) for begin, end in pairwise((0, *parts.ends))]
+            sums = [float_sums(weight[:, begin:end]) for begin, end in pairwise((0, *parts.ends))]
             return PartsProduct(sums, bias, parts, channels, inner)
         if weight.device.type != "cpu":
             return partial(F.linear, weight=weight, bias=bias)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -130,16 +131,20 @@ def test_bits_are_the_same_however_parts_are_shared_out(name: Literal["torch", "
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_twin_adds_alike_for_every_number_of_channels_and_rows(kind: str, threads: int) -> None:
-    """As ranks have some of the channels, and other threads."""
+    """As ranks have some of the channels, and other threads; one element after another, on every CPU."""
     before = torch.get_num_threads()
-    twin = Products(use=ProductOptions(shared=True))
-    want = product(twin, kind, parts=SumParts((INNER,), (0, 1)))(activations(kind, 40))
+    twin, x = Products(use=ProductOptions(shared=True)), activations(kind, 40)
+    want = product(twin, kind, parts=SumParts((INNER,), (0, 1)))(x)
+    dtype = getattr(torch, kind)
+    terms_IRC = (x.T[:, :, None].float() * random(CHANNELS, INNER).to(dtype).float().T[:, None]).numpy()
+    sums = torch.from_numpy(np.add.accumulate(terms_IRC, axis=0)[-1])
+    assert torch.equal(want, (sums + random(CHANNELS, seed=2).to(dtype).float()).to(dtype))
     torch.set_num_threads(threads)
     try:
         for channels in (1, 16, 32, 48):
             some = product(twin, kind, channels=channels)
             for rows in (1, 3, 16, 17, 40):
-                found = some(activations(kind, 40)[:rows])
+                found = some(x[:rows])
                 assert torch.equal(found, want[:rows, :channels]), (channels, rows)
     finally:
         torch.set_num_threads(before)
