@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -94,16 +95,42 @@ def module_logits(
     return logits
 
 
-def likelihood_gap(
+def likelihoods(
     head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
-) -> float:
-    """Return the largest difference between a guess's probability in the engine and in the module.
+) -> torch.Tensor:
+    """Return the module's probability of each guess, minus that in the engine.
 
     The root of `tree` is the text's last token; `shift` moves the layers that the module reads.
     """
-    gap, ids = 0.0, head.ids.tolist()
+    found, ids = [0.0], head.ids.tolist()
     for parent, draws in draws_by_parent(tree.draws).items():
         probs = module_logits(head, text, hidden_TND, list(tree.path_tokens(parent)), shift).softmax(-1)
-        for draw in draws:
-            gap = max(gap, abs(float(probs[ids.index(tree.token_ids[draw.node])]) - draw.confidence))
-    return gap
+        found += [float(probs[ids.index(tree.token_ids[draw.node])]) - draw.confidence for draw in draws]
+    return torch.tensor(found)
+
+
+def likelihood_gap(
+    head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
+) -> float:
+    """Return the largest difference between a guess's probability in the engine and in the module."""
+    return float(likelihoods(head, text, hidden_TND, tree, shift).abs().max())
+
+
+def is_as_likely(head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree) -> bool:
+    """True if the gap is one of float32 rounding, whatever order a machine adds in.
+
+    Random layers without norms magnify rounding, some heads a hundred times. So the bound is 16 times the
+    largest change that the module makes if all its weights are rounded otherwise, by half a unit on average.
+    """
+    found = likelihoods(head, text, hidden_TND, tree)
+    if found.abs().max() < 1e-5:
+        return True
+    generator, change = torch.Generator().manual_seed(0), 0.0
+    for _ in range(4):
+        other = copy.deepcopy(head)
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.mul_(1 + 2**-24 * torch.randn(weight.shape, generator=generator))
+        moved = likelihoods(other, text, hidden_TND, tree) - found
+        change = max(change, float(moved.abs().max()))
+    return float(found.abs().max()) < min(16 * change, 1e-3)
