@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from specinfer.errors import KernelBuildError
+from specinfer.kernels.build import build_library
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.library import Library
+from specinfer.kernels.machine import levels_here
 from specinfer.kernels.native import load_library
 
 NAMES: Final = ("torch", "native")
@@ -21,6 +23,19 @@ def library_or_skip() -> Library:
         return load_library()
     except KernelBuildError as error:
         pytest.skip(f"no native kernels on this machine: {error}")
+
+
+def plain_tiles() -> Library:
+    """Return a library for this CPU whose tiles are plain C++ with the bits of AMX, or skip the test."""
+    level = next((level for level in levels_here() if level.name != "amx"), None)
+    if level is None:
+        pytest.skip("there are no native kernels for this CPU")
+    try:
+        library = Library(build_library(level, extra=("-DSPECINFER_PLAIN_TILES", "-O1")), level)
+    except KernelBuildError as error:
+        pytest.skip(f"nothing can be compiled: {error}")
+    library.set_threads(2)
+    return library
 
 
 def kernels(name: Literal["torch", "native"]) -> Kernels:

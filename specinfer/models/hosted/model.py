@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend, Paths
 from specinfer.errors import UnhostedError
-from specinfer.kernels.product import Product
+from specinfer.kernels.product import NativeProduct, Product
 from specinfer.models.hosted.attention import PassAttention, specs_of
 from specinfer.models.hosted.folder import HostedFolder, experts_of, own_tensors
 from specinfer.models.hosted.library import ATTENTION, EXPERTS
@@ -88,7 +88,8 @@ class HostedModel(LanguageModel):
         if self._offset:
             self.config = replace(self.config, max_context=self.config.max_context - self._offset)
         if self.device.type == "cpu":
-            self._try_rows(folder)
+            with _none_loose(self._products()):
+                self._try_rows(folder)
             for one in uneven:
                 one.settle()
 
@@ -191,6 +192,13 @@ class HostedModel(LanguageModel):
             b = weights.exact(f"{name}.bias") if bias else None
             return partial(_row_by_row, weight=weights.exact(f"{name}.weight"), bias=b)
         return weights.linear(name, bias=bias)
+
+    def _products(self) -> Iterator[Product | None]:
+        for module in self._model.modules():
+            if isinstance(module, ProductLinear):
+                yield module.product if module.stack is None else module.stack.product
+            for expert in getattr(getattr(module, EXPERTS, None), "experts", ()):
+                yield from (expert.first, expert.down)
 
     def _tensor(self, folder: HostedFolder, weights: Weights, name: str, kept: Tensor) -> Tensor:
         """A module's tensor; files may lack one that is computed."""
@@ -363,6 +371,19 @@ def _isolate(module: nn.Module, calling: set[int], rows: PassRows) -> None:
             _isolate(child, calling, rows)
         elif not isinstance(child, ProductLinear | nn.Embedding) and not isinstance(child.forward, RowByRow):
             child.forward = RowByRow(child.forward, rows)
+
+
+@contextlib.contextmanager
+def _none_loose(products: Iterator[Product | None]) -> Iterator[None]:
+    """Within the block rows of a draft's loose products do not depend on each other either."""
+    loose = [one.args for one in products if isinstance(one, NativeProduct) and one.args.loose]
+    for args in loose:
+        args.loose = False
+    try:
+        yield
+    finally:
+        for args in loose:
+            args.loose = True
 
 
 @contextlib.contextmanager

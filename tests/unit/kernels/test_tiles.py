@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.build import build_library, find_library
+from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import native_kernels
 from specinfer.kernels.faults import faults
 from specinfer.kernels.layout import Int4Weight, unpack_levels
 from specinfer.kernels.library import Library
-from specinfer.kernels.machine import LEVELS, Level, levels_here
+from specinfer.kernels.machine import LEVELS, levels_here
 from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import (
     NativeProducts,
@@ -25,12 +24,12 @@ from specinfer.kernels.quantized import (
     quantize_int4,
     quantize_int8,
 )
+from tests.kernels import plain_tiles
 from tests.unit.kernels import test_partials, test_parts
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
 AMX: Final = next(level for level in LEVELS if level.name == "amx")
-PLAIN: Final = ("-DSPECINFER_PLAIN_TILES", "-O1")  # compiles the soonest
 CHANNELS: Final = (1, 16, 33, 49)  # less than a block, one, two and a tail, three and a tail
 INNER: Final = (1, 33, 64, 80, 1100)
 SHAPES: Final = tuple(itertools.product(CHANNELS, INNER))
@@ -41,15 +40,8 @@ EACH_DTYPE: Final = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloa
 
 @pytest.fixture(scope="module")
 def plain() -> Library:
-    """The library with plain tiles, for the best level here without AMX; kept as all others are."""
-    level = next((level for level in levels_here() if level != AMX), None)
-    if level is None:
-        pytest.skip("there are no native kernels for this CPU")
-    try:
-        path = build_library(level, extra=PLAIN)
-    except KernelBuildError as error:
-        pytest.skip(f"nothing can be compiled: {error}")
-    return ready(path, level)
+    """The library with plain tiles."""
+    return plain_tiles()
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +50,9 @@ def amx() -> Library:
     if AMX not in levels_here():
         pytest.skip("this CPU has no AMX")
     try:
-        return ready(find_library(AMX), AMX)
+        library = Library(find_library(AMX), AMX)
     except KernelBuildError as error:
         pytest.skip(f"nothing can be compiled: {error}")
-
-
-def ready(path: Path, level: Level) -> Library:
-    library = Library(path, level)
     if not library.ready():
         pytest.skip("the system does not let this process use the CPU's matrix unit")
     library.set_threads(2)

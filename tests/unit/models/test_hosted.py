@@ -17,7 +17,7 @@ from specinfer.attention.backend import AttentionSpec
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelError, ModelFileError, UnhostedError
-from specinfer.kernels.choice import Kernels
+from specinfer.kernels.choice import Kernels, draft_kernels, native_kernels
 from specinfer.llm import LLM
 from specinfer.models.hosted import library
 from specinfer.models.hosted.attention import PassAttention
@@ -37,7 +37,7 @@ from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import Quantization
 from tests.hosted import PROMPT, difference, load_hosted, logits_of, same_with_a_tree, save_tiny, tiny_config
-from tests.kernels import kernels
+from tests.kernels import kernels, plain_tiles
 from tests.tiny_models import write_tiny_llama
 
 TOLERANCE = 1e-4
@@ -212,6 +212,21 @@ def test_rows_that_many_rows_round_otherwise_are_computed_one_at_a_time(
     monkeypatch.setattr(NewGELUActivation, "forward", uneven)
     load_hosted(tmp_path)
     assert "depend on other rows in a pass" in caplog.text
+
+
+@pytest.mark.slow  # a library is compiled
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_rows_of_a_draft_may_depend_on_others_by_its_loose_products_alone(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On tiles: few rows are multiplied as integers there, and many as bfloat16."""
+    save_tiny(kind, tmp_path / "model")
+    opened, run = open_model(tmp_path / "model", "transformers"), draft_kernels(native_kernels(plain_tiles()))
+    draft = load_model(
+        opened, dtype=torch.bfloat16, device=CPU, kernels=run, quantization="int4", cache=tmp_path
+    )
+    assert not caplog.records
+    assert not same_with_a_tree(draft), "its products are loose again"
 
 
 def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
