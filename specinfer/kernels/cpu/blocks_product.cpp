@@ -15,12 +15,12 @@ constexpr int kHalves = 2;  // per group; each may have its own step
 // Rows as they are multiplied.
 struct QuantizedRows {
   StraightRows place;
-  float* scales;     // [rows, groups]
+  float* scales;     // [rows, groups]; a sixteenth for 4-bit levels, whose sums are 16 times too large
   float* of_mins;    // [rows, groups]: minus the sum of a group, times its scale
   int32_t* offsets;  // [rows, groups, halves]: corrects the offset of 128 of 8-bit values
 };
 
-template <typename T>
+template <int Bits, typename T>
 void quantize_row(const T* x, int64_t n, int64_t groups, int64_t row, const QuantizedRows& to) {
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
@@ -31,13 +31,15 @@ void quantize_row(const T* x, int64_t n, int64_t groups, int64_t row, const Quan
     store_bytes(values + kLanes, high);
     const int32_t first = sum(low), second = sum(high);
     const int64_t at = row * groups + g;
-    to.scales[at] = int8_scale(most);
-    to.of_mins[at] = static_cast<float>(-(first + second)) * to.scales[at];
+    const float scale = int8_scale(most);
+    to.scales[at] = Bits == 4 ? scale * 0.0625f : scale;
+    to.of_mins[at] = static_cast<float>(-(first + second)) * scale;
     to.offsets[kHalves * at] = -128 * first;
     to.offsets[kHalves * at + 1] = -128 * second;
   }
 }
 
+template <int Bits>
 QuantizedRows quantized(const Product& product, const Rows& rows, int64_t groups) {
   constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
   Scratch& scratch = Scratch::get();
@@ -48,7 +50,7 @@ QuantizedRows quantized(const Product& product, const Rows& rows, int64_t groups
                          scratch.take<int32_t>(all * kHalves)};
   const auto each_row = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) quantize_row(x + r * product.inner, product.inner, groups, r, to);
+      for (int64_t r = first; r < last; ++r) quantize_row<Bits>(x + r * product.inner, product.inner, groups, r, to);
     });
   };
   if (rows.type == Type::kBFloat16) {
@@ -96,24 +98,27 @@ struct BlocksWeight {
     const int64_t first = row * groups;
     Floats total[R];
     each<R>([&](auto r) { total[r] = Floats(0.0f); });
-    for (int64_t g = begin; g < end; ++g) {
-      const int64_t group = block * groups + g, of_span = (block * spans + g / span) * kBlock;
-      Ints sums[R];
-      Floats of_channels = load(scales + of_span);
-      if constexpr (Bits == 4) {
-        add_levels(first + g, group, sums);
-        of_channels = of_channels * 0.0625f;  // sums are 16 times too large
-        if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
-      } else {
-        add_values(first + g, group, sums);
-      }
-      each<R>([&](auto r) {
-        total[r] = total[r] + to_floats(sums[r]) * (of_channels * x.scales[first + r * groups + g]);
-      });
-      if (mins != nullptr) {
-        const Ints times = bits_as<int32_t>(widened(min_steps + group * kBlock));
-        const Floats least = load(mins + of_span) * to_floats(times);
-        each<R>([&](auto r) { total[r] = total[r] + least * x.of_mins[first + r * groups + g]; });
+    int64_t of_span = begin / span;
+    for (int64_t g = begin; g < end; ++of_span) {
+      const int64_t at_span = (block * spans + of_span) * kBlock, last = std::min(end, (of_span + 1) * span);
+      const Floats scale = load(scales + at_span), min = mins == nullptr ? Floats(0.0f) : load(mins + at_span);
+      for (; g < last; ++g) {
+        const int64_t group = block * groups + g;
+        Ints sums[R];
+        Floats of_channels = scale;
+        if constexpr (Bits == 4) {
+          add_levels(first + g, group, sums);
+          if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
+        } else {
+          add_values(first + g, group, sums);
+        }
+        each<R>([&](auto r) {
+          total[r] = total[r] + to_floats(sums[r]) * (of_channels * x.scales[first + r * groups + g]);
+        });
+        if (mins != nullptr) {
+          const Floats least = min * to_floats(bits_as<int32_t>(widened(min_steps + group * kBlock)));
+          each<R>([&](auto r) { total[r] = total[r] + least * x.of_mins[first + r * groups + g]; });
+        }
       }
     }
     each<R>([&](auto r) { results.of[r][0] = total[r]; });
@@ -138,18 +143,17 @@ struct BlocksWeight {
   template <int R>
   [[gnu::always_inline]] void add_values(int64_t at, int64_t group, Ints (&sums)[R]) const {
     each<kHalves>([&](auto half) {
+      const Ints step = steps == nullptr ? Ints(1) : steps_at(steps + (kHalves * group + half) * kBlock);
+      const Ints factors = in_pairs(step);
       Ints own[R];
       each<R>([&](auto r) { own[r] = Ints(kOffset ? x.offsets[kHalves * (at + r * groups) + half] : 0); });
       each<4>([&](auto j) {
         const uint8_t* const from = levels + (group * 8 + 4 * half + j) * 64;
         prefetch<Nontemporal>(from);
         const Bytes four = multiplicand(load_bytes(from));
-        each<R>([&](auto r) { own[r] = add_products(own[r], four, values(at, r) + 16 * half + 4 * j); });
+        each<R>([&](auto r) { own[r] = add_products(own[r], four, values(at, r) + 16 * half + 4 * j, factors); });
       });
-      if (steps != nullptr) {
-        const Ints step = steps_at(steps + (kHalves * group + half) * kBlock);
-        each<R>([&](auto r) { own[r] = own[r] * step; });
-      }
+      if (steps != nullptr && !kTakesFactors) each<R>([&](auto r) { own[r] = own[r] * step; });
       each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
     });
   }
@@ -158,7 +162,7 @@ struct BlocksWeight {
 template <int Bits>
 void multiply_with(const Product& product, const Rows& rows, const Output& out) {
   const int64_t groups = padded_inner(product.kind, product.inner) / kGroup, span = product.blocks.span;
-  const QuantizedRows x = quantized(product, rows, groups);
+  const QuantizedRows x = quantized<Bits>(product, rows, groups);
   const Division division(product, rows);
   by_division(product, division, [&](auto nontemporal, auto divided) {
     multiply_in_registers(BlocksWeight<nontemporal, divided, Bits>{

@@ -87,11 +87,17 @@ inline Bytes high_halves(Bytes v) {
   return v;
 }
 
-inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+// Sums of two products are added by an operation that may multiply them by two factors of 16 bits per channel.
+constexpr bool kTakesFactors = true;
+inline Ints in_pairs(Ints factors) {
+  return bits_as<int32_t>(bits_as<uint32_t>(factors) << 16) | (factors & 0xffff);
+}
+
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints factors = 0x10001) {
   const __m256i four = _mm256_set1_epi32(word_at(a)), size = _mm256_abs_epi8(four);
   each<kParts>([&](auto i) {
     const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)weights.part[i], four));
-    sums.part[i] += (Ints::Part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    sums.part[i] += (Ints::Part)_mm256_madd_epi16(pairs, (__m256i)factors.part[i]);
   });
   return sums;
 }
@@ -119,6 +125,12 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 }
 
 #endif
+#endif
+
+#if !defined(__AVX2__) || defined(__AVX512F__) || defined(__AVXVNNI__)
+constexpr bool kTakesFactors = false;
+inline Ints in_pairs(Ints) { return 0; }
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints) { return add_products(sums, weights, a); }
 #endif
 
 // ---- a group of an int4 weight ----
