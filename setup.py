@@ -62,7 +62,7 @@ class Editable(editable_wheel):
     def run(self) -> None:
         """Compile the best level that the compiler supports, as the first model would."""
         super().run()
-        for level in requested_levels(os.environ.get(VARIABLE, "").replace(",", " ").split()):
+        for level in () if os.environ.get(VARIABLE) == NONE else levels_here():
             try:
                 log(f"{level.name}: {build_library(level)}")
                 return

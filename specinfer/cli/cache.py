@@ -64,7 +64,7 @@ def _clear(folder: Path, name: str | None) -> None:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be removed: {error.strerror}") from error
+            raise ConfigError(f"{path} cannot be removed: {error.strerror or error}") from error
         if size:
             click.echo(f"removed {path} ({format_bytes(size)})")
 

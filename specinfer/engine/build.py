@@ -24,7 +24,7 @@ from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
-from specinfer.hub.model_files import hash_of
+from specinfer.hub.model_files import hash_of, local_model
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
@@ -327,5 +327,5 @@ def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, 
 def _named(model: str) -> str:
     """Return the last name of a file or folder with a hash of the model's files, or another model's name."""
     path = Path(model).expanduser()
-    is_here = path.is_file() or (path / "config.json").is_file()
-    return f"{path.name} {hash_of(path)[:8]}" if is_here else model
+    is_here = path.is_file() or (path / "config.json").is_file() or any(path.glob("*.gguf"))
+    return f"{path.name} {hash_of(local_model(model, path).path)[:8]}" if is_here else model

@@ -217,7 +217,8 @@ class Engine:
     def _schedule(self) -> StepPlan:
         suspect = self._suspects.next
         plan = self._scheduler.schedule(self._requests[suspect].sequence if suspect is not None else None)
-        if suspect is not None and not plan.entries:  # other requests hold the blocks that it needs
+        if suspect is not None and not plan.entries and self._scheduler.running:
+            # Other requests hold the blocks that it needs. If none runs, its adapter is being read.
             self._suspects.acquit()
             plan = self._scheduler.schedule()
         self.clock.lap(Stage.SCHEDULE)

@@ -129,8 +129,8 @@ class Loader:
         """
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
-        # A file of a single stage's matrices is not written.
-        if ranks.layout.stages > 1 and quantization != "none" and self.keep:
+        # A file of a single stage's matrices is not written. A GGUF file's blocks need none.
+        if ranks.layout.stages > 1 and quantization not in ("none", "gguf") and self.keep:
             with contextlib.suppress(ModelError):  # else they are quantized at each start
                 self._prepare(ranks.found, kernels, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}

@@ -9,7 +9,6 @@ The plan uses prior acceptance probabilities. The real ones are learned later, a
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import KvCache, address_space_left, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 
-_LOG: Final = logging.getLogger(__name__)
 _SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
 _SLACK: Final = 1 << 26  # bytes reserved for libraries
 _BUFFERS: Final = 2  # layer buffers without a draft
@@ -280,9 +278,6 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     # Measured now, so that a start that makes the file gets the same plan as later ones.
     process = process_bytes()
     free = memory - process
-    for name, size in needs.draft_weights.items():
-        if size > needs.weights:
-            _LOG.warning("%s has more weights than its target and can only slow it down; swap the two", name)
     total = needs.weights + sum(needs.draft_weights.values()) + needs.adapters
     if config.offload == "never":
         if total > free:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,7 @@ from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
-from specinfer.models.weight_sizes import layer_bytes, weight_bytes
+from specinfer.models.weight_sizes import estimate_bytes, layer_bytes, part_bytes
 from specinfer.parallel.processes import FollowerProcesses
 from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
@@ -184,6 +185,12 @@ def _load_models(
         trust_remote_code=trust,
     )
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
+    for draft in drafts.values():
+        if isinstance(draft, FoundModel) and _weights(draft) > _weights(target):
+            _LOG.warning(
+                "the draft %s has more weights than its target and can only slow it down; swap the two",
+                _name(draft),
+            )
     check_options(config.speculation, drafts)
     adapted = draft_adapters(config.speculation, drafts)
     # Read beside the weights: that takes a second of Python, and weights are read without it.
@@ -194,7 +201,7 @@ def _load_models(
     size = target.config.vocab_size
     foreign: Mapping[str, ForeignTokens] = {}
     named: Mapping[str, DraftVocabulary] = {}
-    if drafts or config.speculation.draft_vocabulary is not None:
+    if drafts or config.speculation.draft_vocabulary is not None or config.chat_template is not None:
         tokenizer = read_tokenizer.result()
         kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
         foreign = foreign_tokens_of(target, drafts, tokenizer, config.speculation, kept)
@@ -224,7 +231,7 @@ def _load_models(
     reads_table = needs.reads_table or target in drafts.values()
     if config.ranks > 1:
         layers = layer_bytes(target.model, dtype, of_target)
-        beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
+        beside = estimate_bytes(target.model, dtype, kernels, of_target) - sum(layers)
         # Shared memory: stages are balanced by the bytes that a pass reads, without most embeddings.
         if config.master is None:
             beside -= target.config.vocab_size * target.config.embedding_size * dtype.itemsize
@@ -234,7 +241,7 @@ def _load_models(
             parts = [
                 layout.part(rank, target.config, whole_table=reads_table) for rank in range(config.ranks_here)
             ]
-            here = sum(weight_bytes(part, dtype, kernels, of_target) for part in parts)
+            here = sum(part_bytes(target.model, part, dtype, kernels, of_target) for part in parts)
             needs = replace(needs, local_weights=here)
     plan = plan_memory(needs, config, show)
     if plan is not None and plan.drafts.names != speculation.drafts:  # the `self` draft was added
@@ -325,6 +332,11 @@ def _report_choice(name: str, choice: Choice, show: Progress) -> None:
 
 def _name(found: FoundModel) -> str:
     return Path(found.files.name).name or found.files.name
+
+
+def _weights(found: FoundModel) -> int:
+    """Number of elements of a model's tensors."""
+    return sum(map(math.prod, found.model.shapes.values()))
 
 
 def _adapters(

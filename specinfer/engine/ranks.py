@@ -15,7 +15,7 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.library import Library
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weight_sizes import weight_bytes
+from specinfer.models.weight_sizes import part_bytes
 from specinfer.option import parse_address
 from specinfer.parallel.follower import Settings, SharedDraft
 from specinfer.parallel.group import LIMIT, Group
@@ -178,7 +178,10 @@ class Ranks:
         followers.connect(self.group, self._key)
         weakref.finalize(model, self.group.free)
         layout, group, size = self.layout, self.group, model.config.hidden_size
-        bytes_of = [weight_bytes(part, model.dtype, model.kernels, quantization) for part in self.parts]
+        bytes_of = [
+            part_bytes(self.found.model, part, model.dtype, model.kernels, quantization)
+            for part in self.parts
+        ]
         summary = [f"{self.size} ranks"]
         if layout.stages > 1:
             summary.append(f"{layout.stages} stages of {_sum(layout.layers)} layers")

@@ -93,6 +93,18 @@ def expert_sizes(model: OpenModel, dtype: torch.dtype, quantization: Quantizatio
     return ExpertSizes(experts, layers, each)
 
 
+def part_bytes(
+    model: OpenModel, part: ModelConfig, dtype: torch.dtype, kernels: Kernels, quantization: Quantization
+) -> int:
+    """The bytes of a rank's part of a model, as `weight_bytes`; a GGUF file's blocks have their own sizes."""
+    if quantization != "gguf":
+        return weight_bytes(part, dtype, kernels, quantization)
+    layers = layer_bytes(model, dtype, quantization)
+    beside = estimate_bytes(model, dtype, kernels, quantization) - sum(layers)
+    own = sum(layers[part.stage.first : part.stage.behind])
+    return own + (beside if part.stage.begins else 0)
+
+
 def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of all routed experts, which are included in `estimate_bytes`."""
     return sum(_matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)

@@ -31,7 +31,7 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_memory import Shared
-from specinfer.models.weight_sizes import weight_bytes
+from specinfer.models.weight_sizes import part_bytes
 from specinfer.models.weights import load_model, prepare
 from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
@@ -157,11 +157,12 @@ class Settings:
         opened = open_model(model, max_context=self.max_context)
         dtype = getattr(torch, self.dtype)
         part = self.layout.part(self.rank, opened.config, whole_table=self.whole_table)
-        needed, free = weight_bytes(part, dtype, kernels, self.quantization), free_bytes(torch.device("cpu"))
+        needed = part_bytes(opened, part, dtype, kernels, self.quantization)
+        free = free_bytes(torch.device("cpu"))
         if needed > free:
             raise CapacityError(f"the weights need {gib(needed)}, but {gib(free)} of memory are free")
         if (
-            self.layout.stages > 1 and self.quantization != "none" and self.keep
+            self.layout.stages > 1 and self.quantization not in ("none", "gguf") and self.keep
         ):  # the other stages' files do not exist yet
             with contextlib.suppress(ModelError):
                 prepare(opened, dtype=dtype, kernels=kernels, quantization=self.quantization)

@@ -197,7 +197,7 @@ class AdapterCache:
         if not adapted:
             return None
         names = {name for _, name in adapted}
-        for name in names & self._failed.keys():
+        for name in names & self._failed.keys() - self._resident.keys():
             raise self._failed.pop(name)
         with self._guard:
             found = {name: self._resident[name] for name in names if name in self._resident}
@@ -228,6 +228,7 @@ class AdapterCache:
                     raise AdapterError(str(error), name) from error
                 with self._guard:
                     self._resident[name] = found[name]
+                    self._failed.pop(name, None)
             return found
 
     def _loaded(self, folder: PeftFolder) -> Adapter:

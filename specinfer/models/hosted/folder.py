@@ -109,7 +109,10 @@ class HostedFolder:
 
     def reads(self, key: str) -> bool:
         """True if the class of its config has this key; other keys are ignored by its code."""
-        return hasattr(type(self.skeleton.model.config)(), key)
+        try:
+            return hasattr(type(self.skeleton.model.config)(), key)
+        except Exception:  # a class with required arguments, for example
+            return False
 
     def made(self, dtype: torch.dtype) -> Skeleton:
         """A skeleton of this model with weights in `dtype`."""
