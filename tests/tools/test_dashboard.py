@@ -15,6 +15,8 @@ from promql_parser import AggModifierType, AggregateExpr, Expr, VectorSelector
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 DASHBOARD: Final[dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "deploy" / "grafana.json").read_text(encoding="utf-8")
 )

@@ -23,6 +23,8 @@ from specinfer.serve.config import ServeConfig
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY: Final = Path(__file__).parents[2]
 DEPLOY: Final = REPOSITORY / "deploy"
 NEEDS_ROOT: Final = ("apt-get ", "useradd ")

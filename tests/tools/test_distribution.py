@@ -16,6 +16,8 @@ from specinfer.version import VERSION
 from tests.tools.sources import REPOSITORY, bare_environment, copy_sources
 from tools.release import package_version, release_notes
 
+pytestmark = pytest.mark.thorough
+
 BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 SUFFIXES: Final = {
     *(".py", ".typed", ".cpp", ".h"),  # code

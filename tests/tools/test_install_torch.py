@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 TOOL = Path(__file__).parents[2] / "tools" / "install_torch.py"
 
 

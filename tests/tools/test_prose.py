@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import prose  # noqa: E402
 from prose_rules import RULES, Rule  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.bad)
 def test_a_rule_matches_its_bad_sentence_and_no_good_one(rule: Rule) -> None:

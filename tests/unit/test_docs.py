@@ -12,6 +12,8 @@ import pytest
 from specinfer.engine import target_laws
 from tests.flights import accept_everything, each_tree
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = ROOT / "README.md"

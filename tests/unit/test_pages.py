@@ -18,6 +18,8 @@ from tests.page_command import stop
 from tests.page_folder import PageFolder
 from tests.pages import PAGES, ROOT, blocks
 
+pytestmark = pytest.mark.thorough
+
 README = ROOT / "README.md"
 IN_CHECKOUT = re.compile(r"(?:benchmarks|deploy|examples|specinfer|tests|tools)/")  # begins a path
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 ASSET = re.compile(r"<(?:script|link|img)\b[^>]*\b(?:src|href)=\"?(https?:)?//", re.I)
 

@@ -9,6 +9,10 @@ from collections import defaultdict
 from datetime import date, timedelta
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 OLDEST = timedelta(days=60)  # maximum age of a page, relative to the newest one

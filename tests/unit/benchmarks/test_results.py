@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MAX_BYTES = 200_000  # of the whole folder
 LONGEST_LINE = 5_000  # characters

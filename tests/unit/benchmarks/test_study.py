@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.offloading import FLAGS, count_models_alone, write_large
 from tests.unit.cli.conftest import Run
 
+pytestmark = pytest.mark.thorough
+
 FIGURES = r"\d+ passes, \d+\.\d\d tokens per pass \| [\d.]+ MB streamed \| \d+\.\d s waited for the disk"
 
 

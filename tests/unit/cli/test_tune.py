@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from specinfer.cli import cli
@@ -14,6 +15,8 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.hub.pool import read_pool
 from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.thorough
 
 SMALL = (
     "--dtype",

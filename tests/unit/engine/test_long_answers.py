@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,6 +31,8 @@ from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
 from specinfer.verify.scan import NUMPY, Likeliest, SampleRequest, Scan
 from tests.engines import engine_of, write_tiny
+
+pytestmark = pytest.mark.thorough
 
 TOKENS = 32_000
 STEPS = 1000  # steps whose time is compared

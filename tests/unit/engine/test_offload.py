@@ -31,7 +31,7 @@ from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.engine.heads.head_engines import HEADS
 from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
 
-pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
+pytestmark = [pytest.mark.usefixtures("own_cache", "no_thread_is_left"), pytest.mark.thorough]
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [3] * 37, [50, 2, 61, 7], [1], [5, 6, 5, 6, 5]]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)

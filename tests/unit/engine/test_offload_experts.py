@@ -19,7 +19,7 @@ from tests.offloading import count_models_alone
 from tests.tiny_models import write_similar_llama, write_tiny_mixture
 from tests.unit.engine.offloading import Planned, fails, resident, streamed
 
-pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
+pytestmark = [pytest.mark.usefixtures("own_cache", "no_thread_is_left"), pytest.mark.thorough]
 
 PROMPTS = [[9, 8, 7, 6, 5, 4], [3] * 17, [50, 2, 61, 7], [1]]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)

@@ -38,7 +38,7 @@ from tests.unit.engine.offloading import (
     wanted,
 )
 
-pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
+pytestmark = [pytest.mark.usefixtures("own_cache", "no_thread_is_left"), pytest.mark.thorough]
 
 
 class Reads:

@@ -23,6 +23,8 @@ from tests.offloading import load_experts
 from tests.parity.families import save_random
 from tests.tiny_models import write_tiny_mixture
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
 

@@ -28,7 +28,7 @@ from specinfer.serve.backend.work import Work
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, hurry, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
 
 
 # About 5 s: a follower process serves two engines.

@@ -17,6 +17,8 @@ from specinfer.models.language_model import Read
 from specinfer.progress import Progress
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon
 
+pytestmark = pytest.mark.thorough
+
 # A follower's process on a host that has 1,000 bytes of free memory.
 POOR = "from specinfer.parallel import follower; follower.free_bytes = lambda _: 1000; follower.main()"
 

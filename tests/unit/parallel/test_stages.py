@@ -33,7 +33,7 @@ from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.parallel.conftest import Saved
 from tests.unit.parallel.test_texts import FAMILIES, SHAPE, said
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.thorough]
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], [5, 6]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=10),

@@ -36,7 +36,7 @@ from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.parallel.conftest import Saved
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.thorough]
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=10),

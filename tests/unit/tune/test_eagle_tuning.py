@@ -20,6 +20,8 @@ from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
+pytestmark = pytest.mark.thorough
+
 SHAPE = EagleKind(depth=3, vocabulary=48)
 
 

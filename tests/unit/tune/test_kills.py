@@ -18,6 +18,8 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.tune.training import read_checkpoint
 from tests.unit.tune.conftest import engine
 
+pytestmark = pytest.mark.thorough
+
 _MINUTES = 0.06  # length of the first run, a third of it for collecting; each later run adds the same
 _PATIENCE = 120.0  # seconds until a run writes the file
 # Files after which a run is killed: its claim, its first draft, a checkpoint.

@@ -18,6 +18,8 @@ from specinfer.tune.tuning import TuneConfig
 from tests.unit.tune.conftest import KilledError, dies_at, engine, tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, free, run
 
+pytestmark = pytest.mark.thorough
+
 
 def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2) -> TuneConfig:
     """Every prompt is answered, however many answers a look at the clock finds."""

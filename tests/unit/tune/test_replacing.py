@@ -20,6 +20,8 @@ from tests.unit.tune.conftest import tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, run
 from tests.unit.tune.test_small_model import opened
 
+pytestmark = pytest.mark.thorough
+
 
 def test_a_folder_takes_anothers_place_whole(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"

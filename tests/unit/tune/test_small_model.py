@@ -26,6 +26,8 @@ from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import engine, ticking, tuning_of
 
+pytestmark = pytest.mark.thorough
+
 KIND = SsmKind(layers=2, depth=3)
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

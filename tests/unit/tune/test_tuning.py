@@ -26,6 +26,8 @@ from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import KilledError, engine, ticking, tuning_of
 from tests.unit.tune.runs import run
 
+pytestmark = pytest.mark.thorough
+
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 

@@ -25,6 +25,8 @@ from specinfer.tune.tuning import TuneConfig, Tuning
 from tests.unit.tune.conftest import KilledError, dies_at, ticking, tuning_of, write_prompts
 from tests.unit.tune.runs import SHAPE, run
 
+pytestmark = pytest.mark.thorough
+
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 

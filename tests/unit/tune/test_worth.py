@@ -12,6 +12,8 @@ from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.runs import BLOCK, cheap
 
+pytestmark = pytest.mark.thorough
+
 
 def tuned(
     target: Path, prompts: Path, out: Path, costs: Costs, **changes: object

@@ -18,6 +18,8 @@ from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, assert_idle
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
+pytestmark = pytest.mark.thorough
+
 END = 63
 SCHEMA = {"type": "string", "maxLength": 9}
 # Parameters, and checks of complete texts. No token is forced, so the head guesses all of them.

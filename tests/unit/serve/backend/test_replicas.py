@@ -16,6 +16,8 @@ from tests.served import Served
 from tests.unit.serve.backend.listeners import Listeners, engines, ready, until
 from tests.unit.serve.conftest import FLAGS
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def two(folder: Path, fork_server: type[subprocess.Popen[str]]) -> Iterator[Served]:
