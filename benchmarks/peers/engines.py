@@ -45,11 +45,12 @@ _SPECULATION: dict[str, dict[str, Any]] = {
 
 
 def _ours() -> Iterable[Engine]:
-    # No option at all, as beside it llama.cpp-file.
-    default = f"{OURS}-default"
-    yield Engine(
-        name=default, script=OURS, environment=None, form="file", bits="chosen by the file", plain=default
-    )
+    # No option at all, as beside it llama.cpp-file; and the same without speculation.
+    plain, bits = f"{OURS}-file", "the file's own, int8 activations; the default"
+    for name, options in ((plain, {"lookup": False}), (f"{OURS}-default", {})):
+        yield Engine(
+            name=name, script=OURS, environment=None, form="file", bits=bits, plain=plain, options=options
+        )
     for quantization, (bits, loading) in _QUANTIZATIONS.items():
         for suffix, speculation in _SPECULATION.items():
             yield Engine(
