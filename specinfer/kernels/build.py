@@ -21,8 +21,9 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -205,12 +206,19 @@ def compile_library(
                 show.advance(1)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
+                futures: list[Future[None]] = []
                 try:
-                    list(pool.map(compile_one, sources, objects))
+                    futures.extend(
+                        pool.submit(compile_one, *pair) for pair in zip(sources, objects, strict=True)
+                    )
+                    for future in futures:
+                        future.result()
                 except BaseException:  # Ctrl-C, which does not reach other process groups, or a failure
                     pool.shutdown(wait=False, cancel_futures=True)
-                    for group in [*groups]:
-                        _kill(group)
+                    while not all(future.done() for future in futures):  # one may be starting
+                        for group in [*groups]:
+                            _kill(group)
+                        time.sleep(0.01)
                     raise
             whole = Path(scratch) / library.name
             _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -203,6 +205,13 @@ def test_ctrl_c_stops_all_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     install(monkeypatch, tmp_path, ENDLESS)
     children = tmp_path / "children"
     monkeypatch.setenv("CHILDREN", str(children))
+
+    class Slow(subprocess.Popen[str]):  # a compiler runs before this process knows its number
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
 
     def interrupt() -> None:
         assert soon(children.exists)
