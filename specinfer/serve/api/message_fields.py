@@ -55,7 +55,7 @@ _Tool = Annotated[
 ]
 
 
-class Choice(Fields):
+class MessageToolChoice(Fields):
     """The `tool_choice` field: whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -105,7 +105,7 @@ class MessageFields(ConversationFields):
     messages: Items[Turn]
     system: TextOrItems[TextBlock] | None = None
     tools: Items[_Tool] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the earlier name of output_config.format
