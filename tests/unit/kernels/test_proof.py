@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,12 @@ FAKES: Final = {  # fault -> (functions, reason of the refusal)
     "a crash at the first question": ({"ready": "ILLEGAL"}, "the trial ended with SIGILL"),
 }
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def real(real: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The real library, in a folder without the result of an earlier trial."""
+    return Library(Path(shutil.copy(real.path, tmp_path_factory.mktemp("real"))), real.level)
 
 
 @pytest.fixture(scope="module")
