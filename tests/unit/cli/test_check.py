@@ -69,7 +69,7 @@ def test_the_suite_of_parameters(pair: list[str], tmp_path: Path, monkeypatch: p
     assert "pass  repetition_penalty, greedy: 2 of 2 texts identical" in result.stdout
     assert json.loads(out.read_text())["suite"] == "parameters"
     # The tiny model names no token that ends a text, which a setting with a form needs.
-    assert "open: 1 of 2 checks saw too little to say" in result.stdout
+    assert "open: 1 of 3 checks saw too little to say" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> Non
             assert given.get("prompt") == ("hi" if name == "generate" else None), (words, form)
         with pytest.raises(click.UsageError, match=r"give one of them|put the prompt in quotes"):
             command.make_context(name, ["a.gguf", *more, "--model", "b.gguf"])
-    target, ends = models / "target", ("--max-tokens", 5)
+    target, ends = models / "target", ("--max-tokens", 5, "--temperature", 0)
     answers = {
         run("generate", *words, *ends)[1]
         for words in ((target, "abc"), ("-m", target, "abc"), ("abc", "-m", target))

@@ -206,7 +206,7 @@ REFUSALS: dict[str, list[Ask]] = {
     "top_k": [prompt("a", top_k=-1)],
     "n": [prompt("a", n=0)],
     "best_of": [prompt("a", best_of=2)],
-    "seed": [prompt("a", seed=-1), prompt("a", seed="x")],
+    "seed": [prompt("a", seed=-(1 << 63) - 1), prompt("a", seed="x")],
     "presence_penalty": [prompt("a", presence_penalty=3)],
     "frequency_penalty": [prompt("a", frequency_penalty=3)],
     "repetition_penalty": [prompt("a", repetition_penalty=0)],

@@ -251,7 +251,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         **{"rank": 1, "model": str(tmp_path / "none"), "size": 2, "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
         **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
-        **{"sum_parts": 1, "drafts": [], "max_context": None},
+        **{"sum_parts": 1, "drafts": [], "max_context": None, "keep": False},
     }
     begun, ended = Followers(FollowerProcesses(2, 1)), threading.Event()
     begun.on_end = ended.set
