@@ -56,7 +56,7 @@ class EngineConfig:
     )
     quantization: QuantizationOption = option(
         "auto",
-        "Quantization of weight matrices, on a CPU; auto: the file's own, else as many bits as fit.",
+        "Quantization of weights; auto: the file's own, else what fits.",
         more="`auto` takes the blocks of a GGUF file. A quantized folder runs in int4, if that has its "
         "numbers, else in int8. Floats stay in `dtype`, if that takes at most half of the memory or layers "
         "are streamed, else `int8` or `int4` is taken. A line at the start names the choice. `gguf`: the "

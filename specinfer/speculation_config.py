@@ -50,7 +50,7 @@ class SpeculationConfig:
         flag="draft",
     )
     draft_quantization: QuantizationOption = option(
-        "auto", "Quantization of draft models, as --quantization; auto: each by its own file."
+        "auto", "The same for drafts; auto: each by its own file."
     )
     draft_vocabulary: int | str | None = option(
         None,

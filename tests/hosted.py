@@ -122,7 +122,7 @@ def failed_check(folder: Path) -> str | None:
     options: dict[str, Any] = {**ENGINE, "dtype": "bfloat16", "drafts": ("self",), "lookup": True}
     with LLM(folder, model_impl="transformers", **options) as llm:
         failed = (one for one in check_promise(llm, _PROMPTS, _EFFORT) if not one.passed)
-        return next((f"{one.name}: {one.words}" for one in failed), None)
+        return next((one.name for one in failed), None)
 
 
 def load_hosted(folder: Path, kernels: Kernels = TORCH, dtype: torch.dtype = torch.float32) -> LanguageModel:

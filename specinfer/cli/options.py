@@ -70,9 +70,7 @@ _FORM = [
     click.option("--grammar", type=FILE, metavar="FILE", help="Answer in a Lark or GBNF grammar."),
 ]
 _END = [
-    click.option(
-        "--max-tokens", type=int, help="Longest answer, in tokens.  [256; in a chat the rest of the context]"
-    ),
+    click.option("--max-tokens", type=int, help="Longest answer, in tokens.  [256; in a chat: no limit]"),
     click.option("--min-tokens", type=int, default=0, help="Shortest answer, in tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
     click.option(

@@ -62,7 +62,7 @@ def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: R
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_streamed_size(large: list[str], run: Run) -> None:
-    few = ("--memory", 3_000_000, "--kv-cache-memory", "256KB")
+    few = ("--memory", 3_000_000, "--kv-cache-memory", "256KB", "--quantization", "none")
     status, _, err = run("generate", *large, *few, "--offload", "never", "ab")
     assert status == 2
     [line] = err.splitlines()
