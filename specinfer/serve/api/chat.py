@@ -67,6 +67,7 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     refusal: str | None = None
     audio: None = None
+    images: None = None
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, check_strings
 from specinfer.serve.http.api_error import ApiError
 
 # The accounting line of a client as a whole block: its version, and a token that changes in every request.
-_ACCOUNTING: Final = re.compile(r"\s*x-[a-z-]+-billing-header:[^\n]*\s*")
+_ACCOUNTING: Final = re.compile(r"x-[a-z-]+-billing-header:[^\n]*")
 
 
 class CustomTool(Fields):
@@ -126,7 +126,8 @@ class MessageFields(ConversationFields):
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
         self._check_choice()
-        for edit in (self.context_management or {}).get("edits") or ():
+        edits = (self.context_management or {}).get("edits") or []
+        for edit in edits if isinstance(edits, list) else [edits]:
             if not isinstance(edit, Mapping) or edit.get("keep") != "all":
                 raise ApiError(
                     "context_management is not supported; remove it, and shorten messages",
@@ -161,7 +162,7 @@ class MessageFields(ConversationFields):
         Such a line changes in every request, so no cached prefix would reach behind it.
         """
         blocks = self.system or ""
-        if not isinstance(blocks, str) and _ACCOUNTING.fullmatch(blocks[0].text):
+        if not isinstance(blocks, str) and _ACCOUNTING.fullmatch(blocks[0].text.strip()):
             blocks = blocks[1:]
         system = text_of(blocks)
         messages = [{"role": "system", "content": system}] if system else []

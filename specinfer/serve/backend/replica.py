@@ -252,9 +252,9 @@ class Replica:
     async def _watch_replies(self, engine: EngineChild) -> None:
         """Kill an engine that does not reply, or whose step makes no progress.
 
-        Another thread than the steps' replies. It gets 10 queries, each with a tenth of the timeout: if this
-        process itself was suspended, only one of the queries fails. A step hangs if as many replies name the
-        same step, and the same number of streamed bytes.
+        Another thread than the steps' answers queries. It gets 10 of them, each with a tenth of the
+        timeout: if this process itself was suspended, only one of the queries fails. A step hangs if
+        more replies name the same step and the same number of streamed bytes.
         """
         progress, same = (0, 0), 0
         while engine is self._engine:
@@ -270,7 +270,7 @@ class Replica:
             if answer is not None:
                 before, progress = progress, (answer.steps, answer.streamed_bytes)
                 same = same + 1 if answer.step_seconds and progress == before else 1
-                if same == _QUESTIONS:
+                if same > _QUESTIONS:
                     _LOG.error(
                         "step %d of %s has made no progress for %g seconds and the process is killed",
                         *(answer.steps, self.name, self._timeout),

@@ -62,6 +62,11 @@ _REFUSED: Final[Mapping[str, tuple[Sequence[Any], str]]] = {
     "safe_prompt": ((False,), _TEMPLATE),
     "prompt_embeds audio": ((), _TEXT),
     "modalities": ((["text"],), _TEXT),
+    "system instructions": ((), "write it as a message of the role system"),
+    "options": (({},), "give its values as fields of the request"),
+    "format text output_config output_format": ((), "use response_format"),
+    "guided_json_object": ((False,), "use response_format"),
+    "do_sample": ((True,), "for a greedy text set temperature to 0"),
     "lora": (([],), _ADAPTER),
     "lora_path": ((), _ADAPTER),
     "reasoning_budget reasoning_budget_tokens thinking_token_budget": ((-1,), _BUDGET),
@@ -90,6 +95,7 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "guided_regex": ("regex",),
     "guided_choice": ("choice",),
     **dict.fromkeys(("guided_grammar", "ebnf"), ("grammar",)),
+    "stop_sequences": ("stop",),
     "no_stop_trim": ("include_stop_str_in_output",),
 }
 

@@ -205,6 +205,8 @@ def _biases(given: Sequence[Any]) -> dict[str, Any]:
 def _unknown(value: Any) -> Iterator[str]:
     """Return the names of unknown fields of an object and the objects inside it."""
     if isinstance(value, BaseModel):
+        if type(value).model_config.get("extra") == "ignore":
+            return  # a tool that is left out
         yield from value.model_extra or ()
         for name in type(value).model_fields:
             yield from _unknown(getattr(value, name))

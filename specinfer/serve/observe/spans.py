@@ -79,7 +79,8 @@ class Spans:
         for name in _PARAMETERS:
             value = getattr(params, name)
             if value is not None and (name, value) != ("top_k", 0):
-                attributes[f"gen_ai.request.{name}"] = value
+                # An attribute is a signed integer of 64 bits, and a seed may be unsigned.
+                attributes[f"gen_ai.request.{name}"] = value if value < 2**63 else str(value)
         headers = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
         span = self._tracer.start_span(
             f"{operation} {model}",

@@ -21,7 +21,7 @@ export async function readAttachment(file) {
 // The text of a message with its files in front, each in a code block.
 export function withFiles(text, files) {
   const parts = files.map(({ name, text: body }) => {
-    const longest = Math.max(2, ...[...body.matchAll(/`{3,}/g)].map(([fence]) => fence.length));
+    const longest = [...body.matchAll(/`{3,}/g)].reduce((most, [fence]) => Math.max(most, fence.length), 2);
     const fence = "`".repeat(longest + 1);
     return `${name}:\n${fence}\n${body.replace(/\n$/, "")}\n${fence}`;
   });

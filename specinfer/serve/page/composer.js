@@ -22,13 +22,14 @@ export class Composer {
     const picker = form.querySelector("#attachments");
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
-      const text = this.#words.value.trim();
+      const written = this.#words.value;
+      const text = written.trim();
       if (!text && !this.#files.length) return;
       const files = [...this.#files];
-      if (await onsend(text, files)) this.clear();
+      if (await onsend(text, files)) this.#clear(written, files);
     });
     this.#words.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") onstop();
+      if (event.key === "Escape" && !event.isComposing) onstop();
       // The Enter key of a screen keyboard makes a line.
       if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
       event.preventDefault();
@@ -36,9 +37,10 @@ export class Composer {
     });
     this.#words.addEventListener("input", () => this.#keep());
     this.#words.addEventListener("paste", (event) => {
-      if (!event.clipboardData.files.length) return;
+      const { files, types } = event.clipboardData;
+      if (!files.length || types.includes("text/plain")) return; // cells of a table come as an image, too
       event.preventDefault();
-      this.attach(event.clipboardData.files);
+      this.attach(files);
     });
     form.querySelector("#attach").addEventListener("click", () => picker.click());
     picker.addEventListener("change", () => {
@@ -85,9 +87,11 @@ export class Composer {
     this.#form.requestSubmit();
   }
 
-  clear() {
-    this.#words.value = "";
-    this.#files = [];
+  // Remove a sent message; what was written or attached since it was sent stays.
+  #clear(written, files) {
+    const { value } = this.#words;
+    this.#words.value = value.startsWith(written) ? value.slice(written.length).trimStart() : value;
+    this.#files = this.#files.filter((file) => !files.includes(file));
     this.notice("");
     this.#keep();
     this.#show();

@@ -10,6 +10,7 @@ export class ConversationList {
   #page;
   #chosen = null; // {id, title, item} that the menu is open for
   #current = null;
+  #shown = ""; // the titles and the current conversation, as JSON
 
   // `page` has store, onrename(id, title), ondelete(id).
   constructor(page, { list, menu, confirm }) {
@@ -23,6 +24,7 @@ export class ConversationList {
       button("Export as JSON", () => this.#act(({ id }) => this.#export(id, saveJson))),
       button("Delete\u2026", () => this.#act((chosen) => this.#ask(chosen)), { class: "danger" }),
     );
+    menu.addEventListener("toggle", ({ newState }) => newState === "closed" && this.refresh());
     menu.addEventListener("keydown", (event) => this.#keyed(event));
     confirm.addEventListener("close", () => confirm.returnValue === "delete" && page.ondelete(this.#chosen.id));
   }
@@ -31,7 +33,10 @@ export class ConversationList {
   async refresh(current = this.#current) {
     this.#current = current;
     const titles = await this.#page.store.titles();
-    if (this.#list.querySelector("input")) return; // a name is being written
+    if (this.#list.querySelector("input") || this.#menu.matches(":popover-open")) return; // they belong to an item
+    const shown = JSON.stringify([this.#current, titles.map(({ id, title }) => [id, title])]);
+    if (shown === this.#shown) return;
+    this.#shown = shown;
     const focused = this.#list.contains(document.activeElement) && document.activeElement.dataset.key;
     this.#list.replaceChildren(...titles.map((one) => this.#item(one)));
     if (focused) this.#list.querySelector(`[data-key="${focused}"]`)?.focus();
@@ -97,6 +102,7 @@ export class ConversationList {
       const written = name.value.trim();
       name.remove();
       if (kept && written && written !== title) await this.#page.onrename(id, written);
+      this.#shown = ""; // the item has lost its link
       await this.refresh();
       if (focused) this.#list.querySelector(`[data-key="more-${id}"]`)?.focus();
     };

@@ -95,15 +95,16 @@ async function meet() {
 }
 
 async function onsend(text, files) {
+  const { id } = conversation.record;
   await met; // a request needs the name of a model
   if (!model.value) await (met = meet());
-  if (conversation.busy) return false;
+  if (conversation.busy || id !== conversation.record.id) return false;
   if (!settings.valid) {
     settings.open();
     return false;
   }
-  composer.id = conversation.record.id;
-  history.replaceState(null, "", `#${conversation.record.id}`);
+  composer.id = id;
+  history.replaceState(null, "", `#${id}`);
   conversation.send(text, files);
   return true;
 }
@@ -255,6 +256,12 @@ marks.addEventListener("change", () => {
   mark();
 });
 addEventListener("hashchange", show);
+// Another tab may have gone on with the conversation.
+addEventListener("focus", async () => {
+  const { record } = conversation;
+  const kept = await store.get(record.id);
+  if (kept?.updated > record.updated && !conversation.busy && record === conversation.record) conversation.open(kept);
+});
 
 addEventListener("dragover", (event) => {
   if (![...event.dataTransfer.types].includes("Files")) return;
@@ -268,7 +275,7 @@ addEventListener("drop", (event) => {
   document.body.classList.remove("dropping");
   if (!event.dataTransfer.files.length) return;
   event.preventDefault();
-  dropped(event.dataTransfer.files);
+  dropped(event.dataTransfer.files).catch(() => composer.notice("This cannot be read; drop files, not folders."));
 });
 
 mark();

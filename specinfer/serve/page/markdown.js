@@ -18,18 +18,18 @@ const ADMITTED = {
 const CHARACTERS = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const escaped = (text) => text.replace(/[&<>"]/g, (one) => CHARACTERS[one]);
 
-// A display formula ends its line; one that has just begun reaches to the end of the text.
+// A display formula ends its line; one that has just begun reaches to the end of the text. Neither crosses a code fence.
 const DISPLAY = [
-  /^ {0,3}\\\[[ \t]*\n?([\s\S]+?)\\\][ \t]*[.,;]?[ \t]*(?:\n|$)/,
-  /^ {0,3}\$\$[ \t]*\n?([\s\S]+?)\$\$[ \t]*[.,;]?[ \t]*(?:\n|$)/,
-  /^ {0,3}(?:\\\[|\$\$)[ \t]*\n([\s\S]*)$/,
+  /^ {0,3}\\\[[ \t]*\n?(?:(?!(?<=\n) {0,3}(?:```|~~~))[\s\S])+?\\\][ \t]*[.,;]?[ \t]*(?:\n|$)/,
+  /^ {0,3}\$\$[ \t]*\n?(?:(?!(?<=\n) {0,3}(?:```|~~~))[\s\S])+?\$\$[ \t]*[.,;]?[ \t]*(?:\n|$)/,
+  /^ {0,3}(?:\\\[|\$\$)[ \t]*\n(?:(?!(?<=\n) {0,3}(?:```|~~~))[\s\S])*$/,
 ];
 // A dollar sign before a digit or after a space closes no formula: it is money.
 const INLINE = [
-  /^\\\(([\s\S]+?)\\\)/,
-  /^\\\[([^\n]+?)\\\]/,
-  /^\$\$([^$\n]+?)\$\$/,
-  /^\$(?![\s$])((?:\\.|[^$\\\n])+?)(?<!\s)\$(?![\d$])/,
+  /^\\\([\s\S]+?\\\)/,
+  /^\\\[[^\n]+?\\\]/,
+  /^\$\$[^$\n]+?\$\$/,
+  /^\$(?![\s$])(?:\\.|[^$\\\n])+?(?<!\s)\$(?![\d$])/,
 ];
 
 function firstOf(text, ...signs) {
@@ -45,10 +45,11 @@ function formula(name, level, patterns, tag, start) {
     tokenizer(text) {
       for (const pattern of patterns) {
         const match = pattern.exec(text);
-        if (match) return { type: name, raw: match[0], text: match[1].trim() };
+        if (match) return { type: name, raw: match[0], text: match[0] };
       }
     },
-    renderer: ({ text }) => `<${tag} class="math">${escaped(text)}</${tag}>`,
+    // The signs are shown: the text may be no formula, as in $HOME/$USER.
+    renderer: ({ raw }) => `<${tag} class="math">${escaped(raw.trim())}</${tag}>`,
   };
 }
 

@@ -53,10 +53,14 @@ export class Store {
     const database = await this.#database;
     if (!database) return null;
     return new Promise((resolve) => {
-      const transaction = database.transaction([WHOLE, TITLES], mode);
-      const request = ask((name) => transaction.objectStore(name));
-      transaction.oncomplete = () => resolve(request.result);
-      transaction.onabort = () => resolve(null); // the disk or the quota is full
+      try {
+        const transaction = database.transaction([WHOLE, TITLES], mode);
+        const request = ask((name) => transaction.objectStore(name));
+        transaction.oncomplete = () => resolve(request.result);
+        transaction.onabort = () => resolve(null); // the disk or the quota is full
+      } catch {
+        resolve(null); // the browser has closed the database
+      }
     });
   }
 }

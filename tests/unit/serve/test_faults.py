@@ -24,7 +24,7 @@ from tests.unit.serve.conftest import FLAGS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("forked")]
 
-LONG = {"model": "tiny", "max_tokens": 1800, "temperature": 1.0, "stream": True}
+LONG = {"model": "tiny", "max_tokens": 1800, "temperature": 1.0, "top_p": 1.0, "stream": True}
 
 
 def client_of(served: Served) -> openai.OpenAI:
@@ -33,7 +33,9 @@ def client_of(served: Served) -> openai.OpenAI:
 
 def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -> None:
     with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
-        params = [SamplingParams(temperature=1, seed=s, max_tokens=1800, ignore_eos=True) for s in range(4)]
+        params = [
+            SamplingParams(temperature=1, top_p=1, seed=s, max_tokens=1800, ignore_eos=True) for s in range(4)
+        ]
         expected = [output.text for output in llm.generate([f"{s}abc" for s in range(4)], params)]
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
         client, texts, started = client_of(served), ["", "", "", ""], threading.Event()

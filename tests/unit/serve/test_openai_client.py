@@ -34,6 +34,7 @@ def test_chat_equals_offline(client: openai.OpenAI, llm: LLM, temperature: float
         "model": "tiny",
         "messages": HI,
         "temperature": temperature,
+        "top_p": 1.0,
         "seed": 5,
         "n": 2,
         "max_tokens": 30,

@@ -66,6 +66,7 @@ def test_fields_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"context_management": {"edits": 5}}, "context_management"),
     ({"messages": []}, "messages"),
     ({"messages": [user(IMAGE)]}, "messages[0].content[0]"),
     ({"messages": [user({"type": "document"})]}, "messages[0].content[0]"),

@@ -55,8 +55,8 @@ class Listeners:
         until(lambda: all(self.texts))
 
     def _listen(self, seed: int) -> None:
-        body = {"prompt": f"{seed}abc", "seed": seed, "temperature": 1.0, "max_tokens": TOKENS}
-        body |= {"ignore_eos": True, "stream": True}
+        body = {"prompt": f"{seed}abc", "seed": seed, "temperature": 1.0, "top_p": 1.0}
+        body |= {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
         headers = {"X-Session-Id": f"client {seed}"}
         url = f"{self._served.url}/v1/completions"
         with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:

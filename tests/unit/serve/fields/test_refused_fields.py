@@ -52,11 +52,18 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": [5]}, "logit_bias", "a token id"),
     ({"logit_bias": [[5, "x"]]}, "logit_bias", "a token id"),
     ({"reasoning_budget": 100}, "reasoning_budget", "use max_tokens"),
+    ({"options": {"temperature": 0}}, "options", "as fields of the request"),
+    ({"format": "json"}, "format", "use response_format"),
+    ({"guided_json_object": True}, "guided_json_object", "use response_format"),
+    ({"do_sample": False}, "do_sample", "set temperature to 0"),
 ]
 
 
 OF_KIND: list[tuple[Any, dict[str, Any], str]] = [
     (ChatFields, {"echo": True}, "echo"),
+    *((ChatFields, {name: "Be brief."}, name) for name in ("system", "instructions")),
+    *((ChatFields, {name: {"format": {}}}, name) for name in ("text", "output_config", "output_format")),
+    (ChatFields, {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
     (ChatFields, {"suffix": "b"}, "suffix"),
     (ChatFields, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (ChatFields, {"reasoning": {"max_tokens": 5}}, "reasoning"),
@@ -80,6 +87,7 @@ def test_fields_that_would_change_the_text_are_refused_by_name() -> None:
             assert expected in error["message"], more
     for kind, more, param in OF_KIND:
         assert refusal(kind, more)["param"] == param, more
+    assert read(ChatFields, {"stop_sequences": ["a"]}).stop == ["a"]
 
 
 def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
