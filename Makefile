@@ -16,6 +16,7 @@ CONSTRAIN := $(if $(SHARED),,--constraint constraints.txt)
 
 MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 DEV := $(VENV)/.installed-dev
 
 # In tests PyTorch's threads sleep while they wait instead of spinning: several runs may share the cores, and a
@@ -35,10 +36,10 @@ QUICK := not slow and not thorough or smoke
 help: ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(RUN) ## install, fetch a small model, and show speculation at work
+demo: $(KERNELS) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
 
-serve: $(RUN) ## serve that model to OpenAI clients at http://127.0.0.1:8000
+serve: $(KERNELS) ## serve that model to OpenAI clients at http://127.0.0.1:8000
 	@$(BIN)/specinfer serve $(ARGS)
 
 test: lint types ## lint, types, quick tests and smokes: at most 6 minutes on 2 cores
@@ -107,12 +108,15 @@ $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py
 	@$(BIN)/python tools/install_torch.py
 	@echo "installing specinfer and its dependencies"
 	@SPECINFER_WHEEL_LEVELS=none $(PIP) install --quiet $(CONSTRAIN) --editable '.[serve]'
-	@echo "compiling the native kernels (a minute; once per machine)"
-	@$(BIN)/python -m specinfer.kernels
 	@$(BIN)/python -m compileall -q specinfer
 	@touch $@
 
-$(DEV): $(RUN)
+$(KERNELS): $(RUN) $(wildcard specinfer/kernels/cpu/*)
+	@echo "compiling the native kernels (a minute; once per machine)"
+	@$(BIN)/python -m specinfer.kernels
+	@touch $@
+
+$(DEV): $(RUN) | $(KERNELS)
 	@echo "installing the tools for tests and benchmarks"
 	@SPECINFER_WHEEL_LEVELS=none $(PIP) install --quiet $(CONSTRAIN) --editable '.[dev]'
 	@touch $@
