@@ -65,9 +65,11 @@ class ConfiguredTokens:
             set() if backend is None else {one.content for one in backend.get_added_tokens_decoder().values()}
         )
         names, listed = {token.content for token in self._special.values()}, sorted(self._by_id.items())
-        of_ids = {token.content for token in self._by_id.values()}
+        with_id: dict[str, list[AddedToken]] = {}
+        for token in self._by_id.values():
+            with_id.setdefault(token.content, []).append(token)
         for token in (*(token for _, token in listed), *self._special.values(), *self._extra):
-            if token.content in there and token.content not in of_ids:
+            if token.content in there and token not in with_id.get(token.content, ()):
                 continue
             if token.content in names:
                 token.special = True

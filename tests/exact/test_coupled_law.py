@@ -43,6 +43,7 @@ class NotedFlight(HostFlight):
         return super().choices(rows, asks, changes)
 
 
+@pytest.mark.thorough
 # About 8 s: the central law, with drawn trees.
 def test_any_tree_and_any_choices_give_the_targets_own_text():
     entry, checked = plans.entry([0], params=SamplingParams(temperature=0)), 0

@@ -67,6 +67,7 @@ def wait_for_answers(run: subprocess.Popen[str], folder: Path, count: int) -> No
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", 24, max_tokens=100)
     with begin(model, tmp_path) as run:

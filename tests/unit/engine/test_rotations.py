@@ -12,6 +12,8 @@ import pytest
 from specinfer import LLM, SamplingParams, SpeculationParams
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},

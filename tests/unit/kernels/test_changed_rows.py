@@ -22,6 +22,8 @@ from specinfer.verify.target_law import NUMPY_ROW
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, Row, rows
 
+pytestmark = pytest.mark.thorough
+
 ALL_PARAMS = {
     **PARAMS,
     "greedy": SamplingParams(temperature=0),

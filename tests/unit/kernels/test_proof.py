@@ -20,6 +20,8 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
 from specinfer.kernels.native import find_best, load_library, prove
 
+pytestmark = pytest.mark.thorough
+
 # A fake library: all functions are empty except those of the fault.
 FAKE: Final = """
 #include <cstdint>

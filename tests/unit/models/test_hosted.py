@@ -40,6 +40,8 @@ from tests.hosted import PROMPT, difference, load_hosted, logits_of, same_with_a
 from tests.kernels import kernels, plain_tiles
 from tests.tiny_models import write_tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 # A decoder as ours; transposed weights and learned positions; windows in some layers; experts that files have

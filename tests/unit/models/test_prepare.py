@@ -187,6 +187,7 @@ def test_of_two_that_prepare_a_model_one_waits(
     assert line == f"waiting for another process to make {found[0].path}"
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_no_file_of_that_name(folder: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

@@ -20,6 +20,8 @@ from specinfer.parallel.link import Link, dial, greet, listen, read_key
 from specinfer.parallel.rendezvous import accept_rank, connect_ranks
 from tests.ranks import soon
 
+pytestmark = pytest.mark.thorough
+
 KEY, OTHER = b"k" * 32, b"o" * 32
 
 

@@ -45,7 +45,7 @@ from tests.ranks import (
     token_ids_of,
 )
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
 _POPEN = subprocess.Popen  # before `forked` replaces it
 
 

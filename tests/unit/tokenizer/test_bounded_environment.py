@@ -10,6 +10,8 @@ from specinfer.errors import ModelFileError, RequestError
 from specinfer.tokenizer import template_budget
 from specinfer.tokenizer.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.thorough
+
 HI = [{"role": "user", "content": "hi & <b>"}, {"role": "assistant", "content": "yo\nyo"}]
 LONG = "{% set long = 'a' * 100000 %}"
 DOUBLE = "{% set n = namespace(x=['a']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
