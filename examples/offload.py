@@ -7,7 +7,7 @@ question = [{"role": "user", "content": "Name three rivers, and say where each o
 params = SamplingParams(temperature=0, max_tokens=48)
 
 # This limits the whole process, and not all layers fit. The engine logs one line about the placement.
-with LLM("smollm2-135m", memory="640MB", offload="auto", progress=ProgressBar()) as llm:
+with LLM("smollm2-135m", memory="450MB", offload="auto", progress=ProgressBar()) as llm:
     [output] = llm.chat(question, params)
     done = llm.statistics()
 print(output.text)

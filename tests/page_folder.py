@@ -32,6 +32,7 @@ from tests.tools.sources import bare_environment, copy_sources
 _STANDINS = (  # names that pages use for a model of the reader's
     "qwen2.5-1.5b.gguf",
     "qwen2.5-0.5b.gguf",
+    "qwen2.5-7b-instruct-q4_k_m.gguf",
     "M",
     "MODEL",
     "FILE.gguf",

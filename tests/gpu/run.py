@@ -155,7 +155,7 @@ def server(setting: Setting) -> Iterator[Result]:
         answer = served.post("/v1/completions", body)
     text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
     with open_llm(setting, dtype="float32", lookup=False) as llm:
-        params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+        params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=3)
         [expected] = llm.generate(["The fox"], params)
     yield Result(
         "a server's answer", text == expected.text, "the library's" if text == expected.text else text
@@ -165,7 +165,7 @@ def server(setting: Setting) -> Iterator[Result]:
 def hosted(setting: Setting) -> Iterator[Result]:
     """Run a model through transformers' code, with and without speculation."""
     folder, draft = setting.folder / "hosted", setting.folder / "hosted-draft"
-    save_tiny("codegen", folder)
+    save_tiny("gpt_neox", folder)
     write_tiny_llama(draft, vocab_size=160, tokenizer=True)
     options = {"model_impl": "transformers", "device": setting.device, "dtype": "float32"}
     with LLM(folder, drafts=(str(draft),), tree_size="fixed", kv_cache_memory=1 << 24, **options) as llm:

@@ -66,7 +66,7 @@ def test_chat_equals_offline(client: openai.OpenAI, llm: LLM, temperature: float
 
 def test_prompts_are_gone_on_with_as_offline(client: openai.OpenAI, llm: LLM) -> None:
     prompts = ["one two one two", "three"]
-    offline = llm.generate(prompts, SamplingParams(temperature=0.8, seed=9, n=2, max_tokens=12))
+    offline = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95, seed=9, n=2, max_tokens=12))
     whole = client.completions.create(
         model="tiny", prompt=prompts, temperature=0.8, seed=9, n=2, max_tokens=12, echo=True
     )
@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> Non
 
 
 def test_log_probabilities_of_a_prompt_come_once_whatever_n(client: openai.OpenAI, llm: LLM) -> None:
-    options: dict[str, Any] = {"temperature": 0.9, "seed": 3, "n": 3, "max_tokens": 4}
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 3, "max_tokens": 4}
     [offline] = llm.generate("Hello there", SamplingParams(**options, prompt_logprobs=2))
     assert offline.prompt_logprobs is not None
     more = {"prompt_logprobs": 2}
