@@ -11,7 +11,8 @@ if len(sys.argv) != 3:
     print("usage: python examples/draft_model.py TARGET DRAFT", file=sys.stderr)
     sys.exit(2)
 
-llm = LLM(sys.argv[1], drafts=[sys.argv[2]], lookup=True)
+# A fixed size shows a tree in every step; by default the engine leaves out guesses that save no time here.
+llm = LLM(sys.argv[1], drafts=[sys.argv[2]], lookup=True, tree_size="fixed")
 question = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 
 [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))

@@ -131,7 +131,7 @@ def build(args: argparse.Namespace) -> LLM:
         args.model,
         drafts=tuple(args.draft),
         quantization=args.quantization,
-        draft_quantization=args.quantization if args.draft else "none",
+        draft_quantization=args.quantization if args.draft else "auto",
         lookup=True,
         max_context=LONGEST_PROMPT + args.max_tokens,
         max_batch_size=16,

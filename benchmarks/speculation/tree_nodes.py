@@ -61,7 +61,7 @@ def main() -> None:
             args.model,
             drafts=(draft,) if draft else (),
             quantization=args.quantization,
-            draft_quantization=args.quantization if draft else "none",
+            draft_quantization=args.quantization if draft else "auto",
             lookup=False,
             max_nodes=MOST,
             max_batch_size=args.batch_size,

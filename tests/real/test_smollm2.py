@@ -17,9 +17,6 @@ QUESTIONS = [
     "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",
     "What is gravity? Answer in two sentences.",
     "Write a Python function that adds two numbers, then call it twice.",
-    "List five animals, then list them again in reverse order.",
-    "Explain why the sky is blue to a child.",
-    "Write a short poem about the sea.",
 ]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0, max_tokens=32),
@@ -96,10 +93,8 @@ def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sum_parts", "layouts"),
     [
-        ("none", None, [(1, 2)]),
-        ("int8", None, [(1, 2), (2, 2)]),
-        ("none", 8, [(2, 1), (3, 1)]),
-        ("int4", 8, [(2, 1), (3, 1), (2, 2)]),
+        ("none", 8, [(3, 1)]),
+        ("int4", 8, [(2, 2)]),
     ],
 )
 def test_ranks_and_stages_say_what_one_process_says(
@@ -107,7 +102,7 @@ def test_ranks_and_stages_say_what_one_process_says(
 ) -> None:
     options: dict[str, Any] = {"quantization": kind, "sum_parts": sum_parts}
     options |= {"max_context": 1024, "kv_cache_memory": 1 << 28}
-    params = {name: replace(SAMPLING[name], max_tokens=12) for name in ("greedy", "T=1")}
+    params = {name: replace(SAMPLING[name], max_tokens=8) for name in ("greedy", "T=1")}
     with LLM(smollm2(), lookup=False, **options) as one:
         expected = {name: texts(one, asked, together=True) for name, asked in params.items()}
     for tensor, stages in layouts:
