@@ -34,11 +34,11 @@ from specinfer.progress import NoProgress
 from specinfer.report.provenance import provenance
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-from tests.hosted import save_tiny
+from tests.hosted import SIZES, save_tiny
 from tests.parity.families import save_random
 from tests.real.models import smollm2
 from tests.served import Served
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "opt")
@@ -166,6 +166,7 @@ def hosted(setting: Setting) -> Iterator[Result]:
     """Run a model through transformers' code, with and without speculation."""
     folder, draft = setting.folder / "hosted", setting.folder / "hosted-draft"
     save_tiny("gpt_neox", folder)
+    write_byte_tokenizer(folder, SIZES["vocab_size"])
     write_tiny_llama(draft, vocab_size=160, tokenizer=True)
     options = {"model_impl": "transformers", "device": setting.device, "dtype": "float32"}
     with LLM(folder, drafts=(str(draft),), tree_size="fixed", kv_cache_memory=1 << 24, **options) as llm:

@@ -161,7 +161,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
     ("flags", "message"),
     [
         (["--port", "PORT"], "cannot listen on 127.0.0.1:PORT"),
-        (["--kv-cache-memory", "10"], "KV cache"),
+        (["--kv-cache-memory", "1KB"], "KV cache"),
         (["--max-context", "9999"], "max_context is 9999"),
         (["--api-key-file", "/nowhere"], "cannot read api_key_file /nowhere"),
     ],
