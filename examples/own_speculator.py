@@ -25,8 +25,8 @@ class Echo(Speculator):
         return trees
 
 
-# Without lookups, which would propose the same tokens. "red green blue, " has four. A fixed size shows the guesses
-# of every step; by default the engine leaves out guesses that save no time on this machine.
+# Without lookups, which would propose the same tokens. "red green blue, " has four. A fixed size shows the
+# guesses of every step; by default the engine leaves out guesses that save no time on this machine.
 llm = LLM("smollm2-135m", speculators=[Echo(period=4)], lookup=False, tree_size="fixed", max_nodes=8)
 prompt = "red green blue, red green blue, red green blue, red green blue, red"
 [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=48))

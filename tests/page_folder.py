@@ -19,7 +19,6 @@ import tokenizers
 from tokenizers import AddedToken
 
 from specinfer.hub.resolution import resolve
-from specinfer.kernels.native import find_best
 from specinfer.tokenizer import Tokenizer
 from tests.adapters import adapter_tensors, write_peft
 from tests.hosted import save_tiny
@@ -27,7 +26,7 @@ from tests.pages import ROOT
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.scripted_server import byte_tokenizer
 from tests.tiny_models import write_byte_tokenizer, write_tiny_llama
-from tests.tools.sources import bare_environment, copy_sources
+from tests.tools.sources import bare_environment, copy_sources, copying_compiler
 
 _STANDINS = (  # names that pages use for a model of the reader's
     "qwen2.5-1.5b.gguf",
@@ -55,11 +54,6 @@ _FEW = ("first_turns.jsonl", "FILE.jsonl", "prompts/dolly.jsonl")
 _MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
 _ADDRESSES = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
 _MASTER = "10.0.0.1:29500"  # an engine's host on the pages
-# A compiler that takes the library of this CPU, which is compiled already, in place of compiling it again.
-_COMPILER = """case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
-while [ "$1" != -o ]; do shift; done
-cp "$made" "$2"
-"""
 
 
 class PageFolder:
@@ -109,9 +103,7 @@ class PageFolder:
             (checkout / "tools").mkdir()
             for name in ("tools/install_torch.py", "constraints.txt"):
                 (checkout / name).write_bytes((ROOT / name).read_bytes())
-            best, _ = find_best()
-            assert best is not None, "pip would compile the kernels"
-            _program(self.path / "bin" / "c++", _COMPILER.format(library=best.path))
+            copying_compiler(self.path / "bin" / "c++")
             python = self.path / "pythons" / "python3"
             python.parent.mkdir()
             _program(python, _PYTHON.format(python=sys.executable, packages=sysconfig.get_path("purelib")))

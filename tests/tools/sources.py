@@ -1,4 +1,4 @@
-"""A copy of the files that a wheel is made of, and the environment variables of a build."""
+"""A copy of the files that a wheel is made of, and the compiler and the variables of a build."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from specinfer.kernels.native import Library, find_best
+
 REPOSITORY: Final = Path(__file__).parents[2]
+_COMPILER: Final = """#!/bin/sh
+echo "$*" >> {log}
+case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
+while [ "$1" != -o ]; do shift; done
+cp "$made" "$2"
+"""
 
 
 def copy_sources(folder: Path) -> Path:
@@ -19,6 +27,19 @@ def copy_sources(folder: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
     return folder
+
+
+def copying_compiler(path: Path) -> Library:
+    """Write a compiler that copies the library in use, and return that library.
+
+    The sources are the same, so compiling them with its level's flags would make it again. The compiler
+    appends its arguments to `path` with the suffix .log.
+    """
+    best, refused = find_best()
+    assert best is not None, refused
+    path.write_text(_COMPILER.format(log=path.with_suffix(".log"), library=best.path))
+    path.chmod(0o755)
+    return best
 
 
 def bare_environment(**changed: str | None) -> dict[str, str]:

@@ -18,10 +18,10 @@ import yaml
 
 from specinfer.cli.serve import serve
 from specinfer.kernels.build import find_compiler
-from specinfer.kernels.machine import LEVELS, architecture
 from specinfer.serve.config import ServeConfig
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
+from tests.tools.sources import bare_environment, copying_compiler
 
 pytestmark = pytest.mark.thorough
 
@@ -71,9 +71,10 @@ def test_the_image_runs_as_nobody_in_particular_and_is_watched() -> None:
 def test_its_steps_give_a_server(tmp_path: Path) -> None:
     root = tmp_path / "image"
     shim = python_with_our_packages(tmp_path / "bin")
-    [level, *_] = [one.name for one in LEVELS if one.architecture == architecture()]
-    env = {**os.environ, "PATH": f"{shim}:{os.environ['PATH']}", "SPECINFER_WHEEL_LEVELS": level}
-    env.pop("PYTHONPATH", None)
+    compiler = tmp_path / "bin" / "c++"
+    level = copying_compiler(compiler).level.name
+    path = f"{shim}:{os.environ['PATH']}"
+    env = bare_environment(PATH=path, CXX=str(compiler), SPECINFER_WHEEL_LEVELS=level)
 
     def there(path: str) -> str:
         return str(root / path.lstrip("/"))

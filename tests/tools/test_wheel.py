@@ -14,8 +14,7 @@ import pytest
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import _FLAGS, find_compiler
 from specinfer.kernels.machine import LEVELS, architecture, levels_here
-from specinfer.kernels.native import find_best
-from tests.tools.sources import REPOSITORY, bare_environment, copy_sources
+from tests.tools.sources import REPOSITORY, bare_environment, copy_sources, copying_compiler
 
 pytestmark = pytest.mark.slow  # pip builds and installs
 
@@ -26,13 +25,6 @@ case " $* " in *" {next(level for level in LEVELS if level.name == HERE[-1]).fla
   echo "c++: error: unrecognized option"; echo "compilation terminated"; exit 1;; esac
 while [ "$1" != -o ]; do shift; done
 : > "$2"
-"""
-# A compiler that records its arguments and copies an existing library.
-OF_BEFORE: Final = """#!/bin/sh
-echo "$*" >> {log}
-case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
-while [ "$1" != -o ]; do shift; done
-cp "$made" "$2"
 """
 # In the environment of the wheel.
 USE: Final = """
@@ -139,16 +131,13 @@ def test_it_compiles_where_nothing_is_installed() -> None:
 
 
 def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Path) -> None:
-    """The same sources are compiled with the flags of the library in use, so they would make it again."""
     try:
         find_compiler()
     except KernelBuildError as error:
         pytest.skip(f"the wheel cannot be built with kernels: {error}")
-    best, refused = find_best()
-    assert best is not None, refused
-    level, compiler, log = best.level.name, tmp_path / "c++", tmp_path / "calls"
-    compiler.write_text(OF_BEFORE.format(log=log, library=best.path))
-    compiler.chmod(0o755)
+    compiler = tmp_path / "c++"
+    best = copying_compiler(compiler)
+    level, log = best.level.name, compiler.with_suffix(".log")
     wheel, said = build(sources, SPECINFER_WHEEL_LEVELS=level, CXX=str(compiler))
     *calls, link = (call.rpartition(" -o ")[0] for call in log.read_text().splitlines())
     flags = " ".join([*_FLAGS, *best.level.flags])
