@@ -27,21 +27,6 @@ TREE_PARENTS = [-1, 0, 0, 1, 2, 3, 3]
 TREE_PATHS = [[], [7], [20], [7, 8], [20, 8], [7, 8, 30], [7, 8, 31]]  # below the root, per node
 
 
-@pytest.fixture(
-    params=[(name, tied, run) for name in CASES for tied in (True, False) for run in NAMES],
-    ids=str,
-    scope="module",
-)
-def both(request, tmp_path_factory):
-    """A transformers model, and ours loaded from the folder it was saved to."""
-    name, tied, run = request.param
-    folder = tmp_path_factory.mktemp(name)
-    theirs = save_random(name, folder, tied=tied)
-    ours = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
-    assert ours.config.tie_embeddings == tied
-    return theirs, ours
-
-
 def runner_of(model):
     return ModelRunner(model, num_blocks=10, block_size=BLOCK)
 
@@ -51,52 +36,54 @@ def logits_of(theirs, token_ids):
     return theirs(torch.tensor([token_ids])).logits[0]
 
 
-@pytest.mark.few(57)
-def test_a_whole_prompt(both):
-    theirs, ours = both
-    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
-    torch.testing.assert_close(
-        runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
-    )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("block_table", [SCATTERED, CONTIGUOUS], ids=["scattered", "contiguous"])
-def test_token_by_token_over_the_cache(both, block_table):
-    theirs, ours = both
+def each_token(ours, table):
+    """Logits of the prompt, token by token over the cache."""
     runner = runner_of(ours)
-    got = [
-        runner.forward([chain_rows([token], i, block_table, logits=True)])[0]
-        for i, token in enumerate(PROMPT)
-    ]
-    torch.testing.assert_close(torch.stack(got), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
+    rows = [[chain_rows([token], i, table, logits=True)] for i, token in enumerate(PROMPT)]
+    return torch.stack([runner.forward(row)[0] for row in rows])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("block_table", [SCATTERED, CONTIGUOUS], ids=["scattered", "contiguous"])
-def test_every_path_of_a_tree(both, block_table):
-    theirs, ours = both
+def each_node(ours, table):
+    """Logits of the tree in one pass; grown level by level, as a draft grows it, they are the same."""
     runner = runner_of(ours)
     before = len(PROMPT) - 1
-    runner.forward([chain_rows(PROMPT[:before], 0, block_table, logits=False)])
-    whole = Rows(TREE_TOKENS, before, block_table, 0, TREE_PARENTS)
-    # As a draft grows it: the nodes of one depth at a time.
+    runner.forward([chain_rows(PROMPT[:before], 0, table, logits=False)])
+    whole = runner.forward([Rows(TREE_TOKENS, before, table, 0, TREE_PARENTS)])
     levels = [(0, 1), (1, 3), (3, 5), (5, 7)]
-    grown = [Rows(TREE_TOKENS[a:b], before + a, block_table, 0, TREE_PARENTS[:b]) for a, b in levels]
-    got = runner.forward([whole])
-    torch.testing.assert_close(torch.cat([runner.forward([r]) for r in grown]), got, atol=TOLERANCE, rtol=0)
-    want = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
-    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+    grown = [Rows(TREE_TOKENS[a:b], before + a, table, 0, TREE_PARENTS[:b]) for a, b in levels]
+    torch.testing.assert_close(torch.cat([runner.forward([r]) for r in grown]), whole, atol=TOLERANCE, rtol=0)
+    return whole
 
 
-@pytest.mark.few(57)
-def test_two_requests_in_one_pass(both):
-    theirs, ours = both
-    runner = runner_of(ours)
-    other = PROMPT[::-1][:7]
-    rows = [chain_rows(PROMPT, 0, [6, 2, 9], logits=True), chain_rows(other, 0, [0, 1], logits=True)]
-    want = torch.stack([logits_of(theirs, PROMPT)[-1], logits_of(theirs, other)[-1]])
-    torch.testing.assert_close(runner.forward(rows), want, atol=TOLERANCE, rtol=0)
+# Each family with both kernels, once with an output layer of its own and once with the embeddings as such.
+@pytest.mark.few(30)
+@pytest.mark.parametrize(
+    ("name", "tied", "run"),
+    [(name, (i + j) % 2 == 0, run) for i, name in enumerate(CASES) for j, run in enumerate(NAMES)],
+)
+def test_a_prompt_its_tokens_a_tree_and_a_batch(name, tied, run, tmp_path):
+    theirs = save_random(name, tmp_path, tied=tied)
+    ours = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+    assert ours.config.tie_embeddings == tied
+
+    prompt, other = logits_of(theirs, PROMPT), PROMPT[::-1][:7]
+    tree = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
+    both = [chain_rows(PROMPT, 0, [6, 2, 9], logits=True), chain_rows(other, 0, [0, 1], logits=True)]
+    for what, got, want in (
+        ("prompt", runner_of(ours).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)]), prompt),
+        ("tokens, scattered", each_token(ours, SCATTERED), prompt),
+        ("tokens, contiguous", each_token(ours, CONTIGUOUS), prompt),
+        ("tree, scattered", each_node(ours, SCATTERED), tree),
+        ("tree, contiguous", each_node(ours, CONTIGUOUS), tree),
+        (
+            "two requests",
+            runner_of(ours).forward(both),
+            torch.stack([prompt[-1], logits_of(theirs, other)[-1]]),
+        ),
+    ):
+        torch.testing.assert_close(
+            got, want, atol=TOLERANCE, rtol=0, msg=lambda text, what=what: f"{what}: {text}"
+        )
 
 
 @pytest.mark.parametrize("run", NAMES)
