@@ -69,7 +69,7 @@ def test_a_prompt_its_tokens_a_tree_and_a_batch(name, tied, run, tmp_path):
     prompt, other = logits_of(theirs, PROMPT), PROMPT[::-1][:7]
     tree = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
     both = [chain_rows(PROMPT, 0, [6, 2, 9], logits=True), chain_rows(other, 0, [0, 1], logits=True)]
-    both_want = torch.stack([prompt[-1], logits_of(theirs, other)[-1]])
+    batch = torch.stack([prompt[-1], logits_of(theirs, other)[-1]])
     for what, got, want in (
         ("prompt", runner_of(ours).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)]), prompt),
         ("tokens, scattered", each_token(ours, SCATTERED), prompt),
