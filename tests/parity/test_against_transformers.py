@@ -76,11 +76,7 @@ def test_a_prompt_its_tokens_a_tree_and_a_batch(name, tied, run, tmp_path):
         ("tokens, contiguous", each_token(ours, CONTIGUOUS), prompt),
         ("tree, scattered", each_node(ours, SCATTERED), tree),
         ("tree, contiguous", each_node(ours, CONTIGUOUS), tree),
-        (
-            "two requests",
-            runner_of(ours).forward(both),
-            torch.stack([prompt[-1], logits_of(theirs, other)[-1]]),
-        ),
+        ("two requests", runner_of(ours).forward(both), batch),
     ):
         torch.testing.assert_close(
             got, want, atol=TOLERANCE, rtol=0, msg=lambda text, what=what: f"{what}: {text}"
