@@ -60,7 +60,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 @settings(
-    max_examples=250,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -169,7 +169,7 @@ def test_the_api_follows_its_description_under_fuzzing(served: Served) -> None:
         if operation.path in ("/metrics", "/"):
             continue
 
-        @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
         def call(case: Any) -> None:
             case.call_and_validate(checks=[not_a_server_error], timeout=60)
