@@ -21,8 +21,10 @@ EXACT = 1e-9
 
 
 @pytest.mark.slow  # half a minute of enumeration
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("guessers", GUESSERS)
+@pytest.mark.parametrize(  # each case with half of the guessers
+    ("name", "guessers"),
+    [(name, how) for i, name in enumerate(CASES) for j, how in enumerate(GUESSERS) if (i + j) % 2 == 0],
+)
 def test_multistep_sampling_has_the_oracles_law(name, guessers, monkeypatch):
     world = World(VOCAB, seed=3)
     length = 3 if guessers in ("i.i.d. draws", "point masses") else 2

@@ -14,8 +14,9 @@ from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(
+    ("sampling", "reuse"), [({"temperature": 0}, True), (SAMPLED, False), ({**SAMPLED, "top_p": 0.9}, True)]
+)
 def test_the_text_is_that_of_the_target_alone(
     tiny: Tiny, heads: dict[str, AnyHeadModel], name: str, sampling: dict[str, Any], reuse: bool
 ) -> None:
