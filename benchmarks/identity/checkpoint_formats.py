@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.identity.perplexity import answer_ids, difference, perplexity, row_costs
 from benchmarks.identity.rounded_formats import QUANTIZED, rounded_formats, write_bfloat16, write_rounded
 from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
-from specinfer.engine.models import use_threads
+from specinfer.engine.hardware import use_threads
 from specinfer.errors import ModelError
 from specinfer.hub import resolve
 from specinfer.kernels.choice import choose_kernels

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from benchmarks.study import Study, natural, parser, row, run
 from specinfer.config import EngineConfig, KernelChoice
-from specinfer.engine.models import load_models, use_threads
+from specinfer.engine.hardware import use_threads
+from specinfer.engine.models import load_models
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import STREAMED, Bandwidth, profiled
 from specinfer.kernels.choice import Kernels, choose_kernels

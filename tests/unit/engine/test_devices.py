@@ -11,8 +11,8 @@ import torch
 
 from specinfer import LLM
 from specinfer.config import EngineConfig
-from specinfer.engine import memory
-from specinfer.engine import models as loading
+from specinfer.engine import found_models, memory
+from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
@@ -117,10 +117,10 @@ def accept_on_gpu(model: Path, options: dict[str, Any], patch: pytest.MonkeyPatc
     def open_next(*_: object, **__: object) -> None:
         raise Reached
 
-    patch.setattr(loading, "find", open_next)
+    patch.setattr(found_models, "find", open_next)
     config = EngineConfig.from_options(str(model), {**options, "device": "cuda"})
     with pytest.raises(Reached):
-        loading.load_models(config)
+        load_models(config)
     table.build_speculators(config.speculation)
 
 

@@ -21,8 +21,7 @@ import torch
 from specinfer import LLM, SamplingParams
 from specinfer.check.identity import check_ranks
 from specinfer.config import EngineConfig
-from specinfer.engine import models as loading
-from specinfer.engine import ranks
+from specinfer.engine import hardware, ranks
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
 from specinfer.models.language_model import LanguageModel
@@ -315,7 +314,7 @@ def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str,
 
 @pytest.mark.parametrize("option", ["tensor_parallel", "pipeline_parallel"])
 def test_ranks_are_refused_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(hardware, "pick_device", lambda _: torch.device("cuda"))
     with pytest.raises(ConfigError, match=f"^{option} is 2 on device cuda; allowed there: 1$"):
         LLM(folder / "target", **{option: 2})
     assert not followers()

@@ -1,0 +1,224 @@
+"""FoundModels: the models of a config, opened and checked, and what is decided before weights are read."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from specinfer.config import EngineConfig
+from specinfer.engine.drafts import (
+    FoundHead,
+    FoundModel,
+    check_options,
+    draft_adapters,
+    draft_names,
+    find,
+    find_drafts,
+    foreign_tokens_of,
+    logit_ids_of,
+    models_among,
+    self_kind,
+    vocabularies,
+    with_pool_members,
+)
+from specinfer.engine.hardware import Hardware
+from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
+from specinfer.engine.quantization import Choice, choose
+from specinfer.errors import ConfigError
+from specinfer.hub.model_files import sampling_defaults
+from specinfer.models.adapters.adapter_cache import adapter_dtype
+from specinfer.models.adapters.peft_folder import PeftFolder
+from specinfer.models.hosted.folder import HostedFolder
+from specinfer.progress import Progress
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
+from specinfer.speculation_config import SELF, Quantization
+from specinfer.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModels:
+    """The target and the drafts of a config, by speculator name."""
+
+    config: EngineConfig  # with the members of pools as drafts, and with the target's quantization
+    hardware: Hardware
+    target: FoundModel
+    drafts: Mapping[str, FoundModel | FoundHead]
+    kinds: Mapping[str, Quantization]  # of the drafts
+    adapted: Mapping[str, PeftFolder]  # adapters of drafts
+    tokenizer: Future[Tokenizer]
+    # As in Models.
+    named: Mapping[str, DraftVocabulary]
+    foreign: Mapping[str, ForeignTokens]
+    sampling: Mapping[str, float]
+
+    @property
+    def reads_table(self) -> bool:
+        """True if a head reads the target's embedding table."""
+        return any(isinstance(draft, FoundHead) for draft in self.drafts.values())
+
+    def logit_ids(self) -> dict[str, Sequence[int] | None]:
+        """Return the ids that each draft model computes logits for; None: all of its ids."""
+        return {
+            name: logit_ids_of(draft, self.named.get(name), self.foreign.get(name))
+            for name, draft in models_among(self.drafts).items()
+        }
+
+    def memory_needs(self, adapters: int) -> MemoryNeeds:
+        """Return the models to plan memory for: the named ones, or a `self` draft if no draft is named.
+
+        `adapters` is the maximum bytes of the target's adapters.
+        """
+        config, target, drafts, kinds = self.config, self.target, self.drafts, self.kinds
+        device, dtype, kernels, _ = self.hardware
+        of_adapters = {
+            name: adapter.bytes(adapter_dtype(kinds[name], dtype)) for name, adapter in self.adapted.items()
+        }
+        sizes = {
+            name: draft.weight_bytes(dtype, kernels, kinds[name]) + of_adapters.get(name, 0)
+            for name, draft in drafts.items()
+        }
+        needs = MemoryNeeds(
+            name=target.files.name,
+            target=target.model,
+            quantization=config.kind,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            draft_weights={f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()},
+            draft_sets=(),
+            reads_table=self.reads_table,
+            adapters=adapters,
+        )
+        names = config.speculation.drafts
+        if names == (SELF,) and kinds["draft"] == "int4":
+            return replace(needs, draft_sets=needs.self_drafts(of_adapters.get("draft", 0)))
+        weights = sum(
+            draft_bytes(draft.model, dtype, kernels, kinds[name]) + of_adapters.get(name, 0)
+            if isinstance(draft, FoundModel)
+            else sizes[name]
+            for name, draft in drafts.items()
+        )
+        caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
+        may = config.offload == "auto" and config.kind != "int4" and config.speculation.node_limit > 1
+        added = needs.self_drafts() if may and not names else []
+        return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
+
+
+def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> FoundModels:
+    """Find, open and check the models of a config, and choose their quantizations; raises as load_models."""
+    config = with_pool_members(config, show)
+    trust, longest = config.trust_remote_code, config.scheduler.max_context
+    target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
+    if isinstance(target.model, HostedFolder):
+        _check_hosted(config, target)
+        report(f"{short_name(target)}: {target.model.summary}", show)
+    select = partial(
+        choose,
+        dtype=hardware.dtype,
+        device=hardware.device,
+        kernels=hardware.kernels,
+        memory=config.memory,
+        divided=config.tensor_parallel > 1,
+        streams=config.offload != "never",
+    )
+    if config.quantization == "auto":
+        choice = select(target.model)
+        config = replace(config, quantization=choice.kind)
+        _report_choice(short_name(target), choice, show)
+    speculation = config.speculation
+    found = find_drafts(
+        speculation.drafts,
+        target,
+        config.model,
+        show,
+        max_context=longest,
+        trust_remote_code=trust,
+    )
+    drafts = {name: found[model] for name, model in draft_names(speculation.drafts).items()}
+    for draft in drafts.values():
+        if isinstance(draft, FoundModel) and _weights(draft) > _weights(target):
+            _LOG.warning(
+                "the draft %s has more weights than its target and can only slow it down; swap the two",
+                short_name(draft),
+            )
+    check_options(speculation, drafts)
+    adapted = draft_adapters(speculation, drafts)
+    # Read beside the weights: that takes a second of Python, and weights are read without it.
+    reading = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    read_tokenizer = reading.submit(Tokenizer.load, target.files, config.chat_template)
+    reading.shutdown(wait=False)
+    foreign: Mapping[str, ForeignTokens] = {}
+    named: Mapping[str, DraftVocabulary] = {}
+    if drafts or speculation.draft_vocabulary is not None or config.chat_template is not None:
+        tokenizer = read_tokenizer.result()
+        kept = draft_vocabulary(speculation.draft_vocabulary, tokenizer, target.config.vocab_size)
+        foreign = foreign_tokens_of(target, drafts, tokenizer, speculation, kept)
+        named = vocabularies(target, drafts, foreign, kept)
+    kinds = dict[str, Quantization]()
+    for name, model in draft_names(speculation.drafts).items():
+        asked, draft = speculation.draft_quantization, drafts[name]
+        if model == SELF:
+            kinds[name] = self_kind(asked, config.kind)
+        elif asked != "auto":
+            kinds[name] = asked
+        elif isinstance(draft, FoundHead):
+            kinds[name] = "none"
+        else:
+            choice = select(draft.model)
+            kinds[name] = choice.kind
+            _report_choice(f"{short_name(draft)}, a draft", choice, show)
+    return FoundModels(
+        config=config,
+        hardware=hardware,
+        target=target,
+        drafts=drafts,
+        kinds=kinds,
+        adapted=adapted,
+        tokenizer=read_tokenizer,
+        named=named,
+        foreign=foreign,
+        sampling=sampling_defaults(target.files) if config.generation_config == "auto" else {},
+    )
+
+
+def report(line: str, show: Progress) -> None:
+    """Show a line to the user and log it."""
+    show.say(line)
+    _LOG.info(line)
+
+
+def short_name(found: FoundModel) -> str:
+    """Return the last part of a model's name."""
+    return Path(found.files.name).name or found.files.name
+
+
+def _report_choice(name: str, choice: Choice, show: Progress) -> None:
+    """Report a quantization; floats, which are as usual, are only logged."""
+    line = f"{name}: {choice}"
+    if choice.kind == "none":
+        _LOG.info(line)
+    else:
+        report(line, show)
+
+
+def _weights(found: FoundModel) -> int:
+    """Number of elements of a model's tensors."""
+    return sum(map(math.prod, found.model.shapes.values()))
+
+
+def _check_hosted(config: EngineConfig, target: FoundModel) -> None:
+    """Raise ConfigError for options that a target that runs through transformers does not support."""
+    usual = EngineConfig(model=config.model)
+    for name in ("tensor_parallel", "pipeline_parallel", "sum_parts", "offload"):
+        if (asked := getattr(config, name)) != (default := getattr(usual, name)):
+            raise ConfigError(
+                f"{name} is {asked!r}, and {target.files.name} runs through transformers, whose layers can "
+                f"be neither divided nor streamed; allowed there: {default!r}"
+            )
