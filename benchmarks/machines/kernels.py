@@ -41,7 +41,7 @@ from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.open_model import open_model
-from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weight_sizes import estimate_bytes, table_bytes
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import KvCache
@@ -200,7 +200,7 @@ def forward_rows(
     text = [token % target.config.vocab_size for token in range(args.context)]
     runner.forward([chain_rows(text, 0, table, logits=True)])
     config = target.config
-    weights = weight_bytes(resolve(model).path, config, engine_config, target.kernels)
+    weights = weight_bytes(resolve(model).path, engine_config, target.kernels)
     size = weights + args.context * KvCache.bytes_per_slot(
         config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
     )
@@ -215,10 +215,10 @@ def forward_rows(
     return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
 
 
-def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig, kernels: Kernels) -> int:
+def weight_bytes(path: Path, engine_config: EngineConfig, kernels: Kernels) -> int:
     """Return the weight bytes that one forward reads: all but the embeddings, of whose rows it reads few."""
-    embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
-    return estimate_bytes(path, torch.bfloat16, kernels, engine_config.kind) - embeddings
+    model, dtype, kind = open_model(path), torch.bfloat16, engine_config.kind
+    return estimate_bytes(model, dtype, kernels, kind) - table_bytes(model, dtype, kind)
 
 
 def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:

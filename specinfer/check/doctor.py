@@ -44,7 +44,7 @@ from specinfer.kernels.machine import (
 from specinfer.kernels.native import RefusedLevel, find_best
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
-from specinfer.models.weight_sizes import estimate_bytes, expert_bytes
+from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
 from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
@@ -303,7 +303,7 @@ def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, tex
     size = estimate_bytes(opened, model.dtype, model.kernels, quantization)
     # Without native or quantized products, tied embeddings are also the output layer, stored once.
     if quantization != "none" or model.kernels.library is not None or not config.tie_embeddings:
-        size -= config.vocab_size * config.embedding_size * model.dtype.itemsize
+        size -= table_bytes(opened, model.dtype, quantization)
     if (experts := config.experts) is not None:
         left = experts.count - experts.per_token
         size -= expert_bytes(opened, model.dtype, quantization) * left // experts.count

@@ -29,7 +29,7 @@ from specinfer.models.open_model import OpenModel
 from specinfer.models.placement import ExpertSizes, Placement
 from specinfer.models.prepared import PreparedFile, prepared_path
 from specinfer.models.streamed import expert_records, layer_records
-from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_bytes
+from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_bytes, table_bytes
 from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
@@ -144,7 +144,14 @@ class MemoryNeeds:
         """Bytes of the target's weights."""
         if self.local_weights is not None:
             return self.local_weights
-        return estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
+        size = estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
+        if self.reads_table:  # a head reads all of a table that passes leave in the file
+            size += self._table_bytes - table_bytes(self.target, self.dtype, self.quantization)
+        return size
+
+    @property
+    def _table_bytes(self) -> int:
+        return table_bytes(self.target, self.dtype, "none")
 
     @property
     def output_bytes(self) -> int:
@@ -173,13 +180,11 @@ class MemoryNeeds:
 
         `process` is the memory that this process has used so far.
         """
-        config = self.target.config
-        table = config.vocab_size * config.embedding_size * self.dtype.itemsize
         vectors = sum(math.prod(shape) for shape in self.target.shapes.values() if len(shape) == 1)
         return {
             "this process": process,
             "output layer": self.output_bytes,
-            "embeddings": table if self.reads_table else 0,
+            "embeddings": self._table_bytes if self.reads_table else 0,
             "norms and biases": vectors * self.dtype.itemsize,
             "adapters": self.adapters,
         }
@@ -386,8 +391,4 @@ def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: in
 
 def draft_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:
     """Return the bytes of a draft's weights in memory if its embeddings are read from the disk."""
-    config = model.config
-    return (
-        estimate_bytes(model, dtype, kernels, kind)
-        - config.vocab_size * config.embedding_size * dtype.itemsize
-    )
+    return estimate_bytes(model, dtype, kernels, kind) - table_bytes(model, dtype, kind)

@@ -24,7 +24,7 @@ from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
-from specinfer.models.weight_sizes import estimate_bytes, layer_bytes, part_bytes
+from specinfer.models.weight_sizes import estimate_bytes, layer_bytes, part_bytes, table_bytes
 from specinfer.parallel.processes import FollowerProcesses
 from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
@@ -203,7 +203,7 @@ def _layout(found: FoundModels) -> Layout:
     beside = estimate_bytes(model, dtype, kernels, config.kind) - sum(layers)
     # Shared memory: stages are balanced by the bytes that a pass reads, without most embeddings.
     if config.master is None:
-        beside -= model.config.vocab_size * model.config.embedding_size * dtype.itemsize
+        beside -= table_bytes(model, dtype, config.kind)
     return Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside, config.parts_of_sums)
 
 

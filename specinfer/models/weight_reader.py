@@ -85,6 +85,12 @@ def blocks_file(file: TensorFile) -> GGUFFile:
     return file
 
 
+def table_in_file(file: TensorFile, quantization: Quantization, name: str) -> StoredRows | None:
+    """The place of an embedding table that stays in its GGUF file; None for other tables."""
+    stored = blocks_file(file).stored(name) if quantization == "gguf" else None
+    return stored if stored is not None and isinstance(stored.rows, range) else None
+
+
 def file_bytes(file: TensorFile, names: Iterable[str]) -> int:
     """The part of a model's files that these tensors take, about, in bytes."""
     elements = sum(math.prod(file.shapes[name]) for name in names)
@@ -202,10 +208,8 @@ class WeightReader:
 
     def table_on_disk(self, name: str) -> TableOnDisk | None:
         """The embeddings of a model in its file's blocks, which stay there; None for other tables."""
-        stored = (
-            blocks_file(self._file).stored(name) if self.quantization == "gguf" and not self.keeps else None
-        )
-        if stored is None or not isinstance(stored.rows, range):
+        stored = None if self.keeps else table_in_file(self._file, self.quantization, name)
+        if stored is None:
             return None
         self.mark_read([name])
         inner = self._shapes[name][1]

@@ -18,7 +18,7 @@ from specinfer.models.experts import EXPERTS
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.placement import ExpertSizes
-from specinfer.models.weight_reader import ROUTERS, blocks_file
+from specinfer.models.weight_reader import ROUTERS, blocks_file, table_in_file
 from specinfer.speculation_config import Quantization
 
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
@@ -34,7 +34,8 @@ def estimate_bytes(
 ) -> int:
     """The bytes of a model's weights in `dtype`, without loading them.
 
-    Includes the second copy of tied embeddings for native or quantized products. Raises as `open_model`.
+    Includes the second copy of tied embeddings for native or quantized products, but no embeddings that stay
+    in the file. Raises as `open_model`.
     """
     opened = open_model(model) if isinstance(model, Path) else model
     if isinstance(opened, HostedFolder):
@@ -43,11 +44,12 @@ def estimate_bytes(
         return opened.weight_bytes(dtype, quantization)
     if quantization != "gguf":
         return weight_bytes(opened.config, dtype, kernels, quantization)
-    size = 0
+    size = table_bytes(opened, dtype, quantization)
     for name, shape in opened.shapes.items():
-        floats = len(shape) < 2 or name.endswith(LOOKED_UP)
-        size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
-    if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the float table
+        if name != _TABLE:
+            floats = len(shape) < 2 or name.endswith(LOOKED_UP)
+            size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
+    if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the table
         size += _matrix_bytes(opened, _TABLE, dtype, quantization)
     return size
 
@@ -72,6 +74,13 @@ def weight_bytes(
         else:
             size += _shape_bytes(name, shape, dtype, quantization)
     return size
+
+
+def table_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
+    """The bytes of a model's embeddings in memory: 0 if passes read their rows from the file."""
+    if table_in_file(model, quantization, _TABLE) is not None:
+        return 0
+    return model.config.vocab_size * model.config.embedding_size * dtype.itemsize
 
 
 def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:

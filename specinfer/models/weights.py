@@ -36,7 +36,7 @@ from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader, file_bytes
-from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weight_sizes import estimate_bytes, table_bytes
 from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
 from specinfer.speculation_config import Quantization
@@ -232,9 +232,9 @@ def prepare(
             "with --offload-folder"
         ) from error
 
-    with prepare_once(
-        path, made_from, tensors, estimate_bytes(model, dtype, kernels, quantization), refuse
-    ) as kept:
+    size = estimate_bytes(model, dtype, kernels, quantization)
+    size += table_bytes(model, dtype, "none") - table_bytes(model, dtype, quantization)
+    with prepare_once(path, made_from, tensors, size, refuse) as kept:
         if isinstance(kept, PreparedFile):
             return kept
         matrices = [name for name, shape in tensors.items() if len(shape) > 1]

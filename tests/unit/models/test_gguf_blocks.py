@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specinfer.config import EngineConfig
+from specinfer.engine.memory import MemoryNeeds, draft_bytes
 from specinfer.errors import ConfigError, ModelError, ModelFileError
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
@@ -21,7 +25,6 @@ from specinfer.models.gguf_blocks import FILE_BLOCKS
 from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
-from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
@@ -30,6 +33,7 @@ from tests.gguf_blocks import MATRICES, random_blocks, write_blocks
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 
+CPU = torch.device("cpu")
 PROMPT = [5, 17, 39, 3, 31, 12, 12, 29]
 # A float matrix in a stack with one of blocks, and a float output layer.
 FLOATS = {"blk.0.ffn_up.weight": "F32", "output.weight": "F32", "token_embd.weight": "F32"}
@@ -127,13 +131,22 @@ def test_no_weight_is_rounded_a_second_time(tmp_path: Path) -> None:
     assert own < 0.5 * second
 
 
-def test_the_estimate_is_of_what_is_kept(tmp_path: Path) -> None:
-    sizes = [
-        estimate_bytes(write_blocks(tmp_path / f"{kind}.gguf", {}, kind), torch.float32, quantization="gguf")
-        for kind in ("Q4_K", "Q4_0", "Q8_0", "Q6_K")
-    ]
-    assert sizes == sorted(sizes)
-    assert len({*sizes}) == 4
+def test_memory_is_planned_for_what_is_in_memory(tmp_path: Path) -> None:
+    """The embeddings stay in the file, unless a head reads them; a prepared file has them, too."""
+    table = MATRICES["token_embd.weight"][0] * MATRICES["token_embd.weight"][1] * 4
+    for kind in ("Q4_K", "Q4_0", "Q8_0", "Q6_K"):
+        model = open_model(write_blocks(tmp_path / f"{kind}.gguf", {}, kind))
+        how: dict[str, Any] = {"dtype": torch.float32, "kernels": TORCH, "quantization": "gguf"}
+        kept = load_file(prepare(model, cache=tmp_path, **how).path)
+        sizes = {name: tensor.nbytes for name, tensor in kept.items() if "padding" not in name}
+        vectors = sum(math.prod(shape) * 4 for shape in model.shapes.values() if len(shape) == 1)
+        assert sizes["model.embed_tokens.weight.rows"] == table
+        needs = MemoryNeeds(
+            *("m", model), **how, device=CPU, draft_weights={}, draft_sets=(), reads_table=False
+        )
+        assert needs.weights == sum(sizes.values()) - table + vectors, kind
+        assert draft_bytes(model, torch.float32, TORCH, "gguf") == needs.weights, kind
+        assert replace(needs, reads_table=True).weights == needs.weights + table, kind
 
 
 def test_a_folder_has_no_blocks(tmp_path: Path) -> None:
