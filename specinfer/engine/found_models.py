@@ -129,7 +129,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         streams=config.offload != "never",
     )
     if config.quantization == "auto":
-        choice = select(target.model)
+        choice = select(target.model, share=config.ranks_here / config.ranks)
         config = replace(config, quantization=choice.kind)
         _report_choice(short_name(target), choice, show)
     speculation = config.speculation

@@ -41,13 +41,14 @@ def choose(
     memory: int | None,
     divided: bool,
     streams: bool,
+    share: float = 1.0,
 ) -> Choice:
     """Return the quantization of a model: its own blocks, else the most bits that fit.
 
     It depends on the size of the machine's memory, not on the part that is free now, so that each start
     writes the same text. `memory` is the option of that name; `divided` is True if processes divide layers,
-    `streams` if layers that do not fit are read from the disk. Reads the scales of some quantized folders,
-    and no other weights.
+    `streams` if layers that do not fit are read from the disk; `share` is this host's part of the weights.
+    Reads the scales of some quantized folders, and no other weights.
     """
     if device.type != "cpu":
         return Choice("none", "quantized products run on CPUs only")
@@ -56,7 +57,7 @@ def choose(
     most = machine_memory() if memory is None else memory
 
     def size(kind: Quantization) -> int:
-        return estimate_bytes(model, dtype, kernels, kind)
+        return round(share * estimate_bytes(model, dtype, kernels, kind))
 
     floats = str(dtype).removeprefix("torch.")
     matrices = _matrices(model)

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from specinfer.config import EngineConfig
+from specinfer.engine.found_models import find_models
+from specinfer.engine.hardware import Hardware
 from specinfer.engine.quantization import choose, machine_memory
 from specinfer.errors import ConfigError
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.progress import NoProgress
 from tests.engines import ENGINE
 from tests.gguf_blocks import write_blocks
 from tests.kernels import kernels
@@ -67,6 +70,14 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
         ("a folder", folder, "none", {}, "none", "bfloat16 takes"),
         ("a folder over half of memory", folder, "int8", {}, "int8", "more than half of"),
         ("a folder far over it", folder, "int4", {}, "int4", "int8 would take"),
+        (
+            "a half of it, the other on another host",
+            folder,
+            ("none",),
+            {"share": 0.5},
+            "none",
+            "bfloat16 takes",
+        ),
         ("a folder that is streamed", folder, 1, {"streams": True}, "none", "bfloat16 takes"),
         ("blocks that are streamed", low, ("int4",), {"streams": True}, "gguf", "Q2_K rounded to blocks"),
         ("GPTQ", folders["gptq"], None, {}, "int4", "the file's levels, without rounding"),
@@ -99,6 +110,16 @@ def test_an_engine_has_the_chosen_kinds(tmp_path: Path, caplog: pytest.LogCaptur
             llm.variant(quantization="int8")
     assert "target: quantization none (float32 takes" in caplog.text
     assert "gptq, a draft: quantization int4 (the file's levels, without rounding)" in caplog.text
+
+
+def test_other_hosts_hold_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, native = write_tiny_llama(tmp_path / "m", tokenizer=True), kernels("native")
+    size = estimate_bytes(model, torch.bfloat16, native)
+    monkeypatch.setattr("specinfer.engine.quantization.machine_memory", lambda: size)
+    for hosts, kind in (({}, "int4"), ({"master": "127.0.0.1:1", "key_file": "k"}, "none")):
+        config = EngineConfig.from_options(str(model), {"pipeline_parallel": 2, **hosts})
+        hardware = Hardware(CPU, torch.bfloat16, native)
+        assert find_models(config, hardware, NoProgress()).config.quantization == kind, hosts
 
 
 def test_the_memory_is_that_of_the_machine_or_its_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
