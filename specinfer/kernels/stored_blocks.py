@@ -25,6 +25,11 @@ from specinfer.kernels.structures import FILE_KINDS, TYPES, FileRowsArgs
 
 _ONE: Final = 129  # a step of 1, as stored
 _UNREAD: Final = 1  # of Stored in cpu/file_blocks.h
+ODD_LEVEL: Final = "a level of -128; allowed for Q8_0: -127 .. 127"
+NOT_FINITE: Final = (
+    "a scale that is not finite in float16; get the file again, or use quantization int8, int4 or none"
+)
+_FAULTS: Final = {2: ODD_LEVEL, 3: NOT_FINITE}  # of Stored, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class StoredRows:
     """Rows of a matrix in a file."""
 
     path: Path
+    name: str  # of the matrix there
     kind: str  # ggml's name of their type
     offset: int  # bytes before the matrix
     row_bytes: int
@@ -41,7 +47,7 @@ class StoredRows:
 def read_blocks(library: Library, stored: Sequence[StoredRows], inner: int, into: BlocksWeight) -> None:
     """Fill `into` with matrices of FILE_KINDS, stacked by rows.
 
-    Raises ModelFileError if a file cannot be read, or has a level that products do not support.
+    Raises ModelFileError if a file cannot be read, or has a level or scale that products do not support.
     """
     if not into.has_steps:
         into.steps.fill_(_ONE)
@@ -65,7 +71,7 @@ def read_blocks(library: Library, stored: Sequence[StoredRows], inner: int, into
         if found == _UNREAD:
             raise ModelFileError(f"{one.path} cannot be read, or became shorter; download it again")
         if found:
-            raise ModelFileError(f"{one.path} has a level of -128; allowed for Q8_0: -127 .. 127")
+            raise ModelFileError(f"tensor {one.name!r} has {_FAULTS[found]}")
         channel += len(one.rows)
 
 

@@ -136,7 +136,7 @@ class GGUFFile:
         rows = range(tensor.shape[0]) if source.rows is None else source.rows
         if isinstance(rows, range) and rows.step != 1:
             rows = tuple(rows)
-        return StoredRows(tensor.path, tensor.kind.name, tensor.offset, tensor.row_bytes, rows)
+        return StoredRows(tensor.path, source.name, tensor.kind.name, tensor.offset, tensor.row_bytes, rows)
 
     def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:
         kind = self._tensors[there].kind

@@ -17,9 +17,10 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
 from specinfer.kernels.layout import GROUP
 from specinfer.kernels.quantized import int4_levels
+from specinfer.kernels.stored_blocks import NOT_FINITE, ODD_LEVEL
 
 _MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
-_SCALE: Final = slice(GROUP, GROUP + 2)  # bytes of a row's scale
+_HALVES: Final = (slice(GROUP, GROUP + 2), slice(GROUP + 4, GROUP + 6))  # bytes of a row's scale and min
 # The numbers that the four bits of an IQ4_NL or IQ4_XS weight, and of an MXFP4 weight, stand for.
 _IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _EQUAL_STEPS: Final = ("IQ1_S", "IQ3_S", "TQ1_0", "TQ2_0")  # 3 or 16 numbers a group, at equal distances
@@ -37,11 +38,9 @@ class FileBlocks(NamedTuple):
 def check_rows(name: str, rows: Tensor) -> None:
     """Raise ModelFileError for a level of -128, which no converter writes, and a scale beyond float16."""
     if bool((rows[..., :GROUP].view(torch.int8) < -_MAX_LEVEL).any()):
-        raise ModelFileError(f"tensor {name!r} has a level of -128; allowed for Q8_0: -127 .. 127")
-    if not bool(_half(rows[..., _SCALE]).isfinite().all()):
-        raise ModelFileError(
-            f"tensor {name!r} has a scale that is not finite in float16; use quantization int8, int4 or none"
-        )
+        raise ModelFileError(f"tensor {name!r} has {ODD_LEVEL}")
+    if not all(bool(_half(rows[..., half]).isfinite().all()) for half in _HALVES):
+        raise ModelFileError(f"tensor {name!r} has {NOT_FINITE}")
 
 
 def rounded_form(kind: str) -> BlockForm:

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <bit>
+#include <cerrno>
 #include <cstring>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct Group {
 };
 
 inline uint16_t half_at(const uint8_t* from) { return static_cast<uint16_t>(from[0] | from[1] << 8); }
+
+inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
 inline uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
@@ -235,6 +238,7 @@ struct Arrays {
 bool read_at(int file, uint8_t* to, int64_t bytes, int64_t offset) {
   while (bytes > 0) {
     const ssize_t count = pread(file, to, static_cast<size_t>(bytes), offset);
+    if (count < 0 && errno == EINTR) continue;
     if (count <= 0) return false;
     to += count;
     bytes -= count;
@@ -278,15 +282,16 @@ Stored lay_out(const FileRows& rows, int64_t channel, const Product& to) {
       by_kind(rows.kind, [&](auto kind) {
         Group groups[kBlock][kind.kGroups];
         for (int64_t g = 0; g < arrays.groups; g += kind.kGroups) {
-          bool odd = false;
+          bool odd = false, finite = true;
           for (int64_t c = begin; c < stop; ++c) {
             Group* const found = groups[c - start];
             kind.read(octets.data() + (c - begin) * rows.row_bytes + g / kind.kGroups * kind.kBytes, found);
+            finite &= is_finite(found->scale) && is_finite(found->min);  // of all its groups
             if constexpr (kind.kBytes == 34) {
               for (const int8_t level : found->levels) odd |= level == kOddest;
             }
           }
-          if (odd) result = Stored::kOddLevel;
+          if (odd || !finite) result = odd ? Stored::kOddLevel : Stored::kNotFinite;
           for (int n = 0; n < kind.kGroups; ++n) {
             arrays.store(block, g + n, begin - start, stop - start, [&](int64_t c) -> const Group& { return groups[c][n]; });
           }

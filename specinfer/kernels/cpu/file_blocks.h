@@ -20,10 +20,11 @@ struct FileRows {
   int64_t count;
 };
 
-enum class Stored : int32_t { kWhole, kUnread, kOddLevel };
+enum class Stored : int32_t { kWhole, kUnread, kOddLevel, kNotFinite };
 
 // Reads these rows as the channels of `to` from `channel` on, and fills the rest of its last block if they are the last.
-// kUnread: the file cannot be read, or has become shorter; kOddLevel: a level is -128, which products do not support.
+// kUnread: the file cannot be read, or has become shorter; kOddLevel: a level is -128, which products do not support;
+// kNotFinite: a scale or min is not finite.
 Stored lay_out(const FileRows& rows, int64_t channel, const Product& to);
 
 // Blocks in memory, as elements of type float32 or bfloat16.

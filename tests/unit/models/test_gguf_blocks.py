@@ -155,14 +155,21 @@ def test_a_folder_has_no_blocks(tmp_path: Path) -> None:
         logits(folder, "gguf")
 
 
-def test_a_level_that_products_would_overflow_by_is_refused(tmp_path: Path) -> None:
-    path = write_blocks(tmp_path / "m.gguf", {}, "Q8_0")
-    octets = bytearray(path.read_bytes())
-    down = random_blocks("Q8_0", *MATRICES["blk.0.ffn_down.weight"], seed=len(MATRICES) - 1).tobytes()
-    octets[octets.index(down) + 34 * 100 + 2] = 128
-    path.write_bytes(octets)
-    with pytest.raises(ModelFileError, match=r"ffn_down\.weight' has a level of -128; allowed for Q8_0"):
-        logits(path, "gguf")
+def test_a_number_that_products_cannot_use_is_refused(tmp_path: Path) -> None:
+    """A level of -128, and scales or mins that are not finite; the library and PyTorch say the same."""
+    level, infinite, nan = (2, b"\x80", "a level of -128; allowed for Q8_0"), b"\x00\xfc", b"\x01\x7c"
+    half = "a scale that is not finite in float16; get the file again"
+    cases = [("Q8_0", *level), ("Q8_0", 0, nan, half), ("Q4_K", 2, infinite, half), ("Q6_K", 208, nan, half)]
+    for kind, at, number, text in cases:
+        path = write_blocks(tmp_path / "m.gguf", {}, kind)
+        octets = bytearray(path.read_bytes())
+        down = random_blocks(kind, *MATRICES["blk.0.ffn_down.weight"], seed=len(MATRICES) - 1)
+        begin = octets.index(down.tobytes()) + (down.nbytes // 2 if kind == "Q8_0" else 0) + at
+        octets[begin : begin + len(number)] = number
+        path.write_bytes(octets)
+        for chosen in (TORCH, kernels("native")):
+            with pytest.raises(ModelFileError, match=rf"ffn_down\.weight' has {text}"):
+                logits(path, "gguf", chosen)
 
 
 def test_ranks_do_not_share_blocks_out() -> None:
