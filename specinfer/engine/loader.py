@@ -32,6 +32,7 @@ from specinfer.models.language_model import LanguageModel, LayeredModel
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
+from specinfer.models.weight_sizes import table_bytes
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.follower import SharedDraft
 from specinfer.parallel.group import Group
@@ -179,11 +180,12 @@ class Loader:
     ) -> LanguageModel:
         """Load a draft model with logits for `logit_ids` (None: all).
 
-        With a streamed target the draft's embeddings are read from the disk.
+        With a streamed target the draft's embeddings are read from the disk: from its GGUF file if it runs in
+        its own blocks, else from a prepared file.
         """
         kernels = draft_kernels(self._fitting(found, quantization))
         shared: Shared | None = None
-        if self.plan is not None:
+        if self.plan is not None and table_bytes(found.model, self.dtype, quantization) > 0:
             make = partial(self._prepare, found, kernels, quantization)
             shared = Shared(_used(make(), table_on_disk, make))
         return self._load(found, kernels, quantization, logit_ids, shared)

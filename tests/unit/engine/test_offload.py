@@ -27,6 +27,7 @@ from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
 from tests.kernels import kernels
 from tests.offloading import OPTIONS, count_models_alone, write_large
+from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.engine.heads.head_engines import HEADS
 from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
@@ -95,6 +96,19 @@ def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, n
         assert [output.token_ids for output in answers(llm)] == want
         guessed = llm.statistics()
     assert sum(guessed.guessed_tokens.values()) > 100
+
+
+def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = (write_tiny_gguf(tmp_path / f"{name}.gguf") for name in ("target", "draft"))
+    want = texts(resident(target))
+    options: dict[str, Any] = {"drafts": (str(draft),), "draft_quantization": "gguf", "max_batch_size": 4}
+    llm = streamed(target, monkeypatch, **options, offload_folder=tmp_path / "disk")
+    with llm:
+        assert [output.token_ids for output in answers(llm)] == want
+        assert sum(llm.statistics().guessed_tokens.values()) > 100
+    assert [file.name.partition("-")[0] for file in (tmp_path / "disk").rglob("*.safetensors")] == ["target"]
 
 
 def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
