@@ -58,7 +58,7 @@ _REFUSED: Final[Mapping[str, tuple[Sequence[Any], str]]] = {
     "context_management": (([], {}), _WHOLE),
     "truncation": (("disabled", "auto"), _WHOLE),  # a prompt that is too long is refused
     "chat_template prompt_mode": ((), _TEMPLATE),
-    "documents": (([],), _TEMPLATE),
+    "documents": (([],), "this endpoint has no chat template; use /v1/chat/completions"),
     "safe_prompt": ((False,), _TEMPLATE),
     "prompt_embeds audio": ((), _TEXT),
     "modalities": ((["text"],), _TEXT),
@@ -201,6 +201,14 @@ def _set_thinking(enabled: bool, body: dict[str, Any], by: str) -> None:
     _put_inside("chat_template_kwargs", body, "enable_thinking", enabled, by)
 
 
+def _documents(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
+    """Hand documents to the chat template, which may show them; [] has no effect."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ApiError(f"{name} is {shown(value)}; allowed: objects, such as title and text", param=name)
+    if value:
+        _put_inside("chat_template_kwargs", body, name, value, name)
+
+
 def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
     """Translate `enabled` and `effort` of OpenRouter's object; its other fields shape the answer only."""
     if not isinstance(value, dict) or "max_tokens" in value:
@@ -262,12 +270,13 @@ FORMS: Final[Mapping[str, _Translation]] = {
     "structured_outputs": _structured_outputs,
 }
 # For endpoints with a chat template.
-THINKING: Final[Mapping[str, _Translation]] = {
+VARIABLES: Final[Mapping[str, _Translation]] = {
     "think": _think,
     "thinking": _think,
     "enable_thinking": _think,
     "reasoning": _reasoning,
     "reasoning_effort": _reasoning_effort,
+    "documents": _documents,
 }
 # These depend on the values of other fields, so they are checked last.
 CHECKED: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], None]]] = {

@@ -24,7 +24,7 @@ from specinfer.serve.fields.foreign import (
     NOTES,
     REFUSED,
     RENAMED,
-    THINKING,
+    VARIABLES,
     Own,
     check_neutral,
     put,
@@ -41,7 +41,7 @@ _OPAQUE: Final = frozenset(
         "body",  # a line of a batch: the endpoint applies the policy to it
         "metadata",
         *("schema", "parameters", "input_schema", "input_examples", "output_schema"),
-        *("guided_json", "structured_outputs", "chat_template_kwargs"),
+        *("guided_json", "structured_outputs", "chat_template_kwargs", "documents"),
     ]
 )
 
@@ -140,15 +140,15 @@ def _tidied(value: Any, where: str, name: str) -> Any:
 def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
     """Translate, check or remove a foreign field of the body; an unknown one is left."""
     value = body[name]
-    translate = FORMS.get(name) or (THINKING.get(name) if "chat_template_kwargs" in own else None)
+    translate = FORMS.get(name) or (VARIABLES.get(name) if "chat_template_kwargs" in own else None)
     if name in NOTES:
-        del body[name]
-    elif name in REFUSED:
-        check_neutral(name, value, *REFUSED[name])
         del body[name]
     elif translate is not None:
         del body[name]
         translate(name, value, body, own)
+    elif name in REFUSED:
+        check_neutral(name, value, *REFUSED[name])
+        del body[name]
     elif (renamed := next((one for one in RENAMED.get(name, ()) if one in own), None)) is not None:
         del body[name]
         put(body, renamed, value, name)

@@ -16,7 +16,7 @@ from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
 from specinfer.serve.fields.body import parse
-from specinfer.serve.fields.foreign import CHECKED, FORMS, NOTES, REFUSED, RENAMED, THINKING
+from specinfer.serve.fields.foreign import CHECKED, FORMS, NOTES, REFUSED, RENAMED, VARIABLES
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
@@ -316,7 +316,7 @@ def test_free_form_values_are_not_translated() -> None:
 
 
 def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
-    assert {*NOTES, *REFUSED, *RENAMED, *FORMS, *THINKING, *CHECKED} - documented_names() == set()
+    assert {*NOTES, *REFUSED, *RENAMED, *FORMS, *VARIABLES, *CHECKED} - documented_names() == set()
 
 
 def test_the_documentation_names_every_field_of_every_endpoint(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ from tests.scripted_server import (
 
 HI = [{"role": "user", "content": "Hi"}]
 PREFILLED = [*HI, {"role": "assistant", "content": "It is "}]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+PLAIN = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
 SWITCH = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% if not NAME %}<think></think>{% endif %}{% endif %}"
+    TURNS + "{% if add_generation_prompt %}<assistant>{% if not NAME %}<think></think>{% endif %}{% endif %}"
 )
 TEMPLATES = {
-    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "plain": PLAIN,
+    "documents": "{% for one in documents or () %}[{{ one.title }}: {{ one.n }}]{% endfor %}" + PLAIN,
     "switch": SWITCH.replace("NAME", "enable_thinking"),
     "other switch": SWITCH.replace("NAME", "thinking"),
     "effort": "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -131,6 +132,17 @@ def test_an_effort_has_no_effect_on_a_template_without_efforts_and_switches(
         assert chat(tokenizer, enable_thinking=not reasons).param == "chat_template_kwargs"
         assert chat(tokenizer, chat_template_kwargs={"odd": 1}).param == "chat_template_kwargs"
         assert chat(tokenizer, chat_template_kwargs={"odd": None}).prompt == plain
+
+
+def test_documents_go_to_the_template(tokenizers: dict[str, Tokenizer]) -> None:
+    """As they are, by either field; a template without them names the variable."""
+    plain, given = chat(tokenizers["plain"]).prompt, [{"title": "A", "n": 1.0}, {"title": "B", "n": None}]
+    shown = f"[A: 1.0][B: None]{plain}"
+    assert chat(tokenizers["documents"], documents=given).prompt == shown
+    assert chat(tokenizers["documents"], chat_template_kwargs={"documents": given}).prompt == shown
+    for template in ("documents", "plain"):
+        assert chat(tokenizers[template], documents=[]).prompt == plain
+    assert chat(tokenizers["plain"], documents=given).param == "chat_template_kwargs"
 
 
 def test_a_prefilled_message_is_continued(tokenizers: dict[str, Tokenizer]) -> None:

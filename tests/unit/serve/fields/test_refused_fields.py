@@ -13,7 +13,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.fields.body import parse
-from specinfer.serve.fields.foreign import FORMS, NOTES, REFUSED, RENAMED, THINKING
+from specinfer.serve.fields.foreign import FORMS, NOTES, REFUSED, RENAMED, VARIABLES
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from tests.unit.serve.fields.test_field_policy import HI, MADE, PLAIN, TOOL, read, refusal
@@ -40,7 +40,6 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"samplers": ["temperature"], "top_p": 0.5}, "samplers", "requires the order"),
     ({"samplers": "kpt"}, "samplers", "requires the order"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "model's own template"),
-    ({"documents": [{"text": "a"}]}, "documents", "in a message"),
     ({"functions": [{"name": "f"}]}, "functions", "send them as tools"),
     ({"modalities": ["text", "audio"]}, "modalities", "only text"),
     ({"guided_json": "{"}, "guided_json", "a JSON schema"),
@@ -74,6 +73,8 @@ OF_KIND: list[tuple[Any, dict[str, Any], str]] = [
     (ResponseFields, {"enable_thinking": "yes"}, "enable_thinking"),
     (ChatFields, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     (CompletionFields, {"tools": [TOOL]}, "tools"),
+    (CompletionFields, {"documents": [{"text": "a"}]}, "documents"),
+    (ChatFields, {"documents": ["a"]}, "documents"),
     (ResponseFields, {"background": True}, "background"),
     (ResponseFields, {"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning_effort"),
 ]
@@ -150,7 +151,17 @@ ODD: list[Any] = [
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", PLAIN)
 def test_any_value_of_a_field_is_accepted_or_refused(kind: Any) -> None:
-    names = {*NOTES, *REFUSED, *RENAMED, *FORMS, *THINKING, *kind.model_fields, "prompt", "messages", "input"}
+    names = {
+        *NOTES,
+        *REFUSED,
+        *RENAMED,
+        *FORMS,
+        *VARIABLES,
+        *kind.model_fields,
+        "prompt",
+        "messages",
+        "input",
+    }
     statuses = set()
     for policy in (FieldPolicy(), FieldPolicy("ignore")):
         for name, value in product(sorted(names), ODD):
