@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Messages of PyTorch and of the dynamic linker.
+_NO_MEMORY: Final = re.compile("can(?:'t|not) allocate memory|failed to map segment", re.IGNORECASE)
 
 
 class SpecInferError(Exception):
@@ -161,3 +166,30 @@ def shown(value: object, max_length: int = 60) -> str:
     except RecursionError:
         text = f"a {type(value).__name__} that nests too deep"
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
+def lack_of_memory(error: BaseException) -> str | None:
+    """Return one line about the limit of memory that an allocation met; None for other errors."""
+    import resource
+
+    refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    of_libraries = isinstance(error, RuntimeError | ImportError) and _NO_MEMORY.search(str(error))
+    if not refused and not of_libraries:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    what, advice = "the system has no memory left", "free some memory, raise the limit of its container"
+    if limit != resource.RLIM_INFINITY:
+        what = f"the process may take {limit / (1 << 30):.2f} GiB of addresses (ulimit -v)"
+        advice = "raise that limit: ulimit -v unlimited"
+    return f"{what}, and it needs more; {advice}, or choose a smaller model"
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Raise CapacityError if the block fails for lack of memory."""
+    try:
+        yield
+    except Exception as error:
+        if (line := lack_of_memory(error)) is None:
+            raise
+        raise CapacityError(line) from error

@@ -5,10 +5,8 @@ A command's module is imported when the command is called, so `specinfer --help`
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import re
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -17,7 +15,7 @@ from typing import Final
 import click
 from click.shell_completion import CompletionItem
 
-from specinfer.errors import IntegrityError, UserError
+from specinfer.errors import IntegrityError, UserError, lack_of_memory
 
 # Headings of --help, each with commands and their help; every command is in a module of its name.
 GROUPS: Final = {
@@ -53,7 +51,6 @@ specinfer bench my-model.gguf      its speed without and with speculation
 specinfer --help                   all commands"""
 COMMANDS: Final = {name: words for commands in GROUPS.values() for name, words in commands.items()}
 _MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in other modules
-_NO_MEMORY: Final = re.compile("can't allocate memory|cannot allocate memory|failed to map segment", re.I)
 BUG: Final = 70  # exit status of an internal error, as in sysexits.h
 INTERRUPTED: Final = 130  # exit status after Ctrl-C: 128 + SIGINT, as in shells
 
@@ -137,35 +134,22 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended, as in `| head`
         _drop_output()
         status = 1
-    except (MemoryError, RuntimeError, ImportError) as error:  # as of PyTorch and of the dynamic linker
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
-            raise
-        _complain_about_memory()
-        status = 2
-    except OSError as error:  # for example a full disk, or a read-only folder
-        reason = error.strerror or str(error)
-        if error.errno == errno.ENOMEM:
-            _complain_about_memory()
-        else:
+    except (MemoryError, RuntimeError, ImportError, OSError) as error:
+        if (line := lack_of_memory(error)) is not None:
+            _complain(line)
+        elif isinstance(error, OSError):  # for example a full disk, or a read-only folder
+            reason = error.strerror or str(error)
             _complain(f"{error.filename}: {reason}" if error.filename else reason)
-        _drop_output()
+        else:
+            raise
+        if isinstance(error, OSError):
+            _drop_output()
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _complain(message: str) -> None:
     click.echo(f"specinfer: error: {' '.join(message.split())}", err=True)
-
-
-def _complain_about_memory() -> None:
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    what, advice = "the system has no memory left", "free some memory"
-    if limit != resource.RLIM_INFINITY:
-        what = f"the process may take {limit / (1 << 30):.2f} GiB of addresses (ulimit -v)"
-        advice = "raise that limit: ulimit -v unlimited"
-    _complain(f"{what}, and it needs more; {advice}, or choose a smaller model")
 
 
 def _drop_output() -> None:

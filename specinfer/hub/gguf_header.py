@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, overload
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ModelFileError, lack_of_memory
 from specinfer.progress import format_bytes
 
 MAGIC = b"GGUF"
@@ -134,6 +134,8 @@ def read_header(path: Path) -> GgufHeader:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
                 return _parse(path, buffer)
     except OSError as error:
+        if lack_of_memory(error):
+            raise
         raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 

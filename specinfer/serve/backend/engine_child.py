@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -117,7 +118,13 @@ class EngineChild:
             from specinfer.serve.backend.work import BackendError
 
             self._reap(_HUNG_UP)
-            raise BackendError(f"the engine ended with status {self.status} before it was ready") from None
+            line = f"the engine ended with status {self.status} before it was ready"
+            if self.status == -signal.SIGKILL:
+                line += (
+                    ": it was killed, as the system does when the memory of the machine or container is "
+                    "full; choose a smaller model, fewer drafts or less KV cache, or raise that limit"
+                )
+            raise BackendError(line) from None
         if kind == "failed":
             self._reap(_HUNG_UP)
             raise UserError(result)

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
-import json
 import logging
 import os
 import select
@@ -41,15 +39,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.config import ENGINE_OPTIONS, EngineConfig
+from specinfer.config import EngineConfig
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.trace import TreeEvent
-from specinfer.errors import ClosedError, PeerLostError, RequestError, SpecInferError
+from specinfer.errors import (
+    CapacityError,
+    ClosedError,
+    PeerLostError,
+    RequestError,
+    SpecInferError,
+    allocating,
+)
 from specinfer.progress import LineProgress, default_progress, format_bytes
 from specinfer.request import Delta, FinishReason
+from specinfer.serve.backend.fingerprint import fingerprint
 from specinfer.serve.backend.work import EngineInfo, Work
 from specinfer.serve.config import configure
-from specinfer.version import VERSION
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -60,12 +65,6 @@ _INTAKE_THREADS: Final = 2  # for works with a form, and for those without
 _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status of a process that cannot send its answers (EX_SOFTWARE)
-# Options, and parts of a config, that change no output text.
-_MEMORY: Final = ("memory", "offload", "offload_folder", "prepared", "max_loras")
-_FOLDERS: Final = ("lora",)  # the adapters' files do, but `models.origin` covers them
-# Ranks change a text only by the number of parts of each sum, which `fingerprint` adds.
-_RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY, *_FOLDERS}
 _PEER_LOST: Final = 75  # exit status after the loss of a rank (EX_TEMPFAIL)
 Message = tuple[Any, ...]
 
@@ -306,39 +305,6 @@ def summary(llm: LLM) -> str:
     return "; ".join(parts)
 
 
-def fingerprint(llm: LLM) -> str:
-    """Hash that is equal for engines which produce the same text for the same work.
-
-    It covers the target's files, the options that affect its logits, the kernels and the package's code. It
-    does not cover drafts.
-    """
-    import torch
-
-    target = llm.models.target
-    kernels, library = target.kernels, target.kernels.library
-    options = {
-        name: getattr(llm.config if part is None else getattr(llm.config, part), one.attribute)
-        for name, (part, one) in ENGINE_OPTIONS.items()
-        if not {name, part} & _WITHOUT_EFFECT
-    }
-    parts: list[object] = [
-        dict(llm.models.origin),
-        options,
-        llm.config.parts_of_sums,
-        [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
-        [str(target.device), torch.__version__, VERSION],
-        # The order of PyTorch's sums depends on its number of threads.
-        torch.get_num_threads() if library is None else library.level.name,
-    ]
-    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    if library is not None:
-        found.update(library.path.read_bytes())
-    root = Path(__file__).parents[2]  # the package
-    for file in sorted(root.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
-
-
 def end_with(server: int) -> None:
     """End this process within a second of its server, even while it loads and reads no socket."""
     while os.getppid() == server:
@@ -373,17 +339,23 @@ def run(
     on_terminal = sys.stderr.isatty()
     show = default_progress(shows_lines=False) if on_terminal else LineProgress(_LOG.info)
     try:
-        models = load_models(config, show, processes)
-        llm = LLM.from_models(models.settled(config), models, progress=show)
+        with allocating():
+            models = load_models(config, show, processes)
+            llm = LLM.from_models(models.settled(config), models, progress=show)
     except SpecInferError as error:
-        connection.send(("failed", str(error)))
-        if processes is not None:
-            processes.close()
-            processes.wait()
-        return 2
+        return _failed(connection, error, processes)
     with llm:
         EngineProcess(llm, connection, linger=linger).serve()
     return 0
+
+
+def _failed(connection: Connection, error: Exception, processes: FollowerProcesses | None) -> int:
+    """Report an error of the start to the server, and end the followers; returns the exit status."""
+    connection.send(("failed", str(error)))
+    if processes is not None:
+        processes.close()
+        processes.wait()
+    return 2
 
 
 def _receive_config(connection: Connection) -> tuple[EngineConfig, FollowerProcesses | None]:
@@ -401,14 +373,20 @@ def main() -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     first = ThreadPoolExecutor(1, thread_name_prefix="config").submit(_receive_config, connection)
-    load_code()
+    lacking: CapacityError | None = None
+    try:
+        with allocating():
+            load_code()
+    except CapacityError as error:
+        lacking = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which drains and closes
     configure(sys.argv[3], sys.argv[2], sys.argv[4])
     try:
         config, processes = first.result()
     except (EOFError, OSError):  # the server ended before it had a config
         sys.exit(0)
-    if status := run(connection, config, processes):
+    status = _failed(connection, lacking, processes) if lacking else run(connection, config, processes)
+    if status:
         sys.exit(status)
     os._exit(0)  # intake threads may still compile a grammar; do not wait for them
 

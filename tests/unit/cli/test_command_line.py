@@ -178,10 +178,13 @@ def test_a_draft_larger_than_its_target_is_said(models: Path, caplog: pytest.Log
 
 
 def test_a_limit_of_addresses_is_one_line_that_says_so(models: Path) -> None:
-    command = f"ulimit -v 400000; {sys.executable} -m specinfer generate {models / 'target'} hi; echo $?"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.stdout, len(done.stderr.splitlines())) == ("2\n", 1)
-    assert "the process may take 0.38 GiB of addresses (ulimit -v)" in done.stderr
+    """Of the command, and of the engine process of a server."""
+    for words in (f"generate {models / 'target'} hi", f"serve {models / 'target'} --port 0"):
+        command = f"ulimit -v 400000; {sys.executable} -m specinfer {words}; echo $?"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        errors = [line for line in done.stderr.splitlines() if " INFO " not in line]
+        assert (done.stdout, len(errors)) == ("2\n", 1), done.stderr
+        assert "error: the process may take 0.38 GiB of addresses (ulimit -v)" in errors[0]
 
 
 def test_pull_lists_the_catalogue(run: Run) -> None:

@@ -116,11 +116,15 @@ def test_an_engine_that_stays_stopped_is_restarted(
 def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Others are killed, and while they load, the reason may be memory."""
     start_engines_that("pass", tmp_path, monkeypatch)
 
     async def run() -> EngineChild:
-        child = EngineChild(("info", "text"))
+        child, killed = EngineChild(("info", "text")), EngineChild(("info", "text"))
         loop = asyncio.get_running_loop()
+        killed.kill()
+        with pytest.raises(BackendError, match="status -9 before it was ready: it was killed, as the system"):
+            await killed.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
         await child.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
         await child.close()
         return child
