@@ -30,7 +30,7 @@ def choose_gguf(place: str, names: Iterable[str], tag: str | None = None) -> str
     before names in errors: "org/name:" or "folder/". Raises ModelNotFoundError if no file has the tag, or
     several have it.
     """
-    files = [name for name in first_parts(names) if not any(word in _base(name).lower() for word in _BESIDE)]
+    files = _models(names)
     if not files or tag in (None, "latest"):
         tags = sorted({quantization_of(name) for name in files}, key=_rank)
         chosen = [name for name in files if quantization_of(name) == tags[0]]
@@ -46,6 +46,18 @@ def choose_gguf(place: str, names: Iterable[str], tag: str | None = None) -> str
     listed = [f"{place}{name}" for name in chosen or files]
     more = ", ..." if len(listed) > _SHOWN else ""
     raise ModelNotFoundError(f"{place[:-1]} has {what} {', '.join(listed[:_SHOWN])}{more}")
+
+
+def other_tags(names: Iterable[str], chosen: str) -> list[str]:
+    """Return the quantizations of the other models among these files, the nearest to the default first."""
+    return sorted(
+        {quantization_of(name) for name in _models(names)} - {quantization_of(chosen), ""}, key=_rank
+    )
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """Return the language models among GGUF files, each by its first part."""
+    return [name for name in first_parts(names) if not any(word in _base(name).lower() for word in _BESIDE)]
 
 
 def quantization_of(name: str) -> str:

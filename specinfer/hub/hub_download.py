@@ -21,7 +21,7 @@ from specinfer.errors import (
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, install_file, require_space
 from specinfer.hub.foreign_format import foreign_files
-from specinfer.hub.gguf_choice import choose_gguf
+from specinfer.hub.gguf_choice import choose_gguf, other_tags
 from specinfer.hub.gguf_header import first_parts, part_names
 from specinfer.hub.model_files import PICKLES, TEMPLATES, instead, weight_files
 from specinfer.progress import Progress
@@ -75,7 +75,7 @@ def fetch_file(repository: str, revision: str | None, file: str, progress: Progr
 def fetch_gguf(repository: str, revision: str | None, tag: str | None, progress: Progress) -> Path:
     """Return the path of a repository's GGUF file of the quantization `tag`; None: the usual choice.
 
-    Without a network, chooses among the cached files.
+    Without a network, chooses among the cached files. Says what it has chosen, and how to name another file.
     """
     try:
         if offline():
@@ -84,9 +84,13 @@ def fetch_gguf(repository: str, revision: str | None, tag: str | None, progress:
     except (DownloadError, SourceUnavailableError):
         if not (names := _cached_ggufs(repository, revision)):
             raise
-    file = choose_gguf(f"{repository}:", [name for name in names if name.endswith(".gguf")], tag)
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    file = choose_gguf(f"{repository}:", ggufs, tag)
     if file is None:
         raise ModelNotFoundError(f"{repository} has no GGUF file; give {repository} alone, or another one")
+    if tag in (None, "latest") and (tags := other_tags(ggufs, file)):
+        name = f"{repository}:{tags[0]}"
+        progress.say(f"{repository}: {file} is chosen; others are {_some(tags)}: name one like {name}")
     return fetch_file(repository, revision, file, progress)
 
 

@@ -229,10 +229,14 @@ def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeyp
         hub.repositories[repository] = {f"model-{tag}.gguf": data for tag in tags} | dict.fromkeys(
             beside, b"x"
         )
-        assert resolve(repository).path.name == f"model-{chosen}.gguf", tags
+        progress = Recorder()
+        assert resolve(repository, progress=progress).path.name == f"model-{chosen}.gguf", tags
         for tag in tags:
-            found = resolve(f"{repository}@main:{tag.upper().removeprefix('UD-')}")
-            assert found.path.name == f"model-{tag}.gguf"
+            name = f"{repository}@main:{tag.upper().removeprefix('UD-')}"
+            assert resolve(name, progress=progress).path.name == f"model-{tag}.gguf"
+        [line] = progress.lines
+        assert line.startswith(f"{repository}: model-{chosen}.gguf is chosen; others are "), line
+        assert all(tag.upper() in line.upper() for tag in tags), line
     hub.repositories["org/both"] = hub.repositories["org/model"] | {"m.Q4_0.gguf": data, "m.Q8_0.gguf": data}
     assert resolve("org/both").header is None, "safetensors come first"
     assert resolve("org/both:Q8_0").path.name == "m.Q8_0.gguf"

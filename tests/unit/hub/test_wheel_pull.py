@@ -34,7 +34,10 @@ class Recorder:
     """A Progress that remembers."""
 
     def __init__(self):
-        self.pieces = []
+        self.pieces, self.lines = [], []
+
+    def say(self, line):
+        self.lines.append(line)
 
     def start(self, total, label, unit="B"):
         self.pieces.append([label, total, 0, "open"])
