@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import (
@@ -35,11 +36,13 @@ from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.progress import Progress
+from specinfer.runtime.kv_cache import gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+_SELF_SHARE: Final = 0.8  # of the target's bytes, above which a `self` draft gains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +169,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         asked, draft = speculation.draft_quantization, drafts[name]
         if model == SELF:
             kinds[name] = self_kind(asked, config.kind)
+            check_self(target, config.kind, kinds[name], hardware)
         elif asked != "auto":
             kinds[name] = asked
         elif isinstance(draft, FoundHead):
@@ -186,6 +190,20 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         foreign=foreign,
         sampling=sampling_defaults(target.files) if config.generation_config == "auto" else {},
     )
+
+
+def check_self(
+    target: FoundModel, of_target: Quantization, of_draft: Quantization, hardware: Hardware
+) -> None:
+    """Log a warning if a `self` draft reads hardly fewer bytes than its target, and so guesses no faster."""
+    _, dtype, kernels, _ = hardware
+    own, whole = (draft_bytes(target.model, dtype, kernels, kind) for kind in (of_draft, of_target))
+    if own > _SELF_SHARE * whole:
+        _LOG.warning(
+            "the draft self, the target in %s, takes %s where the target takes %s, so it can hardly speed it "
+            "up; name a smaller model or a head, or leave it out",
+            *(of_draft, gib(own), gib(whole)),
+        )
 
 
 def report(line: str, show: Progress) -> None:

@@ -366,12 +366,13 @@ def _shown(widths: Sequence[int]) -> str:
 def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """Measured costs of the config's target and of these drafts; drafts use the target's quantization.
 
+    For a target in its file's blocks, which trained drafts do not have, it is chosen for each draft.
     Keys are the engine's names of the drafts, in order. Raises as `load_models`.
     """
     speculation = replace(
         config.speculation,
         drafts=tuple(str(draft) for draft in drafts),
-        draft_quantization=config.quantization,
+        draft_quantization="auto" if config.quantization == "gguf" else config.quantization,
     )
     wanted = replace(config, speculation=speculation)
     return measure_curves(wanted, load_models(wanted, progress), _MIN_ROWS, progress)

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from specinfer.config import EngineConfig
-from specinfer.engine.found_models import find_models
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.found_models import check_self, find_models
 from specinfer.engine.hardware import Hardware
 from specinfer.engine.quantization import choose, machine_memory
 from specinfer.errors import ConfigError
+from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
@@ -110,6 +112,17 @@ def test_an_engine_has_the_chosen_kinds(tmp_path: Path, caplog: pytest.LogCaptur
             llm.variant(quantization="int8")
     assert "target: quantization none (float32 takes" in caplog.text
     assert "gptq, a draft: quantization int4 (the file's levels, without rounding)" in caplog.text
+
+
+def test_a_self_draft_as_large_as_its_target_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hardware = Hardware(CPU, torch.bfloat16, kernels("native"))
+    for kind, said in (("Q4_K", True), ("Q8_0", False), ("Q6_K", False)):
+        path = write_blocks(tmp_path / f"{kind}.gguf", {}, kind)
+        caplog.clear()
+        check_self(FoundModel(ModelFiles("m", path, (path,)), open_model(path)), "gguf", "int4", hardware)
+        assert ("so it can hardly speed it up; name a smaller model" in caplog.text) == said, kind
 
 
 def test_other_hosts_hold_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
