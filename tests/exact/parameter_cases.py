@@ -13,6 +13,7 @@ from .slow_sampling import Rules
 VOCAB = 4
 END = 3
 PROMPT = (0, 1, 1)
+NAMES = ("a", "b", "<|bos|>", "<|im_end|>")  # texts of the tokens; the last two are special
 
 
 class WordList:
@@ -51,7 +52,7 @@ class Case:
     @property
     def rules(self):
         form = None if self.words is None else partial(words_after, self.words)
-        return Rules(self.params, PROMPT, self.ending, self.bad_words, form)
+        return Rules(self.params, PROMPT, self.ending, self.bad_words, form, NAMES)
 
     def processors(self, output):
         made = Processors(
@@ -89,6 +90,10 @@ CASES = {
     "structured output, min_tokens": case(words=WORDS, ending=(END,), min_tokens=2),
     "a dead end in mid-text": case(words=WORDS, ending=(END,), min_tokens=3),
     "greedy": case(temperature=0, frequency_penalty=1.1, bad_words=((0, 0), (2, 1)), ending=(END,)),
+    "stops with special tokens' names": case(
+        stop=("<|bos|>b", "<|bos|>a<|b", "ba", NAMES[END]), min_tokens=2
+    ),
+    "greedy, such a stop": case(temperature=0, frequency_penalty=1.7, stop=("b<|bos|>",)),
     "all of them": case(
         temperature=0.8,
         top_k=3,

@@ -12,16 +12,21 @@ import numpy as np
 
 import specinfer.tree.merging
 from specinfer.engine import target_laws
+from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError
+from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree import TreeBuilder, merge
 from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TokenTree
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.target_law import target_law
 from tests import plans
 from tests.flights import flight_of
+from tests.unit.grammar.vocabulary import TOKENIZER
 
 from .enumeration import Guesser, combinations, outcomes
-from .parameter_cases import PROMPT, VOCAB
+from .parameter_cases import NAMES, PROMPT, VOCAB
 from .slow_sampling import text_law
 
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
@@ -52,6 +57,11 @@ class Careful(Guesser):
         return super().draw(law, width, chance) if law.any() else []
 
 
+def ids(tokens):
+    """These tokens in a vocabulary that has their names."""
+    return tuple(TOKENIZER.encode(NAMES[token])[0] for token in tokens)
+
+
 def entry_after(case, output, processors, seed=0):
     return plans.entry(PROMPT, output, params=case.params, seed=seed, processors=processors)
 
@@ -79,6 +89,15 @@ def verified(case, output, processors, tree, flight, verifier, seed=0):
 
 def added(case, output, tokens, length):
     """Return the text after a step, cut at its end, and whether it is finished (engine/transcript.py)."""
+    if case.params.stop:
+        request = Request("r", ids(PROMPT), case.params, 0)
+        transcript = Transcript(request, TOKENIZER, ending=frozenset(), max_context=99, now=0.0)
+        transcript.resume(ids(output))
+        *path, last = ids(tokens)
+        tree = TokenTree((0, *path), tuple(range(-1, len(path))))
+        kept = transcript.commit(tree, Acceptance(tuple(range(1, tree.num_nodes)), last), 0.0)
+        output = (*output, *tokens[: len(kept)])[:length]
+        return output, transcript.finished or len(output) == length
     for token in tokens:
         output = (*output, token)
         finished = len(output) >= case.params.min_tokens and token in case.ending

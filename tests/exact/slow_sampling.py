@@ -25,6 +25,7 @@ class Rules:
     ending: tuple[int, ...] = ()  # end-of-text and stop tokens
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Callable[[tuple[int, ...]], set[int]] | None = None  # output -> token ids that may follow
+    names: tuple[str, ...] = ()  # texts of the tokens; those of special ones begin with "<"
 
 
 def single(x):
@@ -79,7 +80,19 @@ def next_law(logits, rules, output):
 
 def is_finished(rules, output):
     """Return whether the text ends with `output` for a reason other than its length."""
-    return bool(output) and len(output) >= rules.params.min_tokens and output[-1] in rules.ending
+    if not output or len(output) < rules.params.min_tokens:
+        return False
+    return output[-1] in rules.ending or any(is_stop(rules, output, one) for one in rules.params.stop)
+
+
+def is_stop(rules, output, stop):
+    """Return whether the string ends in the last token, in the text without or with special tokens' names."""
+    names = [rules.names[token] for token in output]
+    for shown in (names, [name for name in names if name[0] != "<"]):
+        text = "".join(shown)
+        if shown and shown[-1] == names[-1] and stop in text[-len(names[-1]) - len(stop) + 1 :]:
+            return True
+    return False
 
 
 def text_law(logits_of, rules, length):
