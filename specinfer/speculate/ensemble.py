@@ -15,6 +15,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.decision import Decision, Proposed
+from specinfer.speculate.pauses import POLICY, Pauses
 from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
@@ -26,43 +27,6 @@ from specinfer.tree.token_tree import single_node
 _LOG = logging.getLogger(__name__)
 # Consecutive steps without guesses in which heads still receive hidden states.
 _MAX_STEPS_WITHOUT_GUESSES: Final = 8
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 1 << 14  # steps
-_POLICY: Final = "policy"  # the policy's name among those that failed
-
-
-class _Pause:
-    """The steps that a speculator or policy is left out of after it raised, doubled from failure to failure.
-
-    It has recovered after as many steps without a failure.
-    """
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self._length = 0
-        self._left = 0  # steps
-        self._good = 0  # steps since the last pause
-
-    @property
-    def active(self) -> bool:
-        """True if it is left out of this step."""
-        return self._left > 0
-
-    def step(self) -> None:
-        """Count the begin of a step."""
-        if self._left:
-            self._left -= 1
-            return
-        self._good += 1
-        if self._good > self._length:
-            self._length = 0
-
-    def failed(self) -> bool:
-        """Begin a pause; returns True for the first failure, and for the first after a recovery."""
-        first = not self._length
-        self.failures += 1
-        self._length = min(max(2 * self._length, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        self._left, self._good = self._length + 1, 0  # the running step counts
-        return first
 
 
 class Ensemble:
@@ -101,7 +65,7 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a distinct name")
         self._all = tuple(speculators)
-        self._pauses: dict[str, _Pause] = {}  # of those that failed, by name
+        self._pauses = Pauses()
         self._select()
         self._steps_without_guesses = 0  # consecutive, up to this step
         self._names = tuple(names)  # of all speculators, including failed ones
@@ -117,11 +81,9 @@ class Ensemble:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """Return one merged tree per tree entry, of at most `entry.max_nodes` nodes."""
         self._passes = []
-        if self._pauses:
-            for pause in self._pauses.values():
-                pause.step()
+        if self._pauses.step():
             self._select()
-        self._deciding = self._fallback if self._is_paused(_POLICY) else self._policy
+        self._deciding = self._fallback if POLICY in self._pauses else self._policy
         requested, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(requested, plan)
         without_guesses = all(map(_excludes_all, plan.entries))
@@ -154,7 +116,7 @@ class Ensemble:
 
         Must be called before `observe`.
         """
-        failed = frozenset(filter(self._is_paused, self._names))
+        failed = frozenset(name for name in self._names if name in self._pauses)
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     @property
@@ -165,12 +127,12 @@ class Ensemble:
     @property
     def failures(self) -> dict[str, int]:
         """Exceptions of each speculator, and of the policy as "policy"; readable from any thread."""
-        return {name: pause.failures for name, pause in [*self._pauses.items()]}
+        return self._pauses.failures
 
     @property
     def num_paused(self) -> int:
         """Number of speculators that pause after an exception, and the policy; readable from any thread."""
-        return sum(pause.active for pause in [*self._pauses.values()])
+        return self._pauses.num_active
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -298,7 +260,7 @@ class Ensemble:
         except Exception:
             if self._deciding is self._fallback:
                 raise
-            if self._pauses.setdefault(_POLICY, _Pause()).failed():
+            if self._pauses.failed(POLICY):
                 _LOG.exception(
                     "the speculation policy %s failed and pauses; later failures are not logged, and trees "
                     "are not sized by their cost meanwhile",
@@ -311,9 +273,9 @@ class Ensemble:
         try:
             action()
         except Exception:
-            if self._is_paused(speculator.name):
+            if speculator.name in self._pauses:
                 return
-            if self._pauses.setdefault(speculator.name, _Pause()).failed():
+            if self._pauses.failed(speculator.name):
                 _LOG.exception(
                     "speculator %r failed and pauses; later failures are not logged, and texts go on "
                     "without it",
@@ -321,12 +283,9 @@ class Ensemble:
                 )
             self._select()
 
-    def _is_paused(self, name: str) -> bool:
-        return name in self._pauses and self._pauses[name].active
-
     def _select(self) -> None:
         """Run the speculators that do not pause."""
-        self._speculators = tuple(s for s in self._all if not self._is_paused(s.name))
+        self._speculators = tuple(s for s in self._all if s.name not in self._pauses)
         self._taps = tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
 
 
