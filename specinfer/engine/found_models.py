@@ -175,7 +175,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         elif isinstance(draft, FoundHead):
             kinds[name] = "none"
         else:
-            choice = select(draft.model)
+            choice = select(draft.model, streams=False)  # drafts stay in memory
             kinds[name] = choice.kind
             _report_choice(f"{short_name(draft)}, a draft", choice, show)
     return FoundModels(

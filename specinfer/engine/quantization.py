@@ -77,7 +77,7 @@ def choose(
         return Choice("int4", "the file's levels, without rounding")
     else:
         reason = "the file's numbers have no form of their own here"
-    if size("int8") <= _SHARE * most:
+    if streams or size("int8") <= _SHARE * most:
         return Choice("int8", reason)
     return Choice("int4", f"{reason}; int8 would take {gib(size('int8'))} of {gib(most)} of memory")
 
@@ -89,13 +89,14 @@ def machine_memory() -> int:
 
 
 def _matrices(model: OpenModel) -> list[str]:
-    """The names of the matrices that products multiply with."""
+    """The names of the matrices that products multiply with; tied embeddings are also the output layer."""
+    looked_up = LOOKED_UP[1:] if model.config.tie_embeddings else LOOKED_UP
     return [
         name
         for name, shape in model.shapes.items()
         if len(shape) > 1
         and not name.endswith(ROUTERS)
-        and (model.config.tie_embeddings or not name.endswith(LOOKED_UP))
+        and not name.endswith(looked_up)
         and not (isinstance(model, HostedFolder) and not model.has(name))
     ]
 

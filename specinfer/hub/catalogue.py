@@ -23,6 +23,7 @@ from specinfer.progress import Progress, format_bytes
 # Short name of a head -> short name of its target model.
 SHIPPED_HEADS: Final = {"smollm2-135m-head": "smollm2-135m"}
 BLOCK = 1 << 22  # bytes per read
+_VARIABLE: Final = "SPECINFER_CACHE (HF_HOME for hub names)"  # with the folder of downloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def require_space(folder: Path, needed: int, what: str) -> None:
     if free < needed:
         raise DownloadError(
             f"{what} needs {format_bytes(needed)} in {folder}, but {format_bytes(free)} are free; "
-            "make room, or move the cache with SPECINFER_CACHE (HF_HOME for hub names)"
+            f"make room, or move the cache with {_VARIABLE}"
         )
 
 
@@ -150,11 +151,11 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DownloadError(
                 f"the disk of {folder} is full; the partial file was removed: make room, or move the cache "
-                "with SPECINFER_CACHE, and pull again"
+                f"with {_VARIABLE}, and pull again"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise DownloadError(
-                f"cannot write to {folder} ({error.strerror}); set SPECINFER_CACHE to a writable folder"
+                f"cannot write to {folder} ({error.strerror}); set {_VARIABLE} to a writable folder"
             ) from error
         raise
 

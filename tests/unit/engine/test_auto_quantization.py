@@ -81,6 +81,7 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
             "bfloat16 takes",
         ),
         ("a folder that is streamed", folder, 1, {"streams": True}, "none", "bfloat16 takes"),
+        ("FP8 that is streamed", folders["fp8-block"], 1, {"streams": True}, "int8", "no form of their own"),
         ("blocks that are streamed", low, ("int4",), {"streams": True}, "gguf", "Q2_K rounded to blocks"),
         ("GPTQ", folders["gptq"], None, {}, "int4", "the file's levels, without rounding"),
         ("AWQ", folders["awq"], None, {}, "int4", "the file's levels, without rounding"),
@@ -125,14 +126,17 @@ def test_a_self_draft_as_large_as_its_target_is_said(
         assert ("so it can hardly speed it up; name a smaller model" in caplog.text) == said, kind
 
 
-def test_other_hosts_hold_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_for_what_stays_in_it_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, native = write_tiny_llama(tmp_path / "m", tokenizer=True), kernels("native")
     size = estimate_bytes(model, torch.bfloat16, native)
     monkeypatch.setattr("specinfer.engine.quantization.machine_memory", lambda: size)
-    for hosts, kind in (({}, "int4"), ({"master": "127.0.0.1:1", "key_file": "k"}, "none")):
-        config = EngineConfig.from_options(str(model), {"pipeline_parallel": 2, **hosts})
-        hardware = Hardware(CPU, torch.bfloat16, native)
-        assert find_models(config, hardware, NoProgress()).config.quantization == kind, hosts
+    parts = {"pipeline_parallel": 2, "master": "127.0.0.1:1", "key_file": "k"}
+    streamed = {"offload": "auto", "drafts": (str(model),)}
+    for options, kind in (({"pipeline_parallel": 2}, "int4"), (parts, "none"), (streamed, "none")):
+        config = EngineConfig.from_options(str(model), options)
+        found = find_models(config, Hardware(CPU, torch.bfloat16, native), NoProgress())
+        assert found.config.quantization == kind, options
+        assert {*found.kinds.values()} <= {"int4"}, options
 
 
 def test_the_memory_is_that_of_the_machine_or_its_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
