@@ -13,16 +13,7 @@ from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify.multistep import Coin, verify_multistep
 from tests.oracles import verification
 
-from .enumeration import (
-    Guesser,
-    World,
-    distance,
-    fractions,
-    outcomes,
-    own_law,
-    step_law,
-    text_law,
-)
+from .enumeration import Guesser, World, distance, fractions, outcomes, own_law, step_law, text_law
 from .oracles import processed_law
 
 EXACT = 1e-9

@@ -53,12 +53,7 @@ _GLM = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _SIDE_BY_SIDE = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -155,10 +150,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "seed-oss": ("SeedOssConfig", {**_DECODER, "head_dim": 8, "mlp_bias": True}),
     "ernie": ("Ernie4_5Config", {**_DECODER, "head_dim": 16, "use_bias": True}),
     "helium": ("HeliumConfig", {**_DECODER, "head_dim": 8, "attention_bias": True}),
-    "cwm": (
-        "CwmConfig",
-        {**_DECODER, "head_dim": 8, "sliding_window": 5, "rope_parameters": _LLAMA3},
-    ),
+    "cwm": ("CwmConfig", {**_DECODER, "head_dim": 8, "sliding_window": 5, "rope_parameters": _LLAMA3}),
     "phi3": ("Phi3Config", {**_DECODER, "sliding_window": 5, "pad_token_id": 0}),
     "phi3-partial-rope": ("Phi3Config", {**_GLM, "head_dim": 8}),
     "glm": ("GlmConfig", _GLM),

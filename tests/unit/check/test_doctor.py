@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from specinfer.check import doctor
-from specinfer.check.doctor import (
-    LevelFact,
-    find_kernels,
-    level_facts,
-    machine_facts,
-    pass_bytes,
-    pass_cost,
-)
+from specinfer.check.doctor import LevelFact, find_kernels, level_facts, machine_facts, pass_bytes, pass_cost
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth

@@ -39,17 +39,7 @@ def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"prompt": "a"}\n')
     printed = run(
-        *pair,
-        "--dataset",
-        str(rows),
-        "--temperature",
-        "1",
-        "--seed",
-        "3",
-        "--batch-size",
-        "2",
-        "--json",
-        "-",
+        *pair, "--dataset", str(rows), "--temperature", "1", "--seed", "3", "--batch-size", "2", "--json", "-"
     )
     result = json.loads(printed)
     assert (result["requests"], result["identical"]) == (3, 3)

@@ -101,14 +101,7 @@ def test_native_calls_do_what_the_head_does_op_by_op(
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"table": [12, 0]},
-        {"table": [0]},
-        {"anchor": 64},
-        {"last": None},
-        {"rows": 6},
-        {"shift": 1 << 20},
-    ],
+    [{"table": [12, 0]}, {"table": [0]}, {"anchor": 64}, {"last": None}, {"rows": 6}, {"shift": 1 << 20}],
     ids=str,
 )
 def test_what_is_not_there_is_refused(tmp_path: Path, native: Kernels, wrong: dict[str, Any]) -> None:

@@ -10,25 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from specinfer.errors import ModelError
-from specinfer.heads.checkpoint import (
-    HeadFolder,
-    is_head,
-    target_embedding,
-    target_head,
-)
+from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import write_head
 from specinfer.models.open_model import open_model
-from tests.heads import (
-    NAMED,
-    SIZE,
-    VOCAB,
-    block_config,
-    eagle_config,
-    tiny_body,
-    tiny_head,
-    write_tiny_head,
-)
+from tests.heads import NAMED, SIZE, VOCAB, block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
 
 CONFIGS = {
     "EAGLE-3": eagle_config(),
@@ -39,12 +25,7 @@ CONFIGS = {
     "DSpark": block_config(),
     "behind the last state": block_config(reads_last=True, own_head=False),
     "bidirectional": block_config(causal=False),
-    "DFlash": block_config(
-        causal=False,
-        sample_from_anchor=False,
-        markov_rank=0,
-        own_head=False,
-    ),
+    "DFlash": block_config(causal=False, sample_from_anchor=False, markov_rank=0, own_head=False),
 }
 
 

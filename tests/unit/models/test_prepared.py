@@ -17,13 +17,7 @@ from safetensors import safe_open
 from specinfer.errors import DamagedFileError
 from specinfer.kernels.layout import FloatTable, FloatWeight, Int8Weight, Weight, empty_floats, lay_out_floats
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
-from specinfer.models.prepared import (
-    NewPreparedFile,
-    PreparedFile,
-    identity,
-    prepare_once,
-    prepared_path,
-)
+from specinfer.models.prepared import NewPreparedFile, PreparedFile, identity, prepare_once, prepared_path
 from tests.tiny_models import write_tiny_llama
 
 MADE_FROM = {"made_by": "a test", "model": "m"}
@@ -74,10 +68,7 @@ def raising(error: OSError) -> None:
 
 
 def new(
-    path: Path,
-    failed: Callable[[OSError], None] = raising,
-    tensors: tuple[str, ...] = NAMES,
-    size: int = 0,
+    path: Path, failed: Callable[[OSError], None] = raising, tensors: tuple[str, ...] = NAMES, size: int = 0
 ) -> NewPreparedFile:
     return NewPreparedFile(path, MADE_FROM, tensors, size, failed)
 

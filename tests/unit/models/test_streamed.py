@@ -38,9 +38,7 @@ def test_every_placement_gives_the_same_bits(
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
     whole = ModelRunner(
-        load_model(model, device=CPU, cache=tmp_path, part=part, **options),
-        num_blocks=3,
-        block_size=4,
+        load_model(model, device=CPU, cache=tmp_path, part=part, **options), num_blocks=3, block_size=4
     )
     want, taps = whole.forward(rows), whole.launch(rows, taps=TAPS).tapped(TAPS)
     prepared = prepare(model, cache=tmp_path, **options)
@@ -50,13 +48,7 @@ def test_every_placement_gives_the_same_bits(
             placement = Placement(1 << 30, {}, layers, buffers, streamed)
             for in_memory in (False, True):
                 made = load_streamed(
-                    model,
-                    prepared,
-                    placement,
-                    DISK,
-                    table_in_memory=in_memory,
-                    part=part,
-                    **options,
+                    model, prepared, placement, DISK, table_in_memory=in_memory, part=part, **options
                 )
                 runner = ModelRunner(made, num_blocks=3, block_size=4)
                 for _ in range(3):

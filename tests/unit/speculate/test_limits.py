@@ -54,14 +54,7 @@ def drafts(config: SpeculationConfig) -> list[DraftModel]:
 
 
 def limits(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> SpeculationLimits:
-    return SpeculationLimits(
-        config,
-        [
-            *build_speculators(config),
-            *drafts(config),
-            *map(Named, extra),
-        ],
-    )
+    return SpeculationLimits(config, [*build_speculators(config), *drafts(config), *map(Named, extra)])
 
 
 def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params: Any) -> Request:

@@ -37,34 +37,19 @@ def group(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (
-            saying(gptq(), quant_method="tomorrow's"),
-            r"\(quant_method\): .*supported: awq, bits",
-        ),
+        (saying(gptq(), quant_method="tomorrow's"), r"\(quant_method\): .*supported: awq, bits"),
         (saying(gptq(), bits=3), "bits of the quantized model is 3; supported: 2, 4, 8"),
         (saying(gptq(), bits=None), "bits is None; expected an integer"),
-        (
-            saying(gptq(), group_size=40),
-            "group_size is 40, which does not divide the .* elements of",
-        ),
+        (saying(gptq(), group_size=40), "group_size is 40, which does not divide the .* elements of"),
         (saying(gptq(), group_size=0), "group_size is 0, which does not divide"),
-        (
-            saying(gptq(), checkpoint_format="marlin"),
-            "checkpoint_format is 'marlin'; supported for GPTQ",
-        ),
+        (saying(gptq(), checkpoint_format="marlin"), "checkpoint_format is 'marlin'; supported for GPTQ"),
         (saying(gptq(), pack_dtype="int64"), "pack_dtype is 'int64'"),
         (saying(gptq(), dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has other settings for some matrices"),
         (saying(gptq(), adapter={"name": "lora"}), "an adapter"),
-        (
-            saying(gptq(index=False), desc_act=True),
-            "sets desc_act, and .* has no tensor '.*g_idx'",
-        ),
+        (saying(gptq(index=False), desc_act=True), "sets desc_act, and .* has no tensor '.*g_idx'"),
         (saying(awq(), version="gemv"), "version is 'gemv'; supported for AWQ: 'gemm'"),
         (saying(awq(), bits=8), "bits of the quantized model is 8; supported: 4"),
-        (
-            saying(pack_quantized(), format="nvfp4-pack-quantized"),
-            "format is 'nvfp4-pack-qu.*; supported",
-        ),
+        (saying(pack_quantized(), format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-qu.*; supported"),
         (saying(pack_quantized(), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
         (
             saying(pack_quantized(), transform_config={"config_groups": {"u": {}}}),
@@ -72,10 +57,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ),
         (saying(pack_quantized(), config_groups=None), "config_groups is None; expected a JSON object"),
         (saying(pack_quantized(), **group(symmetric=False)), "lacks tensor '.*weight_zero_point'"),
-        (
-            saying(FORMATS["fp8-block"], weight_block_size=128),
-            "weight_block_size is 128; expected two",
-        ),
+        (saying(FORMATS["fp8-block"], weight_block_size=128), "weight_block_size is 128; expected two"),
         (
             saying(FORMATS["fp8-block"], weight_block_size=[32, 32]),
             r"weight_scale_inv' has shape \[3, 5\] for a matrix 64 x 96, with blocks of 32 x 32",
@@ -131,19 +113,11 @@ def filled(end: str, value: float) -> Change:
         ("gptq", cast("scales", torch.int32), "up_proj.scales' is of type int32; expected float64 or"),
         ("gptq", cast("qweight", torch.int64), "up_proj.qweight' is of type int64; expected int32"),
         ("gptq", filled("g_idx", 9), "g_idx' has groups from 9 to 9; there are 2"),
-        (
-            "gptq-desc-act",
-            dropped("g_idx"),
-            "sets desc_act, and .* has no tensor '.*up_proj.g_idx'",
-        ),
+        ("gptq-desc-act", dropped("g_idx"), "sets desc_act, and .* has no tensor '.*up_proj.g_idx'"),
         ("awq", dropped("scales"), "lacks tensor '.*up_proj.scales'"),
         ("w4a16", dropped("weight_scale"), "lacks tensor '.*up_proj.weight_scale'"),
         ("w4a16", dropped("weight_shape"), "lacks tensor '.*up_proj.weight_shape'"),
-        (
-            "w4a16",
-            filled("weight_shape", 64),
-            r"has shape \[96, 8\] for a matrix 64 x 64; supported num_b",
-        ),
+        ("w4a16", filled("weight_shape", 64), r"has shape \[96, 8\] for a matrix 64 x 64; supported num_b"),
         ("w4a16-actorder", filled("weight_g_idx", 2), "weight_g_idx' has groups from 2 to 2; there are 2"),
         ("w8a8", dropped("weight_scale"), "lacks tensor '.*up_proj.weight_scale'"),
         ("w8a8", cut("weight_scale", 5), r"weight_scale' has shape \[5, 1\] for a matrix 96 x 64; config"),

@@ -204,11 +204,7 @@ def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: P
     usual = mark_of()
     assert mark_of(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
     assert mark_of(Path(shutil.copytree(folder, tmp_path / "copy"))) == usual  # another machine's
-    others = [
-        mark_of(dtype="bfloat16"),
-        mark_of(quantization="int8"),
-        mark_of(kernels="torch"),
-    ]
+    others = [mark_of(dtype="bfloat16"), mark_of(quantization="int8"), mark_of(kernels="torch")]
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")  # another file of that name and size
     assert len({usual, *others, mark_of()}) == 5
@@ -264,17 +260,7 @@ def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tm
     other = write_adapter(tmp_path / "other", folder, seed=5)
     usual = mark_of(lora={"sql": adapter})
     assert mark_of(lora={"sql": copy}, max_loras=2) == usual
-    assert (
-        len(
-            {
-                usual,
-                mark_of(),
-                mark_of(lora={"sql": other}),
-                mark_of(lora={"poems": adapter}),
-            }
-        )
-        == 4
-    )
+    assert len({usual, mark_of(), mark_of(lora={"sql": other}), mark_of(lora={"poems": adapter})}) == 4
 
 
 def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_path: Path) -> None:

@@ -110,16 +110,7 @@ def test_others_do_not(folder: Path, kept: Learned, changed: str) -> None:
 def test_the_file_holds_no_text_and_no_token(folder: Path, kept: Learned) -> None:
     """Names, numbers and switches, all of them known."""
     names = {"version", "key", "learned", "checksum", "target", "drafts", "device", "curves"}
-    names |= {
-        "plain",
-        "1",
-        "outcomes",
-        "lookup",
-        "draft",
-        *KEY["drafts"],
-        KEY["target"],
-        KEY["device"],
-    }
+    names |= {"plain", "1", "outcomes", "lookup", "draft", *KEY["drafts"], KEY["target"], KEY["device"]}
     names |= {"all", "alike"}
 
     def strings(value: Any) -> set[str]:
