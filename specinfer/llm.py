@@ -204,11 +204,11 @@ class LLM:
         The thread that runs the step calls it, so it must be quick. Its first exception is logged, and steps
         continue.
         """
-        return self._open.engine.on_step
+        return self._open.engine.listeners.on_step
 
     @on_step.setter
     def on_step(self, listener: Callable[[Sequence[str]], None] | None) -> None:
-        self._open.engine.on_step = listener
+        self._open.engine.listeners.on_step = listener
 
     @property
     def on_tree(self) -> Callable[[TreeEvent], None] | None:
@@ -217,11 +217,11 @@ class LLM:
         The thread that runs the step calls it. An exception that it raises reaches the caller of the step
         after the step.
         """
-        return self._open.engine.on_tree
+        return self._open.engine.listeners.on_tree
 
     @on_tree.setter
     def on_tree(self, listener: Callable[[TreeEvent], None] | None) -> None:
-        self._open.engine.on_tree = listener
+        self._open.engine.listeners.on_tree = listener
 
     @property
     def explains(self) -> bool:
@@ -229,11 +229,11 @@ class LLM:
 
         Recording them adds a little time to every step.
         """
-        return self._open.engine.explains
+        return self._open.engine.listeners.explains
 
     @explains.setter
     def explains(self, enabled: bool) -> None:
-        self._open.engine.explains = enabled
+        self._open.engine.listeners.explains = enabled
 
     def statistics(self) -> Statistics:
         """Return the engine's counters and its number of requests, without waiting for a step."""

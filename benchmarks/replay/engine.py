@@ -228,8 +228,8 @@ class ReplayEngine:
             verifier="coupled",
             clock=self._clock,
         )
-        self._engine.on_step = self._begin
-        self._engine.on_tree = self._on_tree
+        self._engine.listeners.on_step = self._begin
+        self._engine.listeners.on_tree = self._on_tree
         self._playing: dict[str, _Playing] = {}
         self._requests = 0
         self._in_step: tuple[str, ...] = ()

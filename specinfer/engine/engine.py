@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
+from specinfer.engine.listeners import Listeners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
 from specinfer.engine.target_laws import TargetLaws, TreeResult, tree_results
@@ -22,7 +23,7 @@ from specinfer.engine.transcript import Transcript
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Delta, Request
+from specinfer.request import Delta
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
@@ -96,12 +97,8 @@ class Engine:
         self._launched: list[_Launched] = []  # steps whose results are not committed
         self._suspects = Suspects()  # requests that may make steps fail
         self._failed_steps = 0
-        self._listener_error: Exception | None = None  # raised by `on_tree` in this step
         self.clock = StageClock(clock)
-        self.on_step: Callable[[Sequence[str]], None] | None = None
-        self._on_step_failed = False  # True once its failure was logged
-        self.on_tree: Callable[[TreeEvent], None] | None = None
-        self.explains = False  # True if tree events include decisions
+        self.listeners = Listeners()
 
     @property
     def admission(self) -> Admission:
@@ -186,9 +183,7 @@ class Engine:
                 self._step()
         finally:
             self.clock.end()
-        error, self._listener_error = self._listener_error, None
-        if error is not None:
-            raise error
+        self.listeners.raise_error()
         deltas, self._deltas = self._deltas, {}
         return [*deltas.values()]
 
@@ -199,7 +194,7 @@ class Engine:
         try:
             plan = self._schedule()
             if plan.entries:
-                self._announce(plan)
+                self.listeners.announce(plan)
                 self._land(self._launch(plan))
             self._suspects.succeeded(plan, self._requests.keys())
         except StoppedError:  # `close` was called
@@ -224,22 +219,11 @@ class Engine:
         self.clock.lap(Stage.SCHEDULE)
         return plan
 
-    def _announce(self, plan: StepPlan) -> None:
-        """Call `on_step` with the step's request ids; its first exception is logged, and steps continue."""
-        if self.on_step is None:
-            return
-        try:
-            self.on_step([entry.request.request_id for entry in plan.entries])
-        except Exception:
-            if not self._on_step_failed:
-                _LOG.exception("on_step failed; steps continue, and later failures are not logged")
-            self._on_step_failed = True
-
     def _launch(self, plan: StepPlan) -> _Launched:
         """Run the speculators, and start the target's pass over all texts and trees."""
         trees = self._speculators.propose(plan)
-        explained = self.explains and self.on_tree is not None
-        decisions = self._speculators.explain() if explained else [None] * len(trees)
+        wanted = self.listeners.wants_decisions
+        decisions = self._speculators.explain() if wanted else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
         launch = self._executor.launch(plan, trees, self._speculators.taps)
         launched = _Launched(plan, trees, decisions, launch, logit_rows(plan, trees))
@@ -302,7 +286,10 @@ class Engine:
             if isinstance(verdict, UserError):
                 transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
-                self._trace(result.request, result.tree, verdict, decision)
+                if self.listeners.on_tree is not None:
+                    name, clock = result.request.request_id, self.clock
+                    event = TreeEvent(clock.steps, name, result.tree, verdict, clock.last, decision)
+                    self.listeners.trace(event)
                 committed = transcript.commit(result.tree, verdict, now, result.logprobs)
             outcomes.append(self._outcome(running, committed))
         for entry in launched.plan.entries:
@@ -347,17 +334,6 @@ class Engine:
         first = entry.start + 1
         scores = flight.scores(rows, entry.token_ids[first : first + len(rows)], reports.top)
         reports.add(first, scores, self._tokenizer.text_of)
-
-    def _trace(
-        self, request: Request, tree: TokenTree, acceptance: Acceptance, decision: Decision | None
-    ) -> None:
-        if self.on_tree is None:
-            return
-        event = TreeEvent(self.clock.steps, request.request_id, tree, acceptance, self.clock.last, decision)
-        try:
-            self.on_tree(event)
-        except Exception as error:  # raised to the caller of `step` after the step
-            self._listener_error = self._listener_error or error
 
     def _remove(self, running: _Running) -> None:
         # In this order, `abort` can repair the state after an interrupt between the two calls.

@@ -39,7 +39,7 @@ def test_every_guess_is_as_likely_as_the_module_says(
     seen, depths = 0, set[int]()
     events: list[TreeEvent] = []
     with engine(tiny, heads[name], block_size=4, max_step_tokens=20) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         for prompt in [*PROMPTS, *PROMPTS]:  # the second time its keys and values lie in blocks it finds
             events.clear()
             (output,) = llm.generate([prompt], shaped(8))
@@ -65,7 +65,7 @@ def test_requests_of_one_pass_are_guessed_for_as_alone(
 ) -> None:
     events: list[TreeEvent] = []
     with engine(tiny, heads[name], block_size=4) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         outputs = llm.generate(PROMPTS, shaped(6))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         text, end, trees = [*prompt, *output.token_ids], len(prompt), 0
@@ -87,7 +87,7 @@ def test_samples_are_drawn_from_the_law_that_is_told(
     events: list[TreeEvent] = []
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11)
     with engine(tiny, heads[name], verifier="mss", draw=draw, expansion=(2, 2, 1)) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([PROMPTS[0]], params)
     assert output.figures.proposed_by["draft"] > 0
     if draw == "top_k":
@@ -119,7 +119,7 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
     module = written.module(open_model(folder / "target"))
     events: list[TreeEvent] = []
     with engine(tiny, loaded) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0))
     text, end = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
     hidden_TND = hidden_states(tiny, text)

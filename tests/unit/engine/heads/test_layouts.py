@@ -40,7 +40,7 @@ def as_likely(
     events: list[TreeEvent] = []
     prompt = PROMPTS[0]
     with engine(tiny, loaded) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([prompt], shaped(8))
     text, end = [*prompt, *output.token_ids], len(prompt)
     hidden_TND = hidden_states(tiny, text)

@@ -22,7 +22,7 @@ def test_a_medusa_head_reads_one_state_and_no_other(
 ) -> None:
     events: list[TreeEvent] = []
     with engine(tiny, heads["medusa"]) as llm:
-        engine_of(llm).on_tree = events.append
+        engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([PROMPTS[0]], shaped(8))
     text, end, module = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0]), modules["medusa"]
     right_TND = hidden_states(tiny, text)

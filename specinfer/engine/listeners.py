@@ -1,0 +1,52 @@
+"""Listeners: the callbacks of an engine's steps, whose exceptions end no request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from specinfer.engine.trace import TreeEvent
+from specinfer.plan import StepPlan
+
+_LOG = logging.getLogger(__name__)
+
+
+class Listeners:
+    """Callbacks that may be set at any time; LLM has their contracts."""
+
+    def __init__(self) -> None:
+        self.on_step: Callable[[Sequence[str]], None] | None = None
+        self.on_tree: Callable[[TreeEvent], None] | None = None
+        self.explains = False  # True if tree events include decisions
+        self._on_step_failed = False  # True once its failure was logged
+        self._error: Exception | None = None  # of `on_tree` in this step
+
+    @property
+    def wants_decisions(self) -> bool:
+        """True if tree events are heard, with decisions."""
+        return self.explains and self.on_tree is not None
+
+    def announce(self, plan: StepPlan) -> None:
+        """Call `on_step` with the step's request ids; its first exception is logged, and steps continue."""
+        if self.on_step is None:
+            return
+        try:
+            self.on_step([entry.request.request_id for entry in plan.entries])
+        except Exception:
+            if not self._on_step_failed:
+                _LOG.exception("on_step failed; steps continue, and later failures are not logged")
+            self._on_step_failed = True
+
+    def trace(self, event: TreeEvent) -> None:
+        """Call `on_tree`; its exception is kept for the end of the step."""
+        try:
+            if self.on_tree is not None:
+                self.on_tree(event)
+        except Exception as error:
+            self._error = self._error or error
+
+    def raise_error(self) -> None:
+        """Raise the first exception of `on_tree` in the step that ended."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
