@@ -21,12 +21,14 @@ from pathlib import Path
 
 FEWER = {  # options that are appended unless the page has them
     "generate": {"--max-tokens": "16"},
-    "check": {"--prompts": "1", "--max-tokens": "8", "--samples": "24"},
     "bench": {"--max-tokens": "16"},
     "serve": {"--kv-cache-memory": "64MB"},
     "tune": {"--max-tokens": "16", "--collect-minutes": "0.05"},
 }
-SHORTER = {"tune": {"--minutes": "0.15"}}  # options that replace the page's
+SHORTER = {  # options that replace the page's
+    "check": {"--prompts": "1", "--max-tokens": "6", "--samples": "24"},
+    "tune": {"--minutes": "0.1"},
+}
 HUB = "Qwen/Qwen2.5-Coder"  # beginning of names on the hub
 FILLING = "filling"  # a stand-in with tokens that fill in
 PROGRAM = [sys.executable, "-m", "specinfer"]
@@ -38,11 +40,10 @@ def main(arguments: list[str]) -> int:
         start([sys.executable, "-m", "torch.distributed.run", *arguments[1:]])
         return until_ready()
     given = {argument.partition("=")[0] for argument in arguments}
-    for option, value in FEWER.get(arguments[0], {}).items():
-        if option not in given and ("--suite" not in given or option == "--prompts"):
-            arguments = [*arguments, option, value]
-    for option, value in SHORTER.get(arguments[0], {}).items():
-        arguments = [*arguments, option, value]  # the last one counts
+    fewer, shorter = (options.get(arguments[0], {}) for options in (FEWER, SHORTER))
+    for option, value in [*((o, v) for o, v in fewer.items() if o not in given), *shorter.items()]:
+        if "--suite" not in given or option == "--prompts":
+            arguments = [*arguments, option, value]  # the last one counts
     alone = sum(argument.startswith(HUB) for argument in arguments) == 1
     standin = FILLING if alone else "smollm2-135m"
     arguments = [standin if argument.startswith(HUB) else argument for argument in arguments]
