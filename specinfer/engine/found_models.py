@@ -42,7 +42,7 @@ from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-_SELF_SHARE: Final = 0.8  # of the target's bytes, above which a `self` draft gains nothing
+_SELF_SHARE: Final = 0.8  # part of the target's bytes; a larger `self` draft gains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from specinfer.progress import Progress
 
 
 class Hardware(NamedTuple):
-    """Where models are loaded, and the dtype of weights that are not quantized."""
+    """The device and kernels that run models, and the dtype of weights that are not quantized."""
 
     device: torch.device
     dtype: torch.dtype

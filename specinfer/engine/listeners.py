@@ -23,7 +23,7 @@ class Listeners:
 
     @property
     def wants_decisions(self) -> bool:
-        """True if tree events are heard, with decisions."""
+        """True if `on_tree` gets decisions."""
         return self.explains and self.on_tree is not None
 
     def announce(self, plan: StepPlan) -> None:

@@ -178,7 +178,7 @@ def test_a_draft_larger_than_its_target_is_said(models: Path, caplog: pytest.Log
 
 
 def test_a_limit_of_addresses_is_one_line_that_says_so(models: Path) -> None:
-    """Of the command, and of the engine process of a server."""
+    """The command says it, and so does the engine process of a server."""
     for words in (f"generate {models / 'target'} hi", f"serve {models / 'target'} --port 0"):
         command = f"ulimit -v 400000; {sys.executable} -m specinfer {words}; echo $?"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

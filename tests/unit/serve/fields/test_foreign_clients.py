@@ -135,7 +135,7 @@ def test_an_effort_has_no_effect_on_a_template_without_efforts_and_switches(
 
 
 def test_documents_go_to_the_template(tokenizers: dict[str, Tokenizer]) -> None:
-    """As they are, by either field; a template without them names the variable."""
+    """Either field takes them unchanged; a template without them names the variable."""
     plain, given = chat(tokenizers["plain"]).prompt, [{"title": "A", "n": 1.0}, {"title": "B", "n": None}]
     shown = f"[A: 1.0][B: None]{plain}"
     assert chat(tokenizers["documents"], documents=given).prompt == shown
