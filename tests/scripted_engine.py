@@ -46,6 +46,8 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.requests or self._deltas)
 
+    has_postponed = False
+
     def close(self) -> None:
         """Do nothing: no step blocks."""
 

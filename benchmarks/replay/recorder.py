@@ -18,7 +18,7 @@ from benchmarks.replay.baselines import RootsOnly
 from benchmarks.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees, TracedDraft
 from benchmarks.replay.engine import ReplayEngine, num_blocks
 from benchmarks.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
-from specinfer.engine.build import measure_curves
+from specinfer.engine.costs import measure_curves
 from specinfer.engine.drafts import embedding_limit
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, RequestError

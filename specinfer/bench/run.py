@@ -188,6 +188,7 @@ class _Bench:
 
     def warm_up(self) -> None:
         """Answer a short form of the first question once and discard the answer."""
+        self._llm.loop.rest()
         talk = _Talk(0, self._conversations[0])
         # Its own cache salt keeps lookups from finding this answer.
         params = replace(

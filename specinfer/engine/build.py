@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admission
-from specinfer.engine.drafts import (
-    draft_names,
-    make_draft,
-    timing_key,
+from specinfer.engine.costs import (
+    draft_curves,
+    first_stop,
+    max_pass_rows,
+    measure_later,
+    measuring,
+    target_curves,
+    timed_drafts,
 )
-from specinfer.engine.engine import Engine
+from specinfer.engine.drafts import draft_names
+from specinfer.engine.engine import Engine, Postponed
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
 from specinfer.hub.model_files import hash_of, local_model
-from specinfer.models.hosted.model import HostedModel
-from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
-from specinfer.runtime.cost_curve import CostCurve, Timed
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.growth import Shape
@@ -48,14 +49,6 @@ _MIN_NODES: Final = 64
 _STEP_COST: Final = 2.0
 _MIN_ROWS: Final = 128
 _LONG_REQUESTS: Final = 4  # requests that may fill the context at once; shorter ones take blocks as they grow
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """Cost curves on this machine, of the target and of drafts by speculator name."""
-
-    target: CostCurve
-    drafts: Mapping[str, CostCurve]
 
 
 def resolved(config: EngineConfig, target: CostCurve, max_rows: int = MAX_ROWS) -> EngineConfig:
@@ -79,108 +72,6 @@ def resolved(config: EngineConfig, target: CostCurve, max_rows: int = MAX_ROWS) 
         speculation=replace(config.speculation, max_nodes=nodes),
         scheduler=replace(config.scheduler, max_step_tokens=rows),
     )
-
-
-def max_pass_rows(config: EngineConfig, models: Models) -> int:
-    """Return the maximum rows of a pass: the option's, else the number that the memory plan allows."""
-    rows, plan = config.scheduler.row_limit, models.plan
-    return rows if plan is None or config.scheduler.max_step_tokens != "auto" else min(rows, plan.limits.rows)
-
-
-def target_curve(
-    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None = None
-) -> CostCurve:
-    """Measure passes of the target, or read an earlier measurement.
-
-    A pass with streamed layers takes as long as the disk or as computing, whichever is longer. Overwrites the
-    first slots of the cache, which must be unused.
-    """
-    return _target_curves(config, executor, models, progress)[0]
-
-
-def _target_curves(
-    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
-) -> tuple[CostCurve, CostCurve]:
-    """Return the target's cost curve, and the one for layers that use a draft's memory."""
-    variant = f"{config.kind}, {models.target.config.vocab_size} logits"
-    if config.parts_of_sums > 1:
-        variant += f", sums of {config.parts_of_sums} parts"
-    if isinstance(models.target, HostedModel):
-        variant += f", {models.target.summary}"
-    if (group := models.target.group) is not None:
-        variant += f", {group.size} ranks over {group.transport}"
-        if group.stages > 1:
-            variant += f", stages from {group.bounds}"
-    curve = _curve(config, executor, models, progress)
-    plan, stream = models.plan, models.target.stream
-    if plan is None or stream is None:
-        whole = curve(variant)
-        return whole, whole
-    with stream.still():
-        computing = curve(f"{variant}, layer by layer")
-    if (experts := plan.placement.experts) is not None:
-        waits = [experts.read_bytes(rows) / plan.disk.bytes_per_second for rows in computing.rows]
-        whole = computing + CostCurve(computing.rows, tuple(waits))
-        return whole, whole
-    rate, streamed = plan.disk.bytes_per_second, plan.placement.streamed_bytes
-    fewer = streamed if models.draft_memory is None else models.draft_memory.streamed_bytes
-    return computing.at_least(streamed / rate), computing.at_least(fewer / rate)
-
-
-def draft_curves(
-    config: EngineConfig,
-    executor: LocalExecutor,
-    models: Models,
-    runners: Mapping[str, Timed],
-    progress: Progress | None = None,
-) -> dict[str, CostCurve]:
-    """Measure passes of the drafts, by name, or read an earlier measurement."""
-    curve = _curve(config, executor, models, progress)
-    drafts: dict[str, CostCurve] = {}
-    stream = models.target.stream
-    # A head is timed after passes of the target that do not wait for weights.
-    with nullcontext() if stream is None else stream.still():
-        for name, runner in runners.items():
-            model = models.drafts[name]
-            timed = timing_key(model, models.named.get(name))
-            if isinstance(model, LanguageModel) and model.group is not None:
-                timed += f", {model.group.width} ranks over {model.group.transport}"
-            drafts[name] = curve(
-                f"{models.kinds[name]}, {timed}",
-                draft=runner,
-                behind_target=isinstance(model, HeadModel),
-            )
-    return drafts
-
-
-def _curve(
-    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
-) -> Callable[..., CostCurve]:
-    return partial(
-        executor.curve,
-        max_rows=max_pass_rows(config, models),
-        # The measurement is cached, so that later runs decide alike.
-        keep=config.speculation.clock == "curve",
-        progress=progress,
-    )
-
-
-def measure_curves(
-    config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
-) -> Curves:
-    """Measure all cost curves over temporary caches of at least `rows` positions."""
-    config, size = models.with_kinds(config), config.cache.block_size
-    executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
-    runners = {
-        name: make_draft(
-            *(name, model, executor, Shape.of(config.speculation), models.named.get(name)),
-            max_rows=config.scheduler.row_limit,
-        )[0]
-        for name, model in models.drafts.items()
-    }
-    with torch_threads(threads_of_torch(config, models)):
-        target = target_curve(config, executor, models, progress)
-        return Curves(target, draft_curves(config, executor, models, runners, progress))
 
 
 def build_engine(
@@ -220,9 +111,11 @@ def build_engine(
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
     draft_memory: DraftMemoryCurves | None = None  # a draft's memory that layers may use
+    asked, stop = config, first_stop(config, models)
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
-            curve, layers_curve = _target_curves(config, executor, models, progress)
+            measure = measuring(config, executor, models, progress, stop)
+            curve, layers_curve = target_curves(config, models, measure)
         if models.draft_memory is not None and models.target.stream is not None:
             draft_memory = DraftMemoryCurves(models.draft_memory, curve, layers_curve)
         config = resolved(config, curve, max_pass_rows(config, models))
@@ -230,25 +123,16 @@ def build_engine(
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
     streamed = models.plan is not None and models.plan.placement.experts is None
     shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
-    timed_drafts = {
-        name: make_draft(
-            name,
-            model,
-            executor,
-            shape,
-            models.named.get(name),
-            models.foreign.get(name),
-            max_rows=limits.row_limit,
-        )
-        for name, model in models.drafts.items()
-    }
+    drafting = timed_drafts(config, executor, models, shape)
     policy: SpeculationPolicy = SpeculationPolicy()
     guard: Guard | None = None
     policy_memory: PolicyMemory | None = None  # the policy's state on disk
+    postponed: Postponed | None = None
     if curve is not None and speculation.tree_size == "cost":
-        runners = {name: runner for name, (runner, _) in timed_drafts.items()}
+        runners = {name: runner for name, (runner, _) in drafting.items()}
         with torch_threads(threads):
-            costs = draft_curves(config, executor, models, runners, progress)
+            measure = measuring(config, executor, models, progress, stop)
+            costs = draft_curves(models, runners, measure)
         measured = speculation.clock == "measured"
         deepest = shape.deepest if streamed and speculation.learns_shape else None
         cost_policy = CostPolicy.by_curves(
@@ -262,6 +146,8 @@ def build_engine(
             if model in (SELF, config.model) and name in costs:
                 cost_policy.acceptance.expect_self_draft(name)
         policy, guard = cost_policy, cost_policy.guard
+        if any(one.rough for one in (curve, *costs.values())):
+            postponed = measure_later(asked, config, models, executor.positions, cost_policy)
         if measured and guard is not None:  # clock "curve" must decide alike in every run
             policy_memory = PolicyMemory(
                 _policy_key(config, models, executor.device_name), cost_policy.acceptance, guard
@@ -269,7 +155,7 @@ def build_engine(
             policy_memory.recall()
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation, models.target.kernels.library, progress),
-        *(draft for _, draft in timed_drafts.values()),
+        *(draft for _, draft in drafting.values()),
         *extra,
     ]
     fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
@@ -299,6 +185,7 @@ def build_engine(
         threads=threads,
         guard=guard,
         memory=policy_memory,
+        postponed=postponed,
     )
     return config, engine
 

@@ -41,6 +41,7 @@ from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance
 
 _LOG = logging.getLogger(__name__)
+Postponed = Callable[[Callable[[], bool]], bool]  # see Engine.rest; returns whether it is done
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class Engine:
         threads: int = 1,
         guard: Guard | None = None,
         memory: PolicyMemory | None = None,
+        postponed: Postponed | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor = executor
@@ -92,6 +94,7 @@ class Engine:
         self._threads = threads  # PyTorch's threads in a step
         self._guard = guard  # the policy's guard, if any, for statistics
         self._memory = memory  # the policy's state on disk, if it is kept
+        self._postponed = postponed  # work for idle moments, see `rest`
         self._requests: dict[str, _Running] = {}
         self._deltas: dict[str, Delta] = {}  # by request, not returned yet; an interrupt loses none
         self._launched: list[_Launched] = []  # steps whose results are not committed
@@ -136,6 +139,20 @@ class Engine:
             stream_wait_seconds=0.0 if stream is None else stream.waited,
             rank_seconds=dict(self._executor.rank_seconds),
         )
+
+    @property
+    def has_postponed(self) -> bool:
+        """True if `rest` has work."""
+        return self._postponed is not None
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        """Do the work that the start put off until it is done or `wanted()`; no step may run meanwhile."""
+        postponed, self._postponed = self._postponed, None
+        try:
+            if postponed is not None and not postponed(wanted):
+                self._postponed = postponed
+        except Exception:
+            _LOG.exception("passes could not be measured while the engine was idle")
 
     def close(self) -> None:
         """Interrupt a running step that waits for streamed weights; no further step may run.

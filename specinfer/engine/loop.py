@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # importing this module does not load models
     from specinfer.engine.engine import Engine
 
 _LOG = logging.getLogger(__name__)
+_IDLE_SECONDS: Final = 1.0  # after which a loop's own thread does what the start put off
 MAX_FAILURES: Final = 3  # consecutive failed steps before a loop's own thread ends all requests
 
 Receiver = Callable[[Delta], object]
@@ -188,6 +189,11 @@ class EngineLoop:
                 self._turn = None
                 self._after_turn()
 
+    def rest(self) -> None:
+        """Do, between two steps, the work that the start put off, such as measuring passes."""
+        self._commands.append(lambda: self._present_engine.rest(lambda: False))
+        self.check_integrity()  # returns after the command
+
     def check_integrity(self) -> None:
         """Raise IntegrityError, between two steps, if the engine's parts or its requests are inconsistent."""
         outcome: list[Exception | None] = []
@@ -277,12 +283,17 @@ class EngineLoop:
         while True:
             try:
                 with self._changed:
-                    while not self._closed and not self._may_run():
-                        self._changed.wait()
+                    idle = False
+                    while not (self._closed or idle or self._may_run()):
+                        rests = self._present_engine.has_postponed
+                        idle = not self._changed.wait(_IDLE_SECONDS if rests else None)
                     if self._closed:
                         return
                     self._turn = turn
-                self._drive(step=True)
+                if idle:
+                    self._present_engine.rest(lambda: self._closed or bool(self._commands))
+                else:
+                    self._drive(step=True)
                 failed = 0
             except PeerLostError as error:
                 if self.on_lost is not None:

@@ -8,6 +8,9 @@ continues, so sizes are added until the curve rises.
 Other load on the machine only adds time. So the fastest of several passes counts, and a size above the line
 between its neighbours was disturbed: the curve is the lower hull of the measurements.
 
+A first start has no time for all of this: `stop` ends a measurement early, and its curve is rough. The engine
+uses it, corrected by its steps (cost_model.py), until it has measured the whole curve in an idle moment.
+
 In a mixture of experts 16 rows read the weights of several times as many experts as one row, and the next 16
 rows add fewer: seconds rise steeply at first. There the interpolation is linear in the expected number of
 experts read.
@@ -58,6 +61,12 @@ _CODE: Final = (
 )
 
 Key = Mapping[str, str]
+Stop = Callable[[float], bool]  # gets the seconds since a measurement began
+
+
+def never(_: float) -> bool:
+    """Do not end a measurement early."""
+    return False
 
 
 class TimedModel(Protocol):
@@ -103,9 +112,12 @@ class CostCurve:
 
     rows: tuple[int, ...]  # ascending, at least two
     at_rows: tuple[float, ...]  # seconds of a pass of each size; convex, except for mixtures of experts
+    rough: bool = False  # True if its measurement was ended early
 
     @classmethod
-    def through(cls, measured: Mapping[int, float], experts: Experts | None = None) -> CostCurve:
+    def through(
+        cls, measured: Mapping[int, float], experts: Experts | None = None, *, rough: bool = False
+    ) -> CostCurve:
         """Return the lower hull of measured seconds by rows, for at least two sizes.
 
         For a mixture the hull is over the number of `experts` read, with further corners at powers of two.
@@ -116,8 +128,9 @@ class CostCurve:
             weights = dict(zip(sizes, _weighed(experts, sizes), strict=True))
             hull = _lower_hull({weights[rows]: taken for rows, taken in measured.items()})
             places, taken = [place for place, _ in hull], [seconds for _, seconds in hull]
-            return cls(tuple(sizes), tuple(np.interp([*weights.values()], places, taken).tolist()))
-        return cls(*map(tuple, zip(*_lower_hull(measured), strict=True)))
+            return cls(tuple(sizes), tuple(np.interp([*weights.values()], places, taken).tolist()), rough)
+        rows, at_rows = zip(*_lower_hull(measured), strict=True)
+        return cls(rows, at_rows, rough)
 
     def at_least(self, min_seconds: float) -> CostCurve:
         """Return the curve of passes that take at least `min_seconds`, as with streamed weights.
@@ -199,6 +212,7 @@ def cost_curve(
     behind: Timed | None = None,
     folder: Path | None = None,
     progress: Progress | None = None,
+    stop: Stop = never,
 ) -> CostCurve:
     """Return the cost curve of a model on this machine, measured now or read from the cache.
 
@@ -213,6 +227,7 @@ def cost_curve(
         model's weights stay in the CPU caches while it
             is measured alone, but not in a step.
         keep: True to cache also a curve that takes little time to measure.
+        stop: as for `measure`; a rough curve is not cached.
     """
     if behind is not None:
         variant += ", behind a pass of its target"
@@ -222,8 +237,10 @@ def cost_curve(
     curve = _read(file, key)
     if curve is None:
         began = time.perf_counter()
-        curve = measure(runner, max_rows=max_rows, every_row=every_row, behind=behind, progress=progress)
-        if keep or time.perf_counter() - began > _MIN_CACHED:
+        curve = measure(
+            runner, max_rows=max_rows, every_row=every_row, behind=behind, progress=progress, stop=stop
+        )
+        if not curve.rough and (keep or time.perf_counter() - began > _MIN_CACHED):
             kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
             write_whole(file, json.dumps(kept_curve, indent=1))
     return curve
@@ -237,13 +254,15 @@ def measure(
     behind: Timed | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    stop: Stop = never,
 ) -> CostCurve:
     """Measure passes of a few sizes up to `max_rows` rows, in rounds.
 
     Overwrites the first slots of the cache. Takes two or three seconds, and milliseconds for a small model: a
     size is measured again until its part of the time is used. Larger sizes are measured once while time
     remains. They are also measured while the curve is flat, each within about twice the time of the one
-    before, as rows would otherwise seem to be free.
+    before, as rows would otherwise seem to be free. `stop` gets the seconds so far before each pass but the
+    first ones, and ends the measurement by True: the curve is rough then.
     """
     show = progress or NoProgress()
     sizes = [size for size in _SIZES if size <= max(_MIN_SIZES, max_rows)]
@@ -251,7 +270,7 @@ def measure(
     share, experts = _SECONDS / len(sizes), runner.model.config.experts
     spent = dict.fromkeys(sizes, 0.0)
     quickest: dict[int, float] = {}
-    passes = _ROUNDS * len(sizes) + len(larger)
+    passes, began, rough = _ROUNDS * len(sizes) + len(larger), clock(), False
     show.start(passes, "measuring what a pass costs (once per model and machine)", "passes")
 
     def measured(size: int) -> float:
@@ -265,12 +284,16 @@ def measure(
     try:
         _pass_seconds(runner, _MIN_SIZES, every_row, clock)  # warm-up, as the first pass is slow
         for size in _ROUNDS * sizes:
+            if rough := len(quickest) >= _MIN_SIZES and stop(clock() - began):
+                break
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _MIN_SIZES
             if not late and spent[size] < share:
                 spent[size] += measured(size)
             show.advance(1)
         left = _LARGER_SECONDS * max_rows / 512
         for size in larger:
+            if rough := rough or stop(clock() - began):
+                break
             if size > (last := max(quickest)):
                 flat = quickest[last] < _FLAT * quickest[1]
                 if flat or CostCurve.through(quickest, experts).expected(size) <= left:
@@ -278,7 +301,7 @@ def measure(
             show.advance(1)
     finally:
         show.finish()
-    return CostCurve.through(quickest, experts)
+    return CostCurve.through(quickest, experts, rough=rough)
 
 
 def _pass_seconds(runner: Timed, rows: int, every_row: bool, clock: Callable[[], float]) -> float:

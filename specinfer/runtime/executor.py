@@ -22,7 +22,7 @@ from specinfer.models.stream import StoppedError, WeightStream
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import likelihoods, step_rows
-from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
+from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import Launch
 from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
@@ -220,6 +220,7 @@ class LocalExecutor:
         draft: Timed | None = None,
         behind_target: bool = False,
         progress: Progress | None = None,
+        stop: Stop,
     ) -> CostCurve:
         """Return the cost curve of the target or of a draft, measured now or read (runtime/cost_curve.py).
 
@@ -232,6 +233,7 @@ class LocalExecutor:
             draft: the draft to measure instead of the target; its passes make the logits of all rows.
             behind_target: True if each of its passes follows one of the target's, as in a step.
             progress: shows a bar.
+            stop: ends the measurement early.
         """
         runner: Timed = self.target if draft is None else draft
         return cost_curve(
@@ -242,4 +244,5 @@ class LocalExecutor:
             keep=keep,
             behind=self.target if behind_target else None,
             progress=progress,
+            stop=stop,
         )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Curves, measure_curves
+from specinfer.engine.costs import Curves, measure_curves
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.models import load_models
 from specinfer.files import write_text

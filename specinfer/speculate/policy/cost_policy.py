@@ -136,6 +136,13 @@ class CostPolicy(SpeculationPolicy):
             divides_budget=known,
         )
 
+    def follow(self, target: CostCurve, drafts: Mapping[str, CostCurve]) -> None:
+        """Replace rough cost curves by whole ones; what was learned about their errors is dropped."""
+        curves = (target, *(drafts[name] for name in self._drafts))
+        for model, curve in zip(self._models, curves, strict=True):
+            model.fade(0.0)
+            model.follow(curve)
+
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up the target's passes; if the guard is off, the returned plan names no speculators.
 

@@ -49,6 +49,39 @@ def engine(
     return tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "curve", **options})
 
 
+def test_an_idle_engine_measures_what_its_first_start_measured_roughly(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.engine.costs._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("specinfer.engine.loop._IDLE_SECONDS", 0.01)
+    followed: list[bool] = []
+    follow = CostPolicy.follow
+
+    def noted(policy: CostPolicy, target: CostCurve, drafts: dict[str, CostCurve]) -> None:
+        follow(policy, target, drafts)
+        followed.extend(one.rough for one in (target, *drafts.values()))
+
+    monkeypatch.setattr(CostPolicy, "follow", noted)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    plain = tiny.llm().generate(PROMPTS, params)
+    with tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "measured"}) as llm:
+        engine = llm._open.engine
+        assert texts(llm.generate(PROMPTS, params)) == texts(plain)
+        engine.rest(lambda: True)  # a request has come
+        assert (engine.has_postponed, followed) == (True, [])
+        llm.loop.start()
+        deadline = time.monotonic() + 20
+        while not followed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert followed == [False, False], "target and draft"
+        assert texts(llm.generate(PROMPTS, params)) == texts(plain)
+    monkeypatch.setattr("specinfer.engine.costs.measure_curves", lambda *_: 1 / 0)
+    with tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "measured"}) as llm:
+        llm.loop.rest()
+        assert not llm._open.engine.has_postponed, "a failure is not repeated"
+        llm.check_integrity()
+
+
 def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 

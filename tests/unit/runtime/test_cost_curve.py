@@ -115,6 +115,22 @@ def test_a_slow_model_is_measured_until_its_passes_take_longer(
     assert curve.seconds([2 * largest])[0] == pytest.approx(1.5 * max(1.0, 2 * largest / free), rel=0.2)
 
 
+def test_a_measurement_that_is_ended_early_is_rough_and_not_kept(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pace = Paced(lambda rows: 0.1 * rows)
+    slow = pace.over(runner(tiny), monkeypatch)
+    for limit, sizes in ((0.0, [1, 16]), (2.0, [1, 16, 4])):
+        pace.passes.clear()
+        curve = measure(
+            slow, max_rows=64, clock=pace.clock, stop=lambda seconds, limit=limit: seconds > limit
+        )
+        assert (curve.rough, pace.passes[1:]) == (True, sizes)
+    assert not measure(slow, max_rows=64, clock=pace.clock).rough
+    assert cost_curve(slow, max_rows=64, variant="", keep=True, folder=tmp_path, stop=lambda _: True).rough
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pace, before = Paced(lambda rows: 0.001 * rows), Paced(lambda rows: 0.0)
     first = before.over(runner(tiny), monkeypatch)

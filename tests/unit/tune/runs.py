@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Curves
+from specinfer.engine.costs import Curves
 from specinfer.engine.drafts import draft_names
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
