@@ -17,7 +17,7 @@ from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryPlan, offload_folder, plan_memory
 from specinfer.engine.ranks import Ranks
 from specinfer.hub.model_files import hash_of
-from specinfer.kernels.machine import thread_count
+from specinfer.kernels.machine import short_turns, thread_count
 from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.hosted.folder import HostedFolder
@@ -100,7 +100,7 @@ def load_models(
     show = progress or NoProgress()
     hardware = Hardware.of(config, show)
     # PyTorch's threads load models.
-    with torch_threads(use_threads(config.threads, hardware.kernels, config.ranks_here)):
+    with torch_threads(use_threads(config.threads, hardware.kernels, config.ranks_here)), short_turns():
         return _loaded(find_models(config, hardware, show), show, processes)
 
 

@@ -92,7 +92,7 @@ class Strings(Sequence[str]):
             for _ in range(self._count):
                 start = end + 8
                 end = start + length(raw, end)[0]
-                decoded.append(str(raw[start:end], "utf-8", "replace"))
+                decoded.append(raw[start:end].decode("utf-8", "replace"))
             self._decoded = decoded
         return self._decoded
 
