@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,17 +82,19 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
             raise EOFError  # Ctrl-D
         return line
 
-    steps = iter([False, False, True])  # the third step is interrupted, the later ones are not
+    steps = iter([*[False] * 7, True])  # an interrupt comes in the eighth step
     step = Engine.step
 
     def interrupted(self: Engine) -> list[RequestOutput]:
         if next(steps, False):
-            raise KeyboardInterrupt
+            time.sleep(0.1)  # the main thread prints the first tokens
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
         return step(self)
 
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(Engine, "step", interrupted)
-    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--no-ngram"]
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 20, "--ignore-eos", "--no-ngram"]
     status, out, err = run(*chat)
     assert status == 0
     first, rest = out.split(" [stopped]\n")
