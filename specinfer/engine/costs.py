@@ -25,7 +25,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.policy.cost_policy import CostPolicy
 
 _LOG = logging.getLogger(__name__)
-_FIRST_SECONDS: Final = 0.3  # of a curve's measurement before the first answer
+_FIRST_SECONDS: Final = 0.3  # time to measure a curve before the first answer
 
 
 Measure = Callable[..., CostCurve]  # LocalExecutor.curve with the options of an engine
@@ -69,7 +69,7 @@ def measuring(
         max_rows=max_pass_rows(config, models),
         # The measurement is cached, so that later runs decide alike.
         keep=config.speculation.clock == "curve",
-        progress=progress,
+        progress=progress if stop is never else None,  # a brief measurement shows none
         stop=stop,
     )
 
