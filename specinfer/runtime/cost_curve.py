@@ -9,7 +9,8 @@ Other load on the machine only adds time. So the fastest of several passes count
 between its neighbours was disturbed: the curve is the lower hull of the measurements.
 
 A first start has no time for all of this: `stop` ends a measurement early, and its curve is rough. The engine
-uses it, corrected by its steps (cost_model.py), until it has measured the whole curve in an idle moment.
+uses it, corrected by its steps (cost_model.py), and so do later starts, until an engine has measured the
+whole curve in an idle moment.
 
 In a mixture of experts 16 rows read the weights of several times as many experts as one row, and the next 16
 rows add fewer: seconds rise steeply at first. There the interpolation is linear in the expected number of
@@ -227,7 +228,7 @@ def cost_curve(
         model's weights stay in the CPU caches while it
             is measured alone, but not in a step.
         keep: True to cache also a curve that takes little time to measure.
-        stop: as for `measure`; a rough curve is not cached.
+        stop: as for `measure`; a rough curve is read from the cache if `stop` is true at once.
     """
     if behind is not None:
         variant += ", behind a pass of its target"
@@ -235,13 +236,13 @@ def cost_curve(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_dir() / "curves") / f"{digest}.json"
     curve = _read(file, key)
-    if curve is None:
+    if curve is None or (curve.rough and not stop(math.inf)):
         began = time.perf_counter()
         curve = measure(
             runner, max_rows=max_rows, every_row=every_row, behind=behind, progress=progress, stop=stop
         )
-        if not curve.rough and (keep or time.perf_counter() - began > _MIN_CACHED):
-            kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
+        if keep or time.perf_counter() - began > _MIN_CACHED:
+            kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows, "rough": curve.rough}
             write_whole(file, json.dumps(kept_curve, indent=1))
     return curve
 
@@ -358,7 +359,7 @@ def _read(file: Path, key: Key) -> CostCurve | None:
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return CostCurve(rows, seconds)
+    return CostCurve(rows, seconds, found.get("rough") is True)
 
 
 def _plausible(rows: Sequence[object], seconds: Sequence[object]) -> bool:

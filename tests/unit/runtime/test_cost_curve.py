@@ -104,7 +104,7 @@ def test_a_slow_model_is_measured_until_its_passes_take_longer(
         assert curve.expected(2 * largest) == pytest.approx(1.5 * max(1.0, 2 * largest / free), rel=0.2), free
 
 
-def test_a_measurement_that_is_ended_early_is_rough_and_not_kept(
+def test_a_measurement_that_is_ended_early_is_rough_until_there_is_time(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pace = Paced(lambda rows: 0.1 * rows)
@@ -116,8 +116,12 @@ def test_a_measurement_that_is_ended_early_is_rough_and_not_kept(
         )
         assert (curve.rough, pace.passes[1:]) == (True, sizes)
     assert not measure(slow, max_rows=64, clock=pace.clock).rough
-    assert cost_curve(slow, max_rows=64, variant="", keep=True, folder=tmp_path, stop=lambda _: True).rough
-    assert not [*tmp_path.iterdir()]
+    for stops, rough, passes in ((True, True, 3), (True, True, 0), (False, False, 8), (True, False, 0)):
+        pace.passes.clear()
+        kept = cost_curve(
+            *(slow,), max_rows=64, variant="", keep=True, folder=tmp_path, stop=lambda _, stops=stops: stops
+        )
+        assert (kept.rough, len(pace.passes) >= passes, not pace.passes) == (rough, True, not passes)
 
 
 def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
