@@ -55,7 +55,7 @@ def each_node(ours, table):
     return whole
 
 
-# Each family with both kernels, once with an output layer of its own and once with the embeddings as such.
+# Each family with both kernels, once tied to its embeddings and once not.
 @pytest.mark.few(30)
 @pytest.mark.parametrize(
     ("name", "tied", "run"),

@@ -67,7 +67,7 @@ def test_memory_never_passes_the_limit_and_the_first_start_plans_as_the_second(t
 
 
 def kill_while_it_prepares(group: MemoryGroup, folder: Path) -> None:
-    """Kill a start that has begun its file, of which nothing is left."""
+    """Kill a start that has begun its file, and nothing of it is left."""
     args = group.inside(command(*streamed(folder)))
     process = subprocess.Popen(args, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 60
