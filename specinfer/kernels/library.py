@@ -48,8 +48,8 @@ class Library:
         self.set_threads = _function(library.specinfer_set_threads, None, c_int32)
         self.threads = _function(library.specinfer_threads, c_int32)
         self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
-        self.lay_out_blocks = _function(
-            library.specinfer_lay_out_blocks, flag, POINTER(FileRowsArgs), count, product
+        self.lay_out_rows = _function(
+            library.specinfer_lay_out_rows, flag, POINTER(FileRowsArgs), count, product
         )
         self.to_elements = _function(library.specinfer_to_elements, None, flag, address, count, flag, address)
         self.multiply = _function(library.specinfer_multiply, None, product, flag, address, count, address)

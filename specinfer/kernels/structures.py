@@ -18,6 +18,7 @@ TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
 FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
 FILE_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
+FLOAT_KINDS: Final = {"F32": 8, "F16": 9, "BF16": 10}  # of files, as the blocks above
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
 _PADDED: Final[dict[Kind, int]] = {
     **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
@@ -65,7 +66,7 @@ class ProductArgs(ctypes.Structure):
 
 
 class FileRowsArgs(ctypes.Structure):
-    """Rows of a GGUF file's matrix, as in cpu/file_blocks.h."""
+    """Rows of a matrix in a file, as in cpu/file_blocks.h."""
 
     _fields_ = (
         ("file", c_int32),

@@ -134,8 +134,6 @@ class GGUFFile:
             return None
         tensor = self._tensors[source.name]
         rows = range(tensor.shape[0]) if source.rows is None else source.rows
-        if isinstance(rows, range) and rows.step != 1:
-            rows = tuple(rows)
         return StoredRows(tensor.path, source.name, tensor.kind.name, tensor.offset, tensor.row_bytes, rows)
 
     def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:

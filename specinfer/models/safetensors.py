@@ -22,6 +22,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.files import NewFile, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.config_keys import read_config
 from specinfer.models.families.registry import hf_family
@@ -129,6 +130,13 @@ class SafetensorsFolder:
         The dtype is the file's, or float32 if the tensor is quantized.
         """
         return self._sources.read(name, self._read, start, stop)
+
+    def stored(self, name: str) -> StoredRows | None:
+        """The place of a tensor in its file; None if its elements are not those of rows of the file."""
+        if name not in self._sources or (source := self._sources[name]).transposed:
+            return None
+        entry = self._entries[source.name]
+        return entry.stored(name, source.rows) if isinstance(entry, TensorEntry) else None
 
     def _read(self, there: str, start: int, stop: int) -> Tensor:
         return self._entries[there].read_rows(start, stop)

@@ -40,9 +40,10 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
-from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_blocks
-from specinfer.kernels.structures import BLOCK, FILE_KINDS
+from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
+from specinfer.kernels.structures import BLOCK, FILE_KINDS, FLOAT_KINDS
 from specinfer.models.gguf import GGUFFile, elements_of
+from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.table_on_disk import TableOnDisk
@@ -243,12 +244,15 @@ class WeightReader:
             if isinstance(into, FloatWeight):
                 lay_out_floats(matrix, into)
             return
-        if isinstance(into, BlocksWeight) and self._library is not None and (stored := self._stored(names)):
-            read_blocks(self._library, stored, self._shapes[names[0]][1], into)
-            self._count(math.prod(self.shape(names)), fresh)
+        inner = self._shapes[names[0]][1]
+        if (
+            self._library is not None
+            and (stored := self._stored(names, into))
+            and read_stored(self._library, stored, inner, into, lambda read: self._count(read, fresh))
+        ):
             return
         make, readers = self._makers(names, into)
-        done, inner = 0, self._shapes[names[0]][1]
+        done = 0
         for part in self._parts(names, readers):
             found = make(part)
             for here, tensor in zip(into, found, strict=True):
@@ -270,10 +274,15 @@ class WeightReader:
         packed = self._packed(names)
         return (quantize_int4, floats) if packed is None else (lay_out_int4, packed)
 
-    def _stored(self, names: Sequence[str]) -> list[StoredRows]:
-        """The places of these matrices in a GGUF file; empty unless the library can read all of them."""
-        file = blocks_file(self._file)
-        found = [stored for name in names if (stored := file.stored(name)) and stored.kind in FILE_KINDS]
+    def _stored(self, names: Sequence[str], into: Weight) -> list[StoredRows]:
+        """The places of these matrices in a file; empty unless the library can read all of them."""
+        file = self._file
+        if not isinstance(file, GGUFFile | SafetensorsFolder | HostedFolder):
+            return []
+        kinds = FILE_KINDS if isinstance(into, BlocksWeight) else FILE_KINDS | FLOAT_KINDS
+        if isinstance(into, Int4Weight) and into.scales.shape[1] % 2:
+            return []  # PyTorch adds the errors of some of these groups in another order
+        found = [stored for name in names if (stored := file.stored(name)) and stored.kind in kinds]
         return found if len(found) == len(names) else []
 
     def _packed(self, names: Sequence[str]) -> list[_Reader] | None:

@@ -170,9 +170,8 @@ auto by_kind(FileKind kind, F f) {
     case FileKind::kQ8_0: return f(Blocks<FileKind::kQ8_0>());
     case FileKind::kQ4_K: return f(Blocks<FileKind::kQ4_K>());
     case FileKind::kQ5_K: return f(Blocks<FileKind::kQ5_K>());
-    case FileKind::kQ6_K: break;
+    default: return f(Blocks<FileKind::kQ6_K>());
   }
-  return f(Blocks<FileKind::kQ6_K>());
 }
 
 // The arrays of a product's weight, to be written.
@@ -247,7 +246,14 @@ bool read_at(int file, uint8_t* to, int64_t bytes, int64_t offset) {
   return true;
 }
 
-// Reads rows begin .. end - 1 of these.
+inline float float_of(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+  if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f) | sign);
+  return std::bit_cast<float>(sign | ((rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23)));
+}
+
+}  // namespace
+
 bool read_rows(const FileRows& rows, int64_t begin, int64_t end, uint8_t* to) {
   if (rows.order == nullptr) {
     return read_at(rows.file, to, (end - begin) * rows.row_bytes, rows.offset + (rows.first + begin) * rows.row_bytes);
@@ -258,14 +264,6 @@ bool read_rows(const FileRows& rows, int64_t begin, int64_t end, uint8_t* to) {
   }
   return true;
 }
-
-inline float float_of(uint16_t half) {
-  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
-  if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f) | sign);
-  return std::bit_cast<float>(sign | ((rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23)));
-}
-
-}  // namespace
 
 Stored lay_out(const FileRows& rows, int64_t channel, const Product& to) {
   const Arrays arrays(to);

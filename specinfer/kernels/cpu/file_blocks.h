@@ -1,4 +1,4 @@
-// Rows of GGUF blocks, as files have them, in the layout of products (product.h) and as floats.
+// Rows of files, GGUF blocks or floats, in the layout of products (product.h).
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace specinfer {
 
-// ggml's types of blocks with a product, as in kernels/file_blocks.py.
-enum class FileKind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+// ggml's types of blocks with a product, as in kernels/file_blocks.py, and floats.
+enum class FileKind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kFloat32, kFloat16, kBFloat16 };
 
 // Rows of a matrix in a file.
 struct FileRows {
@@ -22,10 +22,16 @@ struct FileRows {
 
 enum class Stored : int32_t { kWhole, kUnread, kOddLevel, kNotFinite };
 
-// Reads these rows as the channels of `to` from `channel` on, and fills the rest of its last block if they are the last.
-// kUnread: the file cannot be read, or has become shorter; kOddLevel: a level is -128, which products do not support;
-// kNotFinite: a scale or min is not finite.
+// Reads these rows of blocks as the channels of `to` from `channel` on, and fills the rest of its last block if they are
+// the last. kUnread: the file cannot be read, or has become shorter; kOddLevel: a level is -128, which products do not
+// support; kNotFinite: a scale or min is not finite.
 Stored lay_out(const FileRows& rows, int64_t channel, const Product& to);
+
+// The same with rows of any kind for a product of int8 or int4. kNotFinite: a number is not finite, or too large.
+Stored quantize(const FileRows& rows, int64_t channel, const Product& to);
+
+// Reads rows begin .. end - 1 of these; false: kUnread.
+bool read_rows(const FileRows& rows, int64_t begin, int64_t end, uint8_t* to);
 
 // Blocks in memory, as elements of type float32 or bfloat16.
 void to_elements(FileKind kind, const uint8_t* blocks, int64_t elements, Type type, void* out);

@@ -45,10 +45,11 @@ int32_t specinfer_threads() { return Pool::get().threads(); }
 // Requests large pages for memory that has not been written.
 void specinfer_want_huge_pages(void* memory, int64_t bytes) { want_huge_pages(memory, bytes); }
 
-// Reads rows of a file's blocks into the arrays of a product; 0 if all is well (Stored).
-int32_t specinfer_lay_out_blocks(const FileRows* rows, int64_t channel, const Product* to) {
+// Reads rows of a file into the arrays of a product, quantized to int8 or int4; 0 if all is well (Stored).
+int32_t specinfer_lay_out_rows(const FileRows* rows, int64_t channel, const Product* to) {
   const Claim claim;
-  return static_cast<int32_t>(lay_out(*rows, channel, *to));
+  const bool quantized = to->kind == Kind::kInt8 || to->kind == Kind::kInt4;
+  return static_cast<int32_t>(quantized ? quantize(*rows, channel, *to) : lay_out(*rows, channel, *to));
 }
 
 void specinfer_to_elements(int32_t kind, const uint8_t* blocks, int64_t elements, int32_t type, void* out) {

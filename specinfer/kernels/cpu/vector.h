@@ -291,6 +291,21 @@ inline void store(BFloat16* to, Floats v) {
   }
 }
 
+// Round to nearest, ties to even.
+inline void store(Half* to, Floats v) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+#if defined(__AVX512F__)
+    const auto narrow = _mm512_cvtps_ph((__m512)v.part[i], _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+    const auto narrow = _mm256_cvtps_ph((__m256)v.part[i], _MM_FROUND_TO_NEAREST_INT);
+#else
+    const auto narrow = vcvt_f16_f32((float32x4_t)v.part[i]);
+#endif
+    std::memcpy(to + i * kPartLanes, &narrow, sizeof narrow);
+  }
+}
+
 // The first n lanes; zeros in the others.
 template <typename T>
 inline Floats load(const T* from, int64_t n) {

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import UnhostedError
-from specinfer.models.quantized.pieces import StoredTensor
+from specinfer.kernels.stored_blocks import StoredRows
+from specinfer.models.quantized.pieces import StoredTensor, TensorEntry
 
 _KEPT: Final = 4  # whole tensors kept, since their rows are read in sequence
 
@@ -112,6 +113,11 @@ class ParameterFiles:
             whole = self._whole(parameter, None)
             return whole[start:stop] if whole.dim() else whole.view(1)
         return self._entries[name].read_rows(start, stop)
+
+    def stored(self, parameter: str) -> StoredRows | None:
+        """The place of a parameter in its file; None if its elements are not those of rows of the file."""
+        entry = self._entries.get(self._plain.get(parameter, ""))
+        return entry.stored(parameter) if isinstance(entry, TensorEntry) and len(entry.shape) == 2 else None
 
     def matrix(self, parameter: str, expert: int | None) -> Tensor:
         """A whole parameter, or one slice along its first dimension."""

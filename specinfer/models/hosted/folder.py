@@ -18,6 +18,7 @@ from specinfer.errors import ModelError, ModelFileError, UnhostedError
 from specinfer.hub.foreign_format import quantized_tensor
 from specinfer.hub.model_files import read_json
 from specinfer.kernels.layout import int4_bytes, int8_bytes
+from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.families.relatives import running_relative, sort_of
 from specinfer.models.fields import all_ids
@@ -135,6 +136,13 @@ class HostedFolder:
             return self._checkpoint.read_rows(parameter, start, stop)
         matrix = self._checkpoint.matrix(parameter, tensor.expert)
         return (matrix.T if tensor.transposed else matrix)[start:stop].contiguous()
+
+    def stored(self, name: str) -> StoredRows | None:
+        """The place of a tensor in its file; None if its elements are not those of rows of the file."""
+        tensor = self._tensors[name]
+        if tensor.expert is not None or tensor.transposed:
+            return None
+        return self._checkpoint.stored(self._source(tensor.parameter))
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
         """The bytes of its weights in memory, including a second copy of tied embeddings."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
+from specinfer.kernels.stored_blocks import StoredRows
 
 _T = TypeVar("_T")
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -67,6 +68,11 @@ class TensorEntry:
         """The tensor with its first two dimensions merged."""
         experts, rows, *rest = self.shape
         return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
+
+    def stored(self, name: str, rows: Sequence[int] | None = None) -> StoredRows:
+        """The place of these rows in the file; None: of all."""
+        kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}.get(self.dtype, "F64")
+        return StoredRows(self.path, name, kind, self.offset, self.row_bytes, rows or range(self.shape[0]))
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError if the file ends."""

@@ -13,12 +13,14 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
+from specinfer.kernels.layout import Int4Weight, Int8Weight, empty_int4, empty_int8
 from specinfer.kernels.library import Library
-from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_blocks
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
 from specinfer.kernels.structures import FILE_KINDS
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks
-from tests.kernels import kernels
+from tests.kernels import kernels, library_or_skip
 
 WIDE = BlockForm(8, 1, steps=True, mins=True)  # which has room for all kinds
 ORDER = (7, 3, 18, 0, 1, 2, 19, 4)
@@ -44,7 +46,7 @@ def check_all_kinds(library: Library, folder: Path) -> None:
         found = empty_blocks(len(chosen), inner, form)
         for one in found:
             one.view(torch.uint8).fill_(77)
-        read_blocks(library, stored, inner, found)
+        read_stored(library, stored, inner, found)
         for name, one, other in zip(found._fields, found, want, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), f"{case}: {name}"
         floats = torch.from_numpy(gguf.quants.dequantize(octets[0], Kind[kind]))
@@ -59,6 +61,54 @@ def test_the_library_reads_each_kind_as_pytorch_does(tmp_path: Path) -> None:
     check_all_kinds(products.library, tmp_path)
 
 
+def same_bits(found: Int4Weight | Int8Weight, want: Int4Weight | Int8Weight) -> bool:
+    both = zip(found, want, strict=True)
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in both)
+
+
+def test_the_library_quantizes_floats_and_blocks_as_pytorch_does(tmp_path: Path) -> None:
+    """Weights of models and 4-bit grids, ties, zeros, subnormal and huge numbers; stacked, in any order."""
+    random, library = torch.Generator().manual_seed(3), library_or_skip()
+    few = (300, 64), (20, 100), (37, 1536)
+    for (rows, inner), kind in product(
+        few, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.items()
+    ):
+        normal, integers = (
+            torch.randn(rows, inner, generator=random),
+            torch.randint(0, 16, (rows, inner), generator=random),
+        )
+        by_row = torch.logspace(-44, 17, rows) if kind[0] != "F16" else torch.logspace(-7, 4, rows)
+        for name, matrix in {
+            "weights": normal * 0.02,
+            "outliers": normal**5 * 0.02,
+            "all sizes": normal * by_row[:, None],
+            "one sign": -normal.abs(),
+            "grid": (integers - 6.25) * 2**-7,
+            "13 levels": (integers % 13 - 4) * 0.01,
+            "ties": (integers - 7) / 2,
+            "sparse": normal * (integers == 0),
+        }.items():
+            matrix = matrix.to(kind[1])
+            octets = matrix.view(torch.uint8).numpy()
+            parts = [range(3, rows), tuple(range(rows - 1, -1, -2)), range(rows)]
+            stored = [stored_in(tmp_path / "m", kind[0], octets, part) for part in parts]
+            floats = torch.cat([matrix[list(part)].float() for part in parts])
+            for empty, quantize in ((empty_int8, quantize_int8), (empty_int4, quantize_int4)):
+                found = empty(len(floats), inner)
+                assert read_stored(library, stored, inner, found), f"{name}, {kind}, {inner}"
+                assert same_bits(found, quantize(floats)), f"{name}, {kind}, {inner}, {quantize}"
+    octets = random_blocks("Q4_K", 20, 256)
+    floats, found = torch.from_numpy(gguf.quants.dequantize(octets, Kind.Q4_K)), empty_int4(20, 256)
+    assert read_stored(library, [stored_in(tmp_path / "m", "Q4_K", octets, range(20))], 256, found)
+    assert same_bits(found, quantize_int4(floats))
+    for value in (float("nan"), float("inf"), -float("inf")):  # left to PyTorch
+        floats[7, 130] = value
+        stored = [stored_in(tmp_path / "m", "F32", floats.view(torch.uint8).numpy(), range(20))]
+        assert not any(
+            read_stored(library, stored, 256, empty(20, 256)) for empty in (empty_int4, empty_int8)
+        )
+
+
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     library = kernels("native").products.library
     assert library is not None
@@ -67,4 +117,4 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     whole = stored_in(tmp_path / "m", "Q8_0", octets, range(20))
     whole.path.write_bytes(whole.path.read_bytes()[:-1])
     with pytest.raises(ModelFileError, match=r"cannot be read, or became shorter"):
-        read_blocks(library, [whole], 256, into)
+        read_stored(library, [whole], 256, into)
