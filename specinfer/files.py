@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from specinfer.errors import ModelFileError
 
+_PIECE: Final = 1 << 20  # bytes per read
 _DAY: Final = 86400.0  # seconds
 
 
@@ -158,3 +159,15 @@ def read_exactly(path: Path, start: int, into: memoryview) -> None:
             if not count:
                 raise ModelFileError(f"{path} became shorter while it was read; download it again")
             into = into[count:]
+
+
+def read_by_pieces(path: Path, start: int, into: memoryview) -> None:
+    """As read_exactly, through memory that stays in a CPU's cache.
+
+    Reading directly into untouched large pages took longer in a virtual machine.
+    """
+    piece = memoryview(bytearray(min(_PIECE, len(into))))
+    for at in range(0, len(into), _PIECE):
+        part = piece[: len(into) - at]
+        read_exactly(path, start + at, part)
+        into[at : at + len(part)] = part

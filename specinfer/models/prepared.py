@@ -28,20 +28,20 @@ import shutil
 import zlib
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import DamagedFileError, ModelFileError
-from specinfer.files import NewFile, cache_dir, locked, read_exactly
+from specinfer.files import NewFile, cache_dir, locked, read_by_pieces
 from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
+from specinfer.models.checksums import joined_crc32, start_crc32
 
 _VERSION: Final = 4  # version of the numbers and their layout; files of other versions are made again
 _PAGE: Final = 4096  # alignment of records, for readers that bypass the page cache
@@ -168,7 +168,7 @@ class PreparedFile:
             dtype, shape, offset = record.tensors[name]
             if (dtype, shape) != (into.dtype, tuple(into.shape)):
                 raise ValueError(f"it is {dtype} {list(shape)}")
-            _read_by_pieces(self.path, record.offset + offset, into.view(-1).view(torch.uint8).numpy())
+            read_by_pieces(self.path, record.offset + offset, _bytes(into))
         except (OSError, ValueError, KeyError) as error:
             raise DamagedFileError(f"{self.path}: {name} cannot be read ({error})") from error
         if _checksum(name, into) != self._checksums[name]:
@@ -203,6 +203,7 @@ class NewPreparedFile:
         self._checksums: dict[str, int] = {}
         self._largest: dict[str, float] = {}
         self._file: NewFile | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="checksums")
 
     def __enter__(self) -> Self:
         folder = self._path.parent
@@ -219,6 +220,7 @@ class NewPreparedFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._threads.shutdown()
         if self._file is not None:
             self._file.__exit__(*error)
             self._file = None
@@ -234,8 +236,9 @@ class NewPreparedFile:
                 self._record, self._start, self._crc = record, self._end, 0
             for field, tensor in zip(weight._fields, weight, strict=True):
                 self._pad(_LINE)
-                self._checksums[f"{name}.{field}"] = _checksum(f"{name}.{field}", tensor)
-                self._append(f"{name}.{field}", _NAMES[tensor.dtype], tensor.shape, _bytes(tensor))
+                own, data = f"{name}.{field}", _bytes(tensor)
+                crc = self._append(own, _NAMES[tensor.dtype], tensor.shape, data)
+                self._checksums[own] = joined_crc32(_checksum_of_kind(own, tensor), crc, len(data))
         except OSError as error:
             self._give_up(error)
         if isinstance(weight, Int4Weight):
@@ -290,16 +293,20 @@ class NewPreparedFile:
         if missing := -self._end % to:
             self._append(f"padding.{len(self._entries)}", "U8", (missing,), memoryview(bytes(missing)))
 
-    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> int:
+        """Append a tensor to the file; returns the checksum of its bytes."""
         assert self._file is not None
+        checksum = start_crc32(data, self._threads)
         self._file.write(data)
+        crc = checksum()
         begin, self._end = self._end, self._end + len(data)
-        self._crc = zlib.crc32(data, self._crc)
+        self._crc = joined_crc32(self._crc, crc, len(data))
         self._entries[name] = {
             "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [begin - self._header_bytes, self._end - self._header_bytes],
         }
+        return crc
 
     def _give_up(self, error: OSError) -> None:
         self.__exit__(None, None, None)
@@ -371,18 +378,6 @@ def _with_tensors(
     }
 
 
-def _read_by_pieces(path: Path, start: int, into: NDArray[np.uint8]) -> None:
-    """As read_exactly, through memory that stays in a CPU's cache.
-
-    Reading directly into untouched large pages took longer in a virtual machine.
-    """
-    piece = np.empty(min(_PIECE, len(into)), np.uint8)
-    for at in range(0, len(into), _PIECE):
-        part = piece[: len(into) - at]
-        read_exactly(path, start + at, part.data)
-        into[at : at + len(part)] = part
-
-
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, in place."""
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -390,5 +385,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _checksum(name: str, tensor: Tensor) -> int:
     """A checksum of a tensor's name, dtype, shape and bytes."""
-    kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
-    return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))
+    return zlib.crc32(_bytes(tensor), _checksum_of_kind(name, tensor))
+
+
+def _checksum_of_kind(name: str, tensor: Tensor) -> int:
+    return zlib.crc32(f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}".encode())

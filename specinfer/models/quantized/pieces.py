@@ -70,7 +70,7 @@ class TensorEntry:
         return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
 
     def stored(self, name: str, rows: Sequence[int] | None = None) -> StoredRows:
-        """The place of these rows in the file; None: of all."""
+        """The place of these rows in the file; None: all rows."""
         kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}.get(self.dtype, "F64")
         return StoredRows(self.path, name, kind, self.offset, self.row_bytes, rows or range(self.shape[0]))
 

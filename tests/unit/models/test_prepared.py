@@ -8,6 +8,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from specinfer.errors import DamagedFileError
 from specinfer.kernels.layout import FloatTable, FloatWeight, Int8Weight, Weight, empty_floats, lay_out_floats
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.models.checksums import joined_crc32, start_crc32
 from specinfer.models.prepared import NewPreparedFile, PreparedFile, identity, prepare_once, prepared_path
 from tests.tiny_models import write_tiny_llama
 
@@ -347,3 +349,13 @@ def test_headers_are_small(path: Path) -> None:
     """80 layers of four matrices fit the room for the header many times over."""
     header = json.loads(path.read_bytes()[8:START])
     assert len(json.dumps(header)) / 5 * (80 * 4) < START / 4
+
+
+def test_checksums_of_parts_are_those_of_the_whole() -> None:
+    data = memoryview(random(50_001).numpy().tobytes())
+    with ThreadPoolExecutor(2) as threads:
+        assert start_crc32(data, threads)() == zlib.crc32(data)
+    for cut in (0, 1, 255, 70_000, len(data)):
+        assert joined_crc32(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(
+            data
+        )
