@@ -1,8 +1,7 @@
 """Engine: schedules, drafts, runs, verifies and commits one step at a time.
 
-Every step is a batch of token trees. Ordinary decoding is a one-node tree. The last chunk of a prefill is the
-uncached prompt followed by a one-node tree; an earlier chunk has no tree. So the engine does not distinguish
-prefill, decoding and speculation.
+Every step is a batch of token trees; a one-node tree is ordinary decoding. The last chunk of a prefill ends
+in one, and earlier chunks have none. So the engine does not distinguish prefill, decoding and speculation.
 """
 
 from __future__ import annotations

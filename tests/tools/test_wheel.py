@@ -13,7 +13,7 @@ import pytest
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import _FLAGS, find_compiler
-from specinfer.kernels.machine import LEVELS, architecture, levels_here
+from specinfer.kernels.machine import LEVELS, architecture
 from tests.tools.sources import REPOSITORY, bare_environment, copy_sources, copying_compiler
 
 pytestmark = pytest.mark.slow  # pip builds and installs
@@ -93,17 +93,6 @@ def test_without_a_compiler_it_is_a_pure_wheel(sources: Path, tmp_path: Path) ->
     assert wheel.name.endswith("-py3-none-any.whl")
     assert libraries(wheel) == []
     assert said == ["native kernels: none: no C++ compiler was found; they will be compiled on first use"]
-
-
-def test_by_default_the_best_level_of_this_cpu_that_compiles_is_in_it(sources: Path, tmp_path: Path) -> None:
-    """So `pip install` of an sdist takes one compilation; the first answer needs none."""
-    compiler = tmp_path / "c++"
-    compiler.write_text(OLD)
-    compiler.chmod(0o755)
-    wheel, said = build(sources, CXX=str(compiler))
-    best = next(level.name for level in levels_here() if level.name != HERE[-1])
-    assert libraries(wheel) == [best]
-    assert [line.split()[2] for line in said][-1] == best
 
 
 def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
