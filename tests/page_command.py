@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
             arguments = [*arguments, option, value]  # the last one counts
     alone = sum(argument.startswith(HUB) for argument in arguments) == 1
     standin = FILLING if alone else "smollm2-135m"
-    arguments = [standin if argument.startswith(HUB) else argument for argument in arguments]
+    # 8192 is the longest context of the stand-ins.
+    arguments = [standin if one.startswith(HUB) else one.replace("32768", "8192") for one in arguments]
     if arguments[0] == "serve":
         stop()
         start([*PROGRAM, *arguments, "--port", os.environ["PAGE_PORT"]])
