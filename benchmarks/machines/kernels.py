@@ -38,7 +38,7 @@ from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.layout import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
-from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, table_bytes

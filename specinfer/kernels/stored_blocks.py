@@ -1,6 +1,6 @@
 """Rows of a file: the library reads them into the layout of products, quantized or not, and as elements.
 
-The numbers are those of models/gguf_blocks.py, kernels/file_blocks.py and kernels/quantized.py, which do the
+The numbers are those of models/gguf_blocks.py, kernels/file_blocks.py and kernels/quantizers.py, which do the
 same in PyTorch.
 """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
 from specinfer.kernels.layout import GROUP
-from specinfer.kernels.quantized import int4_levels
+from specinfer.kernels.quantizers import int4_levels
 from specinfer.kernels.stored_blocks import NOT_FINITE, ODD_LEVEL
 
 _MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support

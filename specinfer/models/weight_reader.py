@@ -39,7 +39,7 @@ from specinfer.kernels.layout import (
     lay_out_int4,
 )
 from specinfer.kernels.library import Library
-from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
 from specinfer.kernels.structures import BLOCK, FILE_KINDS, FLOAT_KINDS
 from specinfer.models.gguf import GGUFFile, elements_of
@@ -280,8 +280,6 @@ class WeightReader:
         if not isinstance(file, GGUFFile | SafetensorsFolder | HostedFolder):
             return []
         kinds = FILE_KINDS if isinstance(into, BlocksWeight) else FILE_KINDS | FLOAT_KINDS
-        if isinstance(into, Int4Weight) and into.scales.shape[1] % 2:
-            return []  # PyTorch adds the errors of some of these groups in another order
         found = [stored for name in names if (stored := file.stored(name)) and stored.kind in kinds]
         return found if len(found) == len(names) else []
 

@@ -1,5 +1,5 @@
-// Floats of a file as int8 and int4 weights. kernels/quantized.py defines the numbers; every operation here rounds as
-// PyTorch's does, and the squares of a group's errors are added in PyTorch's order, so all bits are equal.
+// Floats of a file as int8 and int4 weights. kernels/quantizers.py defines the numbers; every operation here rounds as
+// there, and the squares of a group's errors are added in the same order, so all bits are equal.
 //
 // Sixteen rows are quantized together, one per lane, which is the layout of products.
 
@@ -153,7 +153,7 @@ struct Grid {
   Floats least = kInfinity;
   for (const float span : kSpans) {
     const Grid grid = Grid::over(low, range, span);
-    Floats sums[2] = {0.0f, 0.0f};  // PyTorch adds the halves of a group one by one
+    Floats sums[2] = {0.0f, 0.0f};  // of the halves of a group
     for (int i = 0; i < kGroup; ++i) {
       const Floats error = (grid.level(x[i]) - grid.zero) * grid.scale - x[i];
       sums[i / kHalf] = sums[i / kHalf] + error * error;

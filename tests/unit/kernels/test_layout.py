@@ -18,7 +18,7 @@ from specinfer.kernels.layout import (
     lay_out_floats,
     lay_out_int8,
 )
-from specinfer.kernels.quantized import quantize_int4
+from specinfer.kernels.quantizers import quantize_int4
 
 
 def element(blocks: Tensor, row: int, column: int) -> float:

@@ -20,7 +20,7 @@ from specinfer.kernels.low_rank import (
     Span,
 )
 from specinfer.kernels.product import Product
-from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
 CHANNELS = (40, 8, 23)  # channels of the stacked matrices

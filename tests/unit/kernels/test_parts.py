@@ -15,7 +15,8 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, ProductOptions
-from specinfer.kernels.quantized import NativeProducts, Products, quantize_int4
+from specinfer.kernels.quantized import NativeProducts, Products
+from specinfer.kernels.quantizers import quantize_int4
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from specinfer.kernels.layout import GROUP
 from specinfer.kernels.product import NativeProduct, ProductOptions
-from specinfer.kernels.quantized import (
-    NativeProducts,
-    Product,
-    Products,
-    quantize_int4,
-    quantize_int8,
-    rotate,
-)
+from specinfer.kernels.quantized import NativeProducts, Product, Products, rotate
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner

@@ -15,7 +15,7 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
 from specinfer.kernels.layout import Int4Weight, Int8Weight, empty_int4, empty_int8
 from specinfer.kernels.library import Library
-from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
 from specinfer.kernels.structures import FILE_KINDS
 from specinfer.models.gguf_blocks import FILE_BLOCKS
@@ -69,7 +69,7 @@ def same_bits(found: Int4Weight | Int8Weight, want: Int4Weight | Int8Weight) -> 
 def test_the_library_quantizes_floats_and_blocks_as_pytorch_does(tmp_path: Path) -> None:
     """Weights of models and 4-bit grids, ties, zeros, subnormal and huge numbers; stacked, in any order."""
     random, library = torch.Generator().manual_seed(3), library_or_skip()
-    few = (300, 64), (20, 100), (37, 1536)
+    few = (300, 64), (20, 100), (37, 1536), (21, 96)
     for (rows, inner), kind in product(
         few, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.items()
     ):

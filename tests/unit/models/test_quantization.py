@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.layout import GROUP, Int4Weight, int8_matrix, unpack_levels
-from specinfer.kernels.quantized import quantize_int4, quantize_int8, rotate
+from specinfer.kernels.quantized import rotate
+from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
