@@ -30,7 +30,7 @@ SHORTER = {  # options that replace the page's
     "tune": {"--minutes": "0.1"},
 }
 HUB = "Qwen/Qwen2.5-Coder"  # beginning of names on the hub
-FILLING = "filling"  # a stand-in with tokens that fill in
+STANDIN = "smollm2-135m"
 PROGRAM = [sys.executable, "-m", "specinfer"]
 
 
@@ -44,10 +44,8 @@ def main(arguments: list[str]) -> int:
     for option, value in [*((o, v) for o, v in fewer.items() if o not in given), *shorter.items()]:
         if "--suite" not in given or option == "--prompts":
             arguments = [*arguments, option, value]  # the last one counts
-    alone = sum(argument.startswith(HUB) for argument in arguments) == 1
-    standin = FILLING if alone else "smollm2-135m"
-    # 8192 is the longest context of the stand-ins.
-    arguments = [standin if one.startswith(HUB) else one.replace("32768", "8192") for one in arguments]
+    # 2048 is the longest context of the stand-in.
+    arguments = [STANDIN if one.startswith(HUB) else one.replace("32768", "2048") for one in arguments]
     if arguments[0] == "serve":
         stop()
         start([*PROGRAM, *arguments, "--port", os.environ["PAGE_PORT"]])

@@ -1,6 +1,6 @@
 """The folder in which the blocks of a page run: the reader's files, and programs in place of some.
 
-Stand-ins are models of the names that pages use, short prompts, and other addresses. The programs `specinfer`
+Stand-ins are one tiny model under the names that pages use, short prompts, and other addresses. The programs `specinfer`
 (tests/page_command.py), `curl`, `pytest`, `torchrun` and `c++` run the real ones with limits.
 """
 
@@ -13,14 +13,16 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import tokenizers
 from tokenizers import AddedToken
 
-from specinfer.hub.resolution import resolve
 from specinfer.tokenizer import Tokenizer
 from tests.adapters import adapter_tensors, write_peft
+from tests.heads import eagle_config, tiny_body, tiny_head, write_tiny_head
 from tests.hosted import save_tiny
 from tests.pages import ROOT
 from tests.quantized_folders import FORMATS, write_quantized
@@ -28,12 +30,14 @@ from tests.scripted_server import byte_tokenizer
 from tests.tiny_models import write_byte_tokenizer, write_tiny_llama
 from tests.tools.sources import bare_environment, copy_sources, copying_compiler
 
-_STANDINS = (  # names that pages use for a model of the reader's
+_MODEL = "smollm2-135m"  # a folder of that name comes before the model of the catalogue
+_STANDINS = (  # other names that pages use for a model
     "qwen2.5-1.5b.gguf",
     "qwen2.5-0.5b.gguf",
     "qwen2.5-7b-instruct-q4_k_m.gguf",
     "M",
     "MODEL",
+    "FOLDER",
     "FILE.gguf",
     "TARGET.gguf",
     "DRAFT",
@@ -44,14 +48,10 @@ _STANDINS = (  # names that pages use for a model of the reader's
     "path/to/draft.gguf",
     "path/to/model-Q4_K_M.gguf",
 )
-_ADAPTED = {  # matrices of smollm2-135m that the adapters change
-    f"model.layers.{layer}.self_attn.{name}.weight": shape
-    for layer in range(30)
-    for name, shape in (("q_proj", (576, 576)), ("v_proj", (192, 576)))
-}
+_SIZES: Final = {"hidden_size": 288, "num_heads": 9, "num_kv_heads": 3, "head_dim": 32}  # for 2 and 3 ranks
 _ROWS = ("questions.jsonl", "prompts.jsonl")
 _FEW = ("first_turns.jsonl", "FILE.jsonl", "prompts/dolly.jsonl")
-_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
+_MARKS = ("<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # ids from 256 on
 _ADDRESSES = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
 _MASTER = "10.0.0.1:29500"  # an engine's host on the pages
 
@@ -124,12 +124,34 @@ done
 
 
 def _write_models(folder: Path) -> None:
-    model = resolve("smollm2-135m").path
+    vocab, layers = 256 + len(_MARKS), 4
+    model = write_tiny_llama(
+        folder / _MODEL,
+        **_SIZES,
+        vocab_size=vocab,
+        intermediate_size=576,
+        num_layers=layers,
+        max_context=2048,
+        eos_token_id=256,
+        spread=0.05,
+    )
+    byte_tokenizer(model)
+    backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _MARKS])
+    backend.save(str(model / "tokenizer.json"))
+    body = replace(tiny_body(), **_SIZES, embedding_size=_SIZES["hidden_size"], vocab_size=vocab)
+    eagle = eagle_config(body=body, target_hidden_size=_SIZES["hidden_size"])
+    write_tiny_head(tiny_head(eagle, spread=0.05), folder / f"{_MODEL}-head")
     for name in _STANDINS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(model)
+    adapted = {
+        f"model.layers.{layer}.self_attn.{name}.weight": (heads * _SIZES["head_dim"], _SIZES["hidden_size"])
+        for layer in range(layers)
+        for name, heads in (("q_proj", _SIZES["num_heads"]), ("v_proj", _SIZES["num_kv_heads"]))
+    }
     for name in ("sql", "poems", "small", "other"):
-        tensors = adapter_tensors(_ADAPTED, ("q_proj", "v_proj"), rank=2, seed=len(name), spread=0.02)
+        tensors = adapter_tensors(adapted, ("q_proj", "v_proj"), rank=2, seed=len(name), spread=0.02)
         write_peft(
             folder / "adapters" / name, tensors, r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]
         )
@@ -139,13 +161,6 @@ def _write_models(folder: Path) -> None:
     hosted = folder / "org/some-model"  # without a native family
     save_tiny("phi", hosted, vocab_size=256)
     byte_tokenizer(hosted)
-    shape = {"vocab_size": 256 + len(_MARKS), "hidden_size": 64, "intermediate_size": 96}
-    filling = write_tiny_llama(folder / "filling", **shape, max_context=1024, eos_token_id=0)
-    (folder / "FOLDER").symlink_to(filling)
-    byte_tokenizer(filling)
-    backend = tokenizers.Tokenizer.from_file(str(filling / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _MARKS])
-    backend.save(str(filling / "tokenizer.json"))
 
 
 def _write_texts(folder: Path) -> None:
@@ -155,7 +170,7 @@ def _write_texts(folder: Path) -> None:
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
-    encode = Tokenizer.load(resolve("smollm2-135m")).encode
+    encode = Tokenizer.load(folder / _MODEL).encode
     traffic = [json.dumps({"prompt_token_ids": list(encode(row["prompt"]))}) + "\n" for row in rows]
     for name in ("traffic.jsonl", "log.jsonl"):
         (folder / name).touch(0o600)
