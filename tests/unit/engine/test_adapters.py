@@ -82,9 +82,7 @@ def test_a_text_is_the_merged_models(folder: Path, tmp_path: Path, name: Literal
 FORMATS = [
     ("native", "int8", "bfloat16"),
     pytest.param("native", "none", "float32", marks=pytest.mark.thorough),
-    pytest.param("native", "none", "bfloat16", marks=pytest.mark.thorough),
     pytest.param("native", "int4", "bfloat16", marks=pytest.mark.thorough),
-    pytest.param("torch", "none", "float32", marks=pytest.mark.thorough),
     pytest.param("torch", "int8", "float32", marks=pytest.mark.thorough),
 ]
 

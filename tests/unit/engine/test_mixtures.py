@@ -36,8 +36,9 @@ def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [("none", "float32"), ("int8", "bfloat16"), ("int4", "float32")]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_speculation_does_not_change_the_text(
     folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str

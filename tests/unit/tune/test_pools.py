@@ -36,7 +36,7 @@ def pool(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize(
     ("kind", "boost"),
-    [(SSM, "sequence"), (SSM, "discount"), (SSM, "none"), (BLOCK, "discount")],
+    [(SSM, "sequence"), (BLOCK, "discount")],
 )
 def test_a_pool_guesses_more_than_its_members(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind, boost: Boost
