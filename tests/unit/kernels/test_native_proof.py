@@ -77,12 +77,11 @@ def test_every_level_is_right(monkeypatch: pytest.MonkeyPatch, prove: Prove, lev
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["avx512bf16", "avx2"])
 def test_plain_tiles_are_right(prove: Prove, name: str) -> None:
-    # Compiled with few optimizations, in half of the time.
     level = next((level for level in levels_here() if level.name == name), None)
     if level is None:
         pytest.skip("this CPU is of another kind")
     need_compiler(*level.flags)
-    assert prove(build_library(level, extra=(*PLAIN, "-O1")), level) == []
+    assert prove(build_library(level, extra=PLAIN), level) == []
 
 
 def need_compiler(*flags: str) -> None:
