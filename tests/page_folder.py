@@ -1,7 +1,7 @@
 """The folder in which the blocks of a page run: the reader's files, and programs in place of some.
 
-Stand-ins are one tiny model under the names that pages use, short prompts, and other addresses. The programs `specinfer`
-(tests/page_command.py), `curl`, `pytest`, `torchrun` and `c++` run the real ones with limits.
+Stand-ins are one tiny model under the names that pages use, short prompts, and other addresses. The programs
+`specinfer` (tests/page_command.py), `curl`, `pytest`, `torchrun` and `c++` run the real ones with limits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ _STANDINS = (  # other names that pages use for a model
 _SIZES: Final = {"hidden_size": 288, "num_heads": 9, "num_kv_heads": 3, "head_dim": 32}  # for 2 and 3 ranks
 _ROWS = ("questions.jsonl", "prompts.jsonl")
 _FEW = ("first_turns.jsonl", "FILE.jsonl", "prompts/dolly.jsonl")
-_MARKS = ("<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # ids from 256 on
+_MARKS = (
+    "<|im_end|>",
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<|file_sep|>",
+)  # ids from 256 on
 _ADDRESSES = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
 _MASTER = "10.0.0.1:29500"  # an engine's host on the pages
 

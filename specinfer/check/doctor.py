@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from specinfer.attention.native import NativeAttention
+from specinfer.check.kernel_faults import kernel_fault
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelFileError
@@ -112,6 +113,7 @@ class MachineFacts:
     architecture: str
     kernels: Literal["native", "torch", "nothing"]  # torch: PyTorch fallbacks
     kernels_fault: str | None  # the reason for not using native kernels
+    wrong_result: str | None  # the first of the native kernels, compared with PyTorch
     library: str | None
     library_from: Literal["wheel", "cache"] | None  # cache: compiled on this machine
     levels: tuple[LevelFact, ...]  # best first
@@ -169,7 +171,7 @@ def find_kernels(progress: Progress | None = None) -> FoundKernels:
 
 
 def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFacts:
-    """Collect the facts about this machine; measure `bandwidth` unless it is None."""
+    """Collect facts about this machine; compare its kernels, and measure `bandwidth` unless it is None."""
     library = found.library
     packaged = library is not None and library.path == packaged_library(library.level)
     return MachineFacts(
@@ -184,6 +186,7 @@ def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFa
         architecture=architecture(),
         kernels=found.runs,
         kernels_fault=found.fault,
+        wrong_result=None if library is None else kernel_fault(library),
         library=None if library is None else str(library.path),
         library_from=None if library is None else "wheel" if packaged else "cache",
         levels=tuple(level_facts(None if library is None else library.level, found.refused)),

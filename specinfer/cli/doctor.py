@@ -61,7 +61,7 @@ def doctor(
     model, a file of 256 MB is written and removed. With --model: the time of a pass on the CPU, compared with
     reading its bytes, the time to the first token, and the memory, by default of the quantization that other
     commands choose. With --tensor-parallel: the time of an exchange of sums between processes of this host.
-    Kernels that are not compiled yet are compiled first.
+    Kernels that are not compiled yet are compiled first, and their results are compared with PyTorch's.
     """
     if quantizations and not models:
         raise ConfigError("--quantization is for models, and none is named; add --model NAME")
@@ -139,7 +139,10 @@ def _kernels(facts: MachineFacts) -> str:
         return f"PyTorch's, which are slow: {facts.kernels_fault}"
     used = next(level for level in facts.levels if level.standing == "used")
     where = "from the wheel" if facts.library_from == "wheel" else "compiled into the cache"
-    return f"native, {used.words}, {where}: {_short(facts.library or '')}"
+    results = "with PyTorch's results"
+    if facts.wrong_result is not None:
+        results = f"WITH WRONG RESULTS ({facts.wrong_result}): report this, and use --kernels torch"
+    return f"native, {used.words}, {where}, {results}: {_short(facts.library or '')}"
 
 
 def _disk(disk: DiskFacts) -> str:

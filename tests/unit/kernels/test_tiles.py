@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer.check.kernel_faults import faults
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import native_kernels
-from specinfer.kernels.faults import faults
 from specinfer.kernels.layout import Int4Weight, unpack_levels
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, levels_here

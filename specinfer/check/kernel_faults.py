@@ -1,16 +1,11 @@
-"""Finds wrong results of a native library by comparison with PyTorch and NumPy.
-
-python -m specinfer.kernels.faults LIBRARY LEVEL      run by native.py; takes some seconds
-"""
+"""Finds wrong results of a native library by comparison with PyTorch and NumPy; takes some seconds."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -19,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import AlibiSpec, AttentionSpec, Paths, Rotation
-from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import TORCH, Kernels, native_kernels
 from specinfer.kernels.file_blocks import BlockForm, block_rows, lay_out_blocks
 from specinfer.kernels.layout import (
@@ -32,8 +26,6 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
-from specinfer.kernels.machine import LEVELS
-from specinfer.kernels.native import REFUSED, WRONG
 from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
@@ -56,6 +48,11 @@ _LOOSE_ROWS: Final = 8  # rows for which a loose product uses another method
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
 _BLOCKS: Final = {"blocks4": BlockForm(4, 8, True, True), "blocks8": BlockForm(8, 1, True, True)}
+
+
+def kernel_fault(library: Library) -> str | None:
+    """The first fault of a library; None if its results are right."""
+    return next(chain(faults(library), other_faults(library)), None)
 
 
 def faults(library: Library) -> Iterator[str]:
@@ -330,25 +327,3 @@ def _changes_of(row: NDArray[np.float32]) -> RowChanges:
     terms = np.tile(UNCHANGED, (53, 1))
     terms[:2, 0], terms[2, 0], terms[3:, 1:] = -np.inf, 0.37, (1.3, 0.11, 0.07)
     return RowChanges(np.concatenate([first[:3], first[1:51]]), terms)
-
-
-def main(path: str, level: str) -> int:
-    """Try the library at `path`, print the first fault, and return the exit status."""
-    try:
-        library = Library(Path(path), next(known for known in LEVELS if known.name == level))
-    except KernelBuildError as error:
-        print(error)
-        return REFUSED
-    if not library.ready():
-        print("the system does not let this process use the CPU's matrix unit")
-        return REFUSED
-    library.set_threads(2)
-    fault = next(chain(faults(library), other_faults(library)), None)
-    if fault is None:
-        return 0
-    print(fault)
-    return WRONG
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from specinfer.kernels.faults import faults, other_faults
+from specinfer.check.kernel_faults import faults, other_faults
 from specinfer.kernels.library import Library
 from specinfer.kernels.structures import KINDS
+from tests.kernels import library_or_skip
+
+
+@pytest.fixture(scope="module")
+def real() -> Library:
+    return library_or_skip()
 
 
 def disturbed(library: Library, rows: int | None = None) -> Library:

@@ -1,0 +1,155 @@
+"""Selection of a library: code that kills a process costs a log line and selects the next level."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels import native
+from specinfer.kernels.build import find_compiler
+from specinfer.kernels.library import Library
+from specinfer.kernels.machine import LEVELS, VARIABLE, Level
+from specinfer.kernels.native import find_best, killer, load_library
+
+# A fake library: all functions are empty except those of the fault.
+FAKE: Final = """
+#include <cstdint>
+#if defined(__x86_64__)
+#define ILLEGAL asm volatile("ud2")
+#else
+#define ILLEGAL asm volatile(".inst 0")
+#endif
+extern "C" {
+int32_t specinfer_ready() { %(ready)s; return 1; }
+void specinfer_multiply() { %(multiply)s; }
+%(others)s
+}
+"""
+DECLARED: Final = Path(native.__file__).with_name("library.py").read_text("ascii")
+OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.findall(r"specinfer_\w+", FAKE)}
+FAKES: Final = {  # fault -> (functions, reason of the refusal)
+    "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "a process that runs them ends with SIGILL"),
+    "a wrong address": ({"multiply": "*(volatile char*)8 = 1"}, "a process that runs them ends with SIGSEGV"),
+    "a crash at the first question": ({"ready": "ILLEGAL"}, "a process that runs them ends with SIGILL"),
+    "a system that says no": (
+        {"ready": "return 0"},
+        "the system does not let this process use the CPU's matrix unit",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _new_process() -> None:
+    native._warn_once.cache_clear()
+    native._status.cache_clear()
+
+
+def compiled(folder: Path, fake: str) -> Path:
+    library = folder / f"{list(FAKES).index(fake)}.so"
+    try:
+        compiler = find_compiler()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+    source = library.with_suffix(".cpp")
+    empty = " ".join(f"void {name}() {{}}" for name in sorted(OTHERS))
+    source.write_text(FAKE % {"ready": "", "multiply": "", "others": empty, **FAKES[fake][0]})
+    subprocess.run([*compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
+    return library
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, folder: Path, libraries: dict[Level, Path]) -> None:
+    """Let this machine have these levels, the best first, and these libraries; its cache is `folder`."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("SPECINFER_CACHE", str(folder))
+    monkeypatch.setattr(native, "levels_here", lambda: tuple(libraries))
+    monkeypatch.setattr(native, "find_library", lambda level, progress=None: libraries[level])
+
+
+def test_each_fault_costs_one_line_and_the_next_level_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, real: Library
+) -> None:
+    better = [level for level in LEVELS if level != real.level]
+    faulty = {level: compiled(tmp_path, fake) for level, fake in zip(better, FAKES, strict=False)}
+    text, gone = tmp_path / "text.so", tmp_path / "gone.so"
+    text.write_text("no library")
+    for level, path, reason in (
+        *((level, faulty[level], FAKES[fake][1]) for level, fake in zip(better, FAKES, strict=False)),
+        (better[0], text, f"{text} cannot be loaded .*; delete it, or set SPECINFER_CACHE to .*"),
+        (better[0], gone, f".*No such file or directory: '{gone}'"),
+    ):
+        caplog.clear(), native._warn_once.cache_clear()
+        offer(monkeypatch, tmp_path, {level: path, real.level: real.path})
+        with caplog.at_level(logging.WARNING):
+            assert [load_library().path for _ in range(2)] == [real.path] * 2, reason
+        [line] = caplog.messages
+        assert re.fullmatch(f"native kernels for {re.escape(level.words)} are not used: {reason}", line), line
+    offer(monkeypatch, tmp_path, {**faulty, real.level: real.path})
+    found, refused = find_best()
+    assert found is not None
+    assert (found.level, [one.level for one in refused]) == (real.level, [*faulty])
+
+
+def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    faulty = [compiled(tmp_path, fake) for fake in ("a wrong address", "a crash at the first question")]
+    offer(monkeypatch, tmp_path, dict(zip(LEVELS[:2], faulty, strict=True)))
+    with caplog.at_level(logging.WARNING), pytest.raises(KernelBuildError, match=r"them ends with SIGILL$"):
+        load_library()
+    [line] = caplog.messages
+    assert line.endswith("ends with SIGSEGV")
+
+
+def test_a_child_that_ends_otherwise_changes_no_level_and_is_not_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
+) -> None:
+    """Its level has other bits than the next one."""
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    ran: list[list[str]] = []
+    for end in (
+        subprocess.TimeoutExpired("child", 60),
+        subprocess.CompletedProcess((), -9),
+        subprocess.CompletedProcess((), 1),
+        BlockingIOError("no process"),
+    ):
+
+        def run(command: list[str], end: Any = end, **options: Any) -> subprocess.CompletedProcess[str]:
+            ran.append(command)
+            if isinstance(end, Exception):
+                raise end
+            return end
+
+        monkeypatch.setattr(subprocess, "run", run)
+        ran.clear(), native._status.cache_clear()
+        assert [killer(real.path, real.level) for _ in range(2)] == [None, None]
+        assert len(ran) == 1, end
+    assert not [*tmp_path.rglob("survived-*")]
+
+
+def test_a_library_that_ran_is_not_run_again_unless_it_or_the_machine_is_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    assert killer(real.path, real.level) is None
+    assert len([*tmp_path.rglob("survived-*")]) == 1
+    ran: list[Path] = []
+    monkeypatch.setattr(native, "_status", lambda library, *_: ran.append(library) or 0)
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(real.path.read_bytes())
+    assert killer(copy, real.level) is None
+    assert ran == []
+    monkeypatch.setattr(native, "cpu_name", lambda: "Z80")
+    assert killer(copy, real.level) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(native, "kernels_folder", lambda: tmp_path / "file" / "kernels")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(native, "_status", lambda library, *_: ran.append(library) or 0)
+    assert [killer(real.path, real.level) for _ in range(2)] == [None, None]  # without a folder it runs again
+    assert ran == [copy, real.path, real.path]
