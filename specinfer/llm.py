@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -112,7 +113,10 @@ class LLM:
             models.sampling if config.generation_config == "auto" else {}
         )
         intake = Intake(engine.admission, SamplingParams(**usual), models.adapters)
-        self._parts: _Open | None = _Open(models, engine, intake, EngineLoop(engine))
+        loop = EngineLoop(engine)
+        self._parts: _Open | None = _Open(models, engine, intake, loop)
+        # The loop's thread does not keep the LLM alive, and ends before the interpreter does.
+        self._end = weakref.finalize(self, loop.stop)
 
     def variant(
         self,
@@ -151,6 +155,7 @@ class LLM:
         """
         if (parts := self._parts) is not None:
             parts.loop.close()
+            self._end.detach()
             parts.engine.save_policy()
             self._parts = parts = None
             release_free_memory()
@@ -194,15 +199,14 @@ class LLM:
 
     @property
     def loop(self) -> EngineLoop:
-        """The engine loop, which runs requests for any number of threads; a server starts its thread."""
+        """The engine loop, which runs requests for any number of threads in a thread of its own."""
         return self._open.loop
 
     @property
     def on_step(self) -> Callable[[Sequence[str]], None] | None:
         """Callback that gets the request ids of each step before the step computes; settable at any time.
 
-        The thread that runs the step calls it, so it must be quick. Its first exception is logged, and steps
-        continue.
+        The loop's thread calls it, so it must be quick. Its first exception is logged, and steps continue.
         """
         return self._open.engine.listeners.on_step
 
@@ -214,8 +218,8 @@ class LLM:
     def on_tree(self) -> Callable[[TreeEvent], None] | None:
         """Callback that gets every request's verified tree in every step; settable at any time.
 
-        The thread that runs the step calls it. An exception that it raises reaches the caller of the step
-        after the step.
+        The loop's thread calls it within the step. An exception that it raises ends the request with an
+        error.
         """
         return self._open.engine.listeners.on_tree
 

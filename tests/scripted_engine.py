@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
-from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
 from specinfer.request import Delta, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -31,7 +30,6 @@ class ScriptedEngine:
         self.steppers: list[int] = []  # the thread of each step
         self.script: Callable[[int], object] = lambda step: None
         self.refuses: set[str] = set()  # ids that cannot be added
-        self._deltas: list[Delta] = []  # made but not returned; a step that raises keeps them
         self._called = threading.Lock()
 
     @contextmanager
@@ -44,7 +42,7 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self._deltas)
+        return bool(self.requests)
 
     has_postponed = False
 
@@ -62,7 +60,6 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> Delta | None:
         with self._alone():
             self.happened.append(f"abort {request_id}")
-            self._deltas = [delta for delta in self._deltas if delta.id != request_id]
             admitted = self.requests.pop(request_id, None)
             if admitted is None:
                 return None
@@ -73,16 +70,22 @@ class ScriptedEngine:
         with self._alone():
             self.happened.append("step")
             self.steppers.append(threading.get_ident())
+            deltas: list[Delta] = []
             for number, (request_id, admitted) in enumerate(list(self.requests.items())):
                 transcript = admitted.transcript
                 transcript.commit(single_node(0), Acceptance((), transcript.num_output + 1), now=1.0)
                 if transcript.finish_reason is not None:
                     del self.requests[request_id]
-                self._deltas.append(transcript.delta())
+                deltas.append(transcript.delta())
                 if number == 0:
                     self.script(len(self.steppers))
-            deltas, self._deltas = self._deltas, []
             return deltas
+
+    def fail(self, error: BaseException) -> list[Delta]:
+        with self._alone():
+            failed = [admitted.fail(repr(error)) for admitted in self.requests.values()]
+            self.requests.clear()
+            return failed
 
     def check_integrity(self) -> None:
         with self._alone():
@@ -98,7 +101,7 @@ def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admi
 
 
 class Pause:
-    """A script that blocks an engine in its first step until it is released."""
+    """A script that blocks an engine in each step until it is released."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -115,15 +118,3 @@ def said(outputs: Iterable[RequestOutput]) -> list[tuple[str, list[int]]]:
 def counted(request_id: str, to: int = 3) -> list[tuple[str, list[int]]]:
     """Return a request's output, step by step."""
     return [(request_id, list(range(1, n + 1))) for n in range(1, to + 1)]
-
-
-def waits(loop: EngineLoop) -> threading.Semaphore:
-    """Return a semaphore that is released when a thread starts to wait for the loop."""
-    begun, wait = threading.Semaphore(0), loop._changed.wait
-
-    def counted_wait(timeout: float | None = None) -> bool:
-        begun.release()
-        return wait(timeout)
-
-    loop._changed.wait = counted_wait  # type: ignore[method-assign]
-    return begun

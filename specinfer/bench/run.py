@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import psutil
 import torch
@@ -204,12 +205,12 @@ class _Bench:
         loop, run = self._llm.loop, self._run
         waiting = deque(_Talk(index, self._conversations[index]) for index in indices)
         talking: dict[str, tuple[_Talk, AdmittedRequest]] = {}
-        inbox: deque[Delta] = deque()
+        inbox: SimpleQueue[Delta] = SimpleQueue()
 
         def start(talk: _Talk) -> None:
             if (admitted := self._question(talk, on_request)) is not None:
                 talking[admitted.request.request_id] = talk, admitted
-                loop.submit([admitted], inbox.append)
+                loop.submit([admitted], inbox.put)
 
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
@@ -222,9 +223,7 @@ class _Bench:
                 while waiting and len(talking) < self._load.batch_size:
                     start(waiting.popleft())
                 if talking:
-                    loop.wait_until(lambda: inbox)  # a step, or several that prefill
-                while inbox:
-                    delta = inbox.popleft()
+                    delta = inbox.get()
                     if delta.finished:
                         talk, admitted = talking.pop(delta.id)
                         output = admitted.transcript.output()

@@ -77,10 +77,9 @@ def check_promise(
 
 
 def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
-    """Check that idle engines hold no request and no cache block, and that nothing failed in their steps.
+    """Check that idle engines hold no request and no cache block, and that no speculator failed.
 
-    A step that fails is tried again, and a speculator that raises pauses: the texts stay right, and the
-    figures would be those of another engine.
+    One that raises pauses: the texts stay right, and the figures would be those of another engine.
     """
     name = "bookkeeping"
     try:
@@ -89,9 +88,8 @@ def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
             statistics = llm.statistics()
             if statistics.running or statistics.waiting:
                 return Verdict(name, False, f"engine {number} has work left after all its requests ended")
-            failed = {"step": statistics.failed_steps, **statistics.failures}
-            if any(failed.values()):
-                counts = ", ".join(f"{part} {times} times" for part, times in failed.items() if times)
+            if failed := statistics.failures:
+                counts = ", ".join(f"{part} {times} times" for part, times in failed.items())
                 return Verdict(name, False, f"engine {number} went on after errors in its log: {counts}")
     except IntegrityError as error:
         return Verdict(name, False, f"an invariant is broken: {error}")

@@ -53,7 +53,7 @@ def chat(system: str | None, **options: Any) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     click.echo(f"{HELP}.", err=True)
-    llm.loop.start()  # its thread measures passes while the user reads and types
+    llm.loop.rest_when_idle()  # while the user reads and types
     params, listener = replace(llm.default_params, **fields), Listener(llm, show=False, trace=None)
     ChatSession(llm, params, listener, system, fills="max_tokens" not in fields).run()
 

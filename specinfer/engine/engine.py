@@ -15,7 +15,7 @@ from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.listeners import Listeners
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
+from specinfer.engine.steps import Stage, StageClock, Statistics
 from specinfer.engine.target_laws import TargetLaws, TreeResult, tree_results
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
@@ -26,7 +26,7 @@ from specinfer.request import Delta
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
-from specinfer.runtime.flight import Flight, Launch, inference, torch_threads
+from specinfer.runtime.flight import Flight, inference, torch_threads
 from specinfer.runtime.runner import Move
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
@@ -50,23 +50,27 @@ class _Running:
     sequence: SequenceState
     transcript: Transcript
 
+    def delta(self) -> Delta:
+        """Return the new output since the last call."""
+        self.transcript.cached_tokens = self.sequence.cached_tokens
+        return self.transcript.delta()
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose pass is in flight."""
+    """A step whose pass has run."""
 
     plan: StepPlan
     trees: list[TokenTree]  # one per plan.tree_entries
     decisions: Sequence[Decision | None]  # one per tree, if requested
-    launch: Launch
+    flight: Flight
     rows: LogitRows  # rows of the flight by request
 
 
 class Engine:
     """Serves requests step by step; `step` is the only method that computes.
 
-    One thread at a time may use it. After a failed step all requests continue from their committed texts.
-    After repeated failures requests run alone to find the one that fails; it ends with an error.
+    One thread at a time may use it. After a step that raised, `fail` ends its requests.
     """
 
     def __init__(
@@ -95,10 +99,7 @@ class Engine:
         self._memory = memory  # the policy's state on disk, if it is kept
         self._postponed = postponed  # work for idle moments, see `rest`
         self._requests: dict[str, _Running] = {}
-        self._deltas: dict[str, Delta] = {}  # by request, not returned yet; an interrupt loses none
-        self._launched: list[_Launched] = []  # steps whose results are not committed
-        self._suspects = Suspects()  # requests that may make steps fail
-        self._failed_steps = 0
+        self._stepped: list[_Running] = []  # the requests of the running or last step
         self.clock = StageClock(clock)
         self.listeners = Listeners()
 
@@ -110,7 +111,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
-        return bool(self._deltas) or self._scheduler.has_work
+        return self._scheduler.has_work
 
     def statistics(self) -> Statistics:
         """Return counters and the present state; callable from any thread, also during a step."""
@@ -131,7 +132,6 @@ class Engine:
             cost_factors={} if guard is None else guard.factors,
             speculation_on=guard is None or guard.guessing,
             guessed_tokens=self._speculators.guessed_tokens,
-            failed_steps=self._failed_steps,
             failures=self._speculators.failures,
             speculators_paused=self._speculators.num_paused,
             streamed_bytes=0 if stream is None else stream.read_bytes,
@@ -175,103 +175,85 @@ class Engine:
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request and free its resources; returns its last delta, or None if it is unknown."""
-        running = self._requests.pop(request_id, None)
-        if running is not None:
-            self._scheduler.remove(running.sequence)
-            self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
-            running.transcript.abort(self.clock.now())
-            self._queue_delta(running)
-        return self._deltas.pop(request_id, None)
+        running = self._requests.get(request_id)
+        if running is None:
+            return None
+        running.transcript.abort(self.clock.now())
+        return self._end(running)
 
     def step(self) -> list[Delta]:
         """Run one step; returns the deltas of requests that got tokens or ended, in plan order.
 
-        KeyboardInterrupt propagates, and the requests continue from their committed texts. An exception of
-        `on_tree` propagates after the step, whose deltas come with the next step's. Other exceptions are
-        logged and the step is tried again; repeated failures end the requests concerned. Unreadable weights
-        end the requests of the step at once, as a retry could wait for the disk for an unknown time.
-
-        Raises:
-            PeerLostError: a rank is lost and the engine cannot continue. All committed tokens are in deltas.
+        An exception leaves the requests of the step unusable: call `fail` next. Weights or an adapter that
+        cannot be read end the requests that need them.
         """
         try:
             with torch_threads(self._threads):
-                self._step()
+                return self._step()
+        except StoppedError:  # `close` was called
+            return []
         finally:
             self.clock.end()
-        self.listeners.raise_error()
-        deltas, self._deltas = self._deltas, {}
-        return [*deltas.values()]
+
+    def fail(self, error: BaseException) -> list[Delta]:
+        """End the requests of a step that raised `error`, or all if a rank is lost; returns their deltas."""
+        failed = [*self._requests.values()] if isinstance(error, PeerLostError) else self._stepped
+        return self._end_all(failed, f"a step of the engine failed: {error!r}")
 
     @inference
-    def _step(self) -> None:
+    def _step(self) -> list[Delta]:
         self.clock.start()
-        plan: StepPlan | None = None
-        try:
-            plan = self._schedule()
-            if plan.entries:
-                self.listeners.announce(plan)
-                self._land(self._launch(plan))
-            self._suspects.succeeded(plan, self._requests.keys())
-        except StoppedError:  # `close` was called
-            self._recover()
-        except PeerLostError:  # a retry would fail, too
-            self._recover()
-            raise
-        except Exception as error:
-            self._recover()
-            self._failed(plan, error)
-        except BaseException:
-            self._recover()
-            raise
-
-    def _schedule(self) -> StepPlan:
-        suspect = self._suspects.next
-        plan = self._scheduler.schedule(self._requests[suspect].sequence if suspect is not None else None)
-        if suspect is not None and not plan.entries and self._scheduler.running:
-            # Other requests hold the blocks that it needs. If none runs, its adapter is being read.
-            self._suspects.acquit()
-            plan = self._scheduler.schedule()
+        self._stepped = [*self._requests.values()]  # if scheduling fails
+        plan = self._scheduler.schedule()
+        self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
         self.clock.lap(Stage.SCHEDULE)
-        return plan
+        if not plan.entries:
+            return []
+        self.listeners.announce(plan)
+        try:
+            launched = self._launch(plan)
+        except AdapterError as error:  # its pass has not begun
+            users = [one for one in self._stepped if one.transcript.request.adapter == error.adapter]
+            return self._end_all(users, str(error))
+        except ModelFileError as error:
+            _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
+            return self._end_all(self._stepped, f"the model cannot be read: {error}")
+        return self._land(launched)
 
     def _launch(self, plan: StepPlan) -> _Launched:
-        """Run the speculators, and start the target's pass over all texts and trees."""
+        """Run the speculators, and the target's pass over all texts and trees."""
         trees = self._speculators.propose(plan)
         wanted = self.listeners.wants_decisions
         decisions = self._speculators.explain() if wanted else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
-        launch = self._executor.launch(plan, trees, self._speculators.taps)
-        launched = _Launched(plan, trees, decisions, launch, logit_rows(plan, trees))
-        self._launched.append(launched)
-        return launched
-
-    def _land(self, launched: _Launched) -> None:
-        """Wait for the pass, verify its trees and commit their tokens."""
-        flight = launched.launch.flight()
+        flight = self._executor.launch(plan, trees, self._speculators.taps)
         self.clock.lap(Stage.FORWARD)
-        results = self._verify(launched, flight)
+        return _Launched(plan, trees, decisions, flight, logit_rows(plan, trees))
+
+    def _land(self, launched: _Launched) -> list[Delta]:
+        """Verify the trees of a pass and commit their tokens; returns the deltas."""
+        results = self._verify(launched)
         self.clock.lap(Stage.VERIFY)
         now = self.clock.now()
         self._advance(launched.plan, results)
-        outcomes = self._commit(launched, flight, results, now)
-        self._pass_states(launched, flight, results)
-        self._launched.remove(launched)
+        changed, outcomes = self._commit(launched, results, now)
+        self._pass_states(launched, results)
         self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
         if self._memory is not None:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
+        return [running.delta() for running in changed]
 
-    def _verify(self, launched: _Launched, flight: Flight) -> list[TreeResult]:
+    def _verify(self, launched: _Launched) -> list[TreeResult]:
         """Verify each tree; includes log-probabilities if requested."""
         entries = launched.plan.tree_entries
         laws = [
-            TargetLaws(entry, tree, flight, row)
+            TargetLaws(entry, tree, launched.flight, row)
             for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
         ]
         transcripts = [self._requests[entry.request.request_id].transcript for entry in entries]
-        return tree_results(laws, transcripts, self._verifier, flight, self._tokenizer)
+        return tree_results(laws, transcripts, self._verifier, launched.flight, self._tokenizer)
 
     def _advance(self, plan: StepPlan, results: Sequence[TreeResult]) -> None:
         """Update the state for the next plan: processors, accepted paths, and computed positions."""
@@ -289,12 +271,21 @@ class Engine:
         self._executor.move(moves)
 
     def _commit(
-        self, launched: _Launched, flight: Flight, results: Sequence[TreeResult], now: float
-    ) -> list[Outcome]:
-        """Add the tokens to their texts and make deltas; removes requests that end."""
+        self, launched: _Launched, results: Sequence[TreeResult], now: float
+    ) -> tuple[list[_Running], list[Outcome]]:
+        """Add the tokens to their texts, and remove requests that end; returns the requests and outcomes."""
         for entry, scored in launched.rows.scored:
-            self._score_prompt(entry, flight, scored)
+            self._score_prompt(entry, launched.flight, scored)
+        changed: list[_Running] = []
         outcomes: list[Outcome] = []
+
+        def add(running: _Running, committed: tuple[int, ...]) -> None:
+            finished = running.transcript.finished
+            changed.append(running)
+            outcomes.append(Outcome(running.transcript.request.request_id, committed, finished))
+            if finished:
+                self._remove(running)
+
         for result, decision in zip(results, launched.decisions, strict=True):
             running = self._requests[result.request.request_id]
             transcript, verdict = running.transcript, result.verdict
@@ -302,36 +293,22 @@ class Engine:
             if isinstance(verdict, UserError):
                 transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
+                committed = transcript.commit(result.tree, verdict, now, result.logprobs)
                 if self.listeners.on_tree is not None:
                     name, clock = result.request.request_id, self.clock
                     event = TreeEvent(clock.steps, name, result.tree, verdict, clock.last, decision)
-                    self.listeners.trace(event)
-                committed = transcript.commit(result.tree, verdict, now, result.logprobs)
-            outcomes.append(self._outcome(running, committed))
+                    wrong = self.listeners.trace(event)
+                    if wrong is not None and not transcript.finished:
+                        transcript.fail(wrong, now, internal=True)
+            add(running, committed)
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
                 running.transcript.end_with_prompt(now)
-                outcomes.append(self._outcome(running, ()))
-        return outcomes
+                add(running, ())
+        return changed, outcomes
 
-    def _outcome(self, running: _Running, committed: tuple[int, ...]) -> Outcome:
-        """Queue a request's new output, remove it if it has ended, and return its outcome."""
-        transcript = running.transcript
-        self._queue_delta(running)
-        if transcript.finished:
-            self._remove(running)
-        return Outcome(transcript.request.request_id, committed, transcript.finished)
-
-    def _queue_delta(self, running: _Running) -> None:
-        """Add a request's new output to the next deltas."""
-        transcript, name = running.transcript, running.transcript.request.request_id
-        transcript.cached_tokens = running.sequence.cached_tokens
-        delta = transcript.delta()
-        # An interrupted step may have left a delta that was not returned.
-        self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
-
-    def _pass_states(self, launched: _Launched, flight: Flight, results: Sequence[TreeResult]) -> None:
+    def _pass_states(self, launched: _Launched, results: Sequence[TreeResult]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
         if not self._speculators.taps:
             return
@@ -341,7 +318,8 @@ class Engine:
             else None
             for result in results
         ]
-        self._speculators.receive_states(text_rows(launched.plan, launched.trees, paths), flight)
+        rows = text_rows(launched.plan, launched.trees, paths)
+        self._speculators.receive_states(rows, launched.flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Store the log-probabilities of the prompt's tokens after `entry.start`, one per row."""
@@ -351,46 +329,24 @@ class Engine:
         scores = flight.scores(rows, entry.token_ids[first : first + len(rows)], reports.top)
         reports.add(first, scores, self._tokenizer.text_of)
 
-    def _remove(self, running: _Running) -> None:
-        # In this order, `abort` can repair the state after an interrupt between the two calls.
-        self._scheduler.remove(running.sequence)
+    def _remove(self, running: _Running, *, computed: bool = True) -> None:
+        self._scheduler.remove(running.sequence, computed=computed)
         del self._requests[running.sequence.request.request_id]
 
-    def _failed(self, plan: StepPlan | None, error: Exception) -> None:
-        """Count a failure, and end the request that causes it once it is known."""
-        self._failed_steps += 1
-        if plan is not None and isinstance(error, AdapterError):
-            ended = [one.request.request_id for one in plan.entries if one.request.adapter == error.adapter]
-            reason = str(error)
-        elif plan is not None and isinstance(error, ModelFileError):
-            _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
-            ended = [entry.request.request_id for entry in plan.entries]
-            reason = f"the model cannot be read: {error}"
-        else:
-            failures = self._suspects.failures + 1
-            _LOG.error("a step failed (%d); requests continue from their texts", failures, exc_info=error)
-            ended = self._suspects.failed(plan, self._requests.keys())
-            reason = f"its steps failed repeatedly: {error!r}"
-        for name in ended:
-            if (running := self._requests.get(name)) is not None:
-                running.transcript.fail(reason, self.clock.now(), internal=True)
-                self._speculators.observe(StepReport([self._outcome(running, ())]))
+    def _end(self, running: _Running, *, computed: bool = True) -> Delta:
+        """Remove a request whose transcript has ended, unless it is removed; returns its last delta."""
+        request_id = running.transcript.request.request_id
+        if request_id in self._requests:
+            self._remove(running, computed=computed)
+            self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
+        return running.delta()
 
-    def _recover(self) -> None:
-        """Restart all requests from their committed texts, with empty caches, after an interrupted step."""
-        launched, self._launched = self._launched, []
-        self._scheduler.restart()  # first, as `computed` may be wrong
-        for running in list(self._requests.values()):
-            transcript = running.transcript
-            request = transcript.request
-            if transcript.finished:
-                self._speculators.observe(StepReport([self._outcome(running, ())]))
-            else:
-                sequence = running.sequence
-                sequence.processors = self._admission.processors(request, sequence.processors)
-                sequence.processors.commit(transcript.token_ids)
-        for one in launched:  # last, as another interrupt may end this wait
-            self._executor.drop(one.launch)
+    def _end_all(self, failed: Sequence[_Running], reason: str) -> list[Delta]:
+        """End requests with an error; blocks that the step was to compute are not kept."""
+        for running in failed:
+            if not running.transcript.finished:
+                running.transcript.fail(reason, self.clock.now(), internal=True)
+        return [self._end(running, computed=False) for running in failed]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if scheduler, blocks and requests disagree."""

@@ -19,7 +19,6 @@ class Listeners:
         self.on_tree: Callable[[TreeEvent], None] | None = None
         self.explains = False  # True if tree events include decisions
         self._on_step_failed = False  # True once its failure was logged
-        self._error: Exception | None = None  # of `on_tree` in this step
 
     @property
     def wants_decisions(self) -> bool:
@@ -37,16 +36,12 @@ class Listeners:
                 _LOG.exception("on_step failed; steps continue, and later failures are not logged")
             self._on_step_failed = True
 
-    def trace(self, event: TreeEvent) -> None:
-        """Call `on_tree`; its exception is kept for the end of the step."""
+    def trace(self, event: TreeEvent) -> str | None:
+        """Call `on_tree`; returns the text of its exception, which ends the request of the event."""
+        assert self.on_tree is not None, "nobody listens"
         try:
-            if self.on_tree is not None:
-                self.on_tree(event)
+            self.on_tree(event)
         except Exception as error:
-            self._error = self._error or error
-
-    def raise_error(self) -> None:
-        """Raise the first exception of `on_tree` in the step that ended."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            _LOG.exception("request %s ends, as on_tree failed", event.request_id)
+            return f"on_tree failed: {error}"
+        return None

@@ -83,29 +83,30 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Remove a request and free its blocks; does nothing if it was removed before."""
+    def remove(self, sequence: SequenceState, *, computed: bool = True) -> None:
+        """Remove a request and free its blocks, which others find only if they are `computed`."""
         if sequence in self.running:
-            self._publish(sequence)
+            if computed:
+                self._publish(sequence)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._pool.release(sequence.block_table)
 
-    def schedule(self, only: SequenceState | None = None) -> StepPlan:
+    def schedule(self) -> StepPlan:
         """Return the next step; it is empty only if no request runs, and none waits but for its adapter.
 
-        Allocates blocks, and may preempt and admit requests. With `only` the step has only that request.
+        Allocates blocks, and may preempt and admit requests.
         """
         for sequence in self.running:
             self._publish(sequence)
         preemptions = self.preemptions
-        running = self._reserve_rows(only)
+        running = self._reserve_rows()
         rows = self._config.row_limit - len(running)
         preempted = self.preemptions > preemptions  # a request preempted now is not admitted at once
         awaited: set[tuple[int, bytes]] = set()
         while not preempted and rows > 0 and len(self.running) < self._config.max_batch_size:
-            admitted = self._admit(only, awaited)
+            admitted = self._admit(awaited)
             if admitted is None:
                 break
             running.append(admitted)
@@ -114,7 +115,7 @@ class Scheduler:
         rows -= sum((end - s.computed - 1) * _cost(s) for s, end in zip(running, ends, strict=True))
         return StepPlan(self._with_trees(running, ends, rows))
 
-    def _reserve_rows(self, only: SequenceState | None) -> list[SequenceState]:
+    def _reserve_rows(self) -> list[SequenceState]:
         """Return the running requests of the step, oldest first, each with blocks for a row.
 
         Preempts the newest if there are too few blocks.
@@ -123,9 +124,6 @@ class Scheduler:
         place = 0
         while place < len(self.running):
             sequence = self.running[place]
-            if only is not None and sequence is not only:
-                place += 1
-                continue
             # A step writes only after `computed`, and paths move to the end: no published block is written.
             sequence.check_published(self._pool.block_size)
             if self._pool.extend(sequence.block_table, sequence.computed + 1):
@@ -135,7 +133,7 @@ class Scheduler:
                 self._preempt(self.running[-1])  # then the same request tries again, unless it was preempted
         return running
 
-    def _admit(self, only: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
+    def _admit(self, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
         """Admit the next waiting request if there are blocks for all of its text; returns it or None.
 
         Requests are admitted in order. Those that wait for a block that a running request is about to compute
@@ -145,8 +143,6 @@ class Scheduler:
         """
         adapted = True  # True if a request with an adapter may be admitted
         for waiting in self.waiting:
-            if only not in (None, waiting):
-                continue
             if waiting.request.adapter is not None:
                 adapted = adapted and self._has_room_for(waiting.request.adapter)
                 if not adapted or not self._is_there(waiting.request.adapter):
@@ -285,26 +281,13 @@ class Scheduler:
                 self._pool.publish(sequence.block_table[block], hashes[block])
             sequence.published = full
 
-    def restart(self) -> None:
-        """Preempt all running requests, in order, discarding their KV."""
-        while self.running:
-            self._requeue(self.running[-1])
-        for sequence in self.waiting:  # one may have been partly admitted
-            self._release(sequence)
-
     def _preempt(self, sequence: SequenceState) -> None:
-        self._requeue(sequence)
-        self.preemptions += 1
-
-    def _requeue(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
-        self._release(sequence)
-        sequence.generation += 1
-        self.waiting.appendleft(sequence)
-
-    def _release(self, sequence: SequenceState) -> None:
         self._pool.release(sequence.block_table)
         sequence.computed = sequence.published = 0
+        sequence.generation += 1
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if a block is lost or wrongly shared, or a waiting request owns one."""

@@ -1,17 +1,14 @@
-"""Timing and statistics of steps, and the search for the request that makes steps fail."""
+"""Timing and statistics of steps."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
 from itertools import chain
-from typing import Final, TypeVar
-
-from specinfer.plan import StepPlan
+from typing import TypeVar
 
 _Name = TypeVar("_Name", bound=str)
 _Number = TypeVar("_Number", int, float)
@@ -81,7 +78,6 @@ class Statistics:
     cost_factors: Mapping[str, float] = field(default_factory=dict)
     speculation_on: bool = True  # True if the guard has speculation on, or there is no guard
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
-    failed_steps: int = 0  # steps that raised, and were tried again
     failures: Mapping[str, int] = field(default_factory=dict)  # exceptions of speculators and "policy"
     speculators_paused: int = 0  # of these, those that pause now
     streamed_bytes: int = 0  # bytes of weights read from the disk for passes
@@ -107,7 +103,6 @@ class Statistics:
             prefix_hits=self.prefix_hits + sign * other.prefix_hits,
             speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
-            failed_steps=self.failed_steps + sign * other.failed_steps,
             failures=_sums(self.failures, other.failures, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
@@ -139,61 +134,3 @@ def combined(states: Sequence[Statistics]) -> Statistics:
 def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:
     """Add the counters of `others`, times `sign`, to those of the same names."""
     return {name: some.get(name, 0) + sign * others.get(name, 0) for name in {**others, **some}}
-
-
-_MAX_FAILURES: Final = 3  # failures before requests run alone, to find the cause
-
-
-class Suspects:
-    """Finds the request that makes steps fail: after a few failures each request concerned runs alone."""
-
-    def __init__(self) -> None:
-        self._failures = 0  # failed steps since the last series of good ones
-        self._good_steps = 0  # since then
-        self._waiting: deque[str] = deque()  # requests to be run alone
-
-    @property
-    def failures(self) -> int:
-        """Number of recent failed steps."""
-        return self._failures
-
-    @property
-    def next(self) -> str | None:
-        """Return the request to run alone now, or None."""
-        return self._waiting[0] if self._waiting else None
-
-    def acquit(self) -> None:
-        """Clear all suspects until another step fails."""
-        self._waiting.clear()
-
-    def succeeded(self, plan: StepPlan, known: Collection[str]) -> None:
-        """Count a good step: it clears the request that ran alone, and after several of them all failures.
-
-        `known` are the requests that have not ended.
-        """
-        progressed = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
-        if not self._failures or not progressed:  # recomputing a text may still reach the failing place
-            return
-        self._good_steps += 1
-        if self._waiting:
-            self._waiting.popleft()
-            while self._waiting and self._waiting[0] not in known:
-                self._waiting.popleft()
-        elif self._good_steps >= _MAX_FAILURES:
-            self._failures = 0
-
-    def failed(self, plan: StepPlan | None, known: Collection[str]) -> list[str]:
-        """Count a failed step; returns the request that causes it, if it is known."""
-        self._failures += 1
-        self._good_steps = 0
-        if self._failures < _MAX_FAILURES:
-            return []
-        concerned = [entry.request.request_id for entry in plan.entries] if plan else [*self._waiting][:1]
-        suspects = [name for name in concerned or known if name in known]
-        self._waiting = deque(name for name in self._waiting if name not in suspects)
-        if len(suspects) > 1:
-            self._waiting = deque(suspects)
-            return []
-        if not self._waiting:
-            self._failures = 0
-        return suspects

@@ -1,7 +1,7 @@
 """Executor: runs the target's passes for an engine.
 
 The engine depends only on the protocol. It does not depend on devices, or on the number of processes that
-share a model. A pass may be unfinished when `launch` returns: reading a flight waits for the pass.
+share a model. A device may still compute when `launch` returns: reading a flight waits for it.
 docs/contracts.md has the requirements of an implementation.
 """
 
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import Protocol
 
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.stream import StoppedError, WeightStream
+from specinfer.models.stream import WeightStream
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import likelihoods, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, TimedModel, cost_curve, device_name
-from specinfer.runtime.flight import Launch
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.tree import TokenTree
@@ -32,16 +30,12 @@ from specinfer.tree import TokenTree
 class Executor(Protocol):
     """Runs the target's passes over cache slots that the scheduler assigns, for one thread at a time."""
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
-        """Start the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
+        """Run the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
 
         The pass writes K and V of the rows of `runtime.batch.step_rows`. `logit_rows` has the numbering of
         the flight's rows with logits. `taps` are layers whose inputs the flight keeps.
         """
-        ...
-
-    def drop(self, launch: Launch) -> None:
-        """End a pass whose flight is not needed; returns when the pass has ended."""
         ...
 
     def close(self) -> None:
@@ -62,7 +56,7 @@ class Executor(Protocol):
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Move accepted nodes' K and V to their texts, after all launched passes and before the next one."""
+        """Move accepted nodes' K and V to their texts, after a pass and before the next one."""
         ...
 
 
@@ -90,13 +84,7 @@ class LocalExecutor:
         block_size: int,
         adapters: AdapterCache | None = None,
     ) -> None:
-        """Make the target's cache; every draft's has as many blocks. `adapters` are the target's.
-
-        Passes with streamed weights run in a separate thread, so that an interrupt does not wait for the
-        disk.
-        """
-        streams = target.stream is not None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
+        """Make the target's cache; every draft's has as many blocks. `adapters` are the target's."""
         self._closed = False
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -163,34 +151,18 @@ class LocalExecutor:
         """Number of cache positions of each model."""
         return self.num_blocks * self.block_size
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
-        """See Executor; the pass has ended when this returns, except with streamed weights."""
-        run = partial(
-            self.target.launch,
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
+        """See Executor."""
+        return self.target.launch(
             step_rows(plan, trees),
             likelihoods=partial(likelihoods, plan, trees),
             taps=taps,
+            stopped=lambda: self._closed,
         )
-        if self._thread is None:
-            return Launch(run())
-        stopped = Event()
-        try:
-            flight = self._thread.submit(run, stopped=lambda: self._closed or stopped.is_set())
-        except RuntimeError:  # another thread has closed it
-            if self._closed:
-                raise StoppedError("the model was closed") from None
-            raise
-        return Launch(flight, stopped)
-
-    def drop(self, launch: Launch) -> None:
-        """See Executor; waits for a computing layer, not for one that is being read."""
-        launch.stop()
 
     def close(self) -> None:
         """See Executor; a pass whose weights are in memory completes."""
         self._closed = True
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
 
     def move(self, moves: Sequence[Move]) -> None:
         """See Executor."""

@@ -1,7 +1,6 @@
 """Flight: the results of a model's pass, which reads logits where they are.
 
-`Flight` is the protocol for passes on any device; `HostFlight` has logits in host memory. `Launch` is a pass
-that may still run.
+`Flight` is the protocol for passes on any device; `HostFlight` has logits in host memory.
 
 Most callers need one token of a row, the model's choice. A row of logits has a third of a megabyte at a large
 vocabulary, and verification reads few rows of a tree. So the output layer makes logits in blocks of rows, the
@@ -17,10 +16,8 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import wraps
-from threading import Event
 from typing import Final, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -146,30 +143,6 @@ class Flight(Protocol):
         The tensor is on the model's device and may not be written. Raises KeyError for a layer without a tap.
         """
         ...
-
-
-class Launch:
-    """A started pass: a flight, or the future of one that a thread computes."""
-
-    __slots__ = ("_flight", "stopped")
-
-    def __init__(self, flight: Flight | Future[Flight], stopped: Event | None = None) -> None:
-        """Hold a flight or its future; a pass that can be stopped checks `stopped`; see `stop`."""
-        self._flight = flight
-        self.stopped = stopped or Event()
-
-    def flight(self) -> Flight:
-        """Wait for the pass and return its flight; raises what the pass raised."""
-        return self._flight.result() if isinstance(self._flight, Future) else self._flight
-
-    def stop(self) -> None:
-        """Stop the pass after its present layer, and wait until it has ended, with or without an error.
-
-        An interrupt ends the wait; the pass still ends.
-        """
-        self.stopped.set()
-        if isinstance(self._flight, Future):
-            wait([self._flight])
 
 
 class HostFlight:

@@ -22,15 +22,13 @@ of it runs.
 from __future__ import annotations
 
 import hashlib
-import signal
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -339,7 +337,7 @@ class Leader:
     @contextmanager
     def _collective(self) -> Iterator[None]:
         """Run the block as a collective operation; an exception in it ends the group."""
-        with self._group.lock, interrupts_held():
+        with self._group.lock:
             try:
                 yield
             except PeerLostError as error:
@@ -347,26 +345,6 @@ class Leader:
             except BaseException as error:
                 self._group.shut_down(f"rank 0 has failed in the middle of a pass ({error!r})")
                 raise
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    came: list[Any] = []
-    if not callable(before):  # it is ignored, or ends the process
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *given: came.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
 
 
 def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> dict[str, str]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Final
 
 import torch
@@ -137,7 +138,7 @@ class Collector:
         self._encoder = ChatEncoder(llm.tokenizer)
         self._max_tokens = max_tokens
         self._seed = seed
-        self._deltas: deque[Delta] = deque()
+        self._deltas: SimpleQueue[Delta] = SimpleQueue()
         self._in_progress: dict[str, _InProgress] = {}
 
     def run(
@@ -162,7 +163,6 @@ class Collector:
         progress.start(len(waiting), "collecting answers", "prompts")
         try:
             while self._submit(waiting, found) and not self._is_silent(corpus, texts, found):
-                self._llm.loop.wait_until(lambda: self._deltas)
                 texts += self._take_finished(found, progress)
                 now = clock()
                 if texts and now - written >= _SHARD_SECONDS:
@@ -173,7 +173,8 @@ class Collector:
         finally:
             progress.finish()
             self._llm.loop.cancel([one.admitted for one in self._in_progress.values()])
-        texts += self._take_finished(found, progress)
+        while self._in_progress:
+            texts += self._take_finished(found, progress)
         if texts:
             corpus.add(texts, clock() - written)
         if not corpus.tokens:
@@ -197,14 +198,16 @@ class Collector:
             )
             admitted = self._llm.intake.completion(ids, params)
             self._in_progress[admitted.request.request_id] = _InProgress(one, ids, admitted)
-            self._llm.loop.submit([admitted], self._deltas.append)
+            self._llm.loop.submit([admitted], self._deltas.put)
         return bool(self._in_progress)
 
     def _take_finished(self, found: CollectionCounts, progress: Progress) -> list[TunedText]:
-        """Return the finished texts that are long enough to learn from."""
+        """Wait for output; return the finished texts that are long enough to learn from."""
         texts: list[TunedText] = []
-        while self._deltas:
-            delta = self._deltas.popleft()
+        arrived = [self._deltas.get()]
+        while not self._deltas.empty():
+            arrived.append(self._deltas.get())
+        for delta in arrived:
             if (running := self._in_progress.get(delta.id)) is None:
                 continue
             running.tokens.extend(delta.token_ids)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -50,13 +52,10 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("own_thread", [False, True], ids=["driven by who waits", "a thread of its own"])
 def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
-    tiny: Tiny, expected: list[list[int]], own_thread: bool
+    tiny: Tiny, expected: list[list[int]]
 ) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True, max_batch_size=6)
-    if own_thread:
-        llm.loop.start()
     together = threading.Barrier(4)
 
     def ask(number: int) -> list[list[list[int]]]:
@@ -90,11 +89,12 @@ def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
 def test_two_requests_of_one_id_are_one_too_many(tiny: Tiny) -> None:
     llm = tiny.llm()
     [requests] = llm.intake.prompts([[5, 6]], GREEDY)
-    heard: list[Delta] = []
-    llm.loop.submit(requests, heard.append)
+    heard: SimpleQueue[Delta] = SimpleQueue()
+    llm.loop.submit(requests, heard.put)
     with pytest.raises(RequestError, match="request id 'request-0' is in use"):
         llm.loop.submit(requests, lambda output: None)
-    assert llm.loop.wait_until(lambda: heard and heard[-1].finished)
+    while not heard.get(timeout=20).finished:
+        pass
     assert_idle(llm)
 
 
@@ -116,12 +116,14 @@ def test_a_callback_that_raises_cancels_its_requests_at_once(tiny: Tiny, expecte
     llm = tiny.llm(lookup=True)
     other = llm.stream(PROMPTS[1], SEEDED)
     next(other)
+    llm.on_step = lambda _: time.sleep(0.01)  # answers do not end by themselves meanwhile
 
     def refuse(output: RequestOutput) -> None:
         raise OSError("no terminal")
 
     with pytest.raises(OSError, match="no terminal") as kept:
         llm.generate(PROMPTS, SEEDED, on_output=refuse)
+    llm.check_integrity()  # waits for the cancelling
     statistics = llm.statistics()
     assert (statistics.running, statistics.waiting) == (1, 0), kept  # the error, and its frames, are alive
     assert list([*other][-1].token_ids) == expected[1]
@@ -175,13 +177,18 @@ def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
     llm.generate(PROMPTS[:1], GREEDY)
     first = llm.statistics()
     stream = llm.stream(PROMPTS[0], GREEDY)
+    begun, go_on = threading.Event(), threading.Event()
+    llm.on_step = lambda _: (begun.set(), go_on.wait()) if llm.statistics().since(first).steps == 2 else None
     next(stream)
+    begun.wait()
     done = llm.statistics().since(first)
-    assert (done.steps, done.running, done.waiting) == (1, 1, 0)
+    assert (done.steps, done.running, done.waiting) == (2, 1, 0)
     assert (done.prefix_queries, done.prefix_hits, done.preemptions) == (7, 4, 0)
     assert set(done.stage_seconds) == set(Stage)
     assert all(seconds > 0 for seconds in done.stage_seconds.values())
+    go_on.set()
     stream.close()
+    llm.check_integrity()
     assert llm.statistics().running == 0
 
 
@@ -202,6 +209,7 @@ def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
 def test_closing_frees_cache_and_weights(pair: Path) -> None:
     llm = LLM(pair / "target", drafts=[pair / "draft"], **ENGINE)
     llm.generate([1, 2, 3], GREEDY)
+    llm.on_step = lambda _: time.sleep(0.01)  # the answer does not end by itself
     stream = llm.stream([1, 2, 3], GREEDY)  # a stream that is still referenced
     next(stream)
     models = llm.models
@@ -213,7 +221,7 @@ def test_closing_frees_cache_and_weights(pair: Path) -> None:
     assert [reference() for reference in held] == [None] * 3
     llm.close()
     with pytest.raises(ClosedError):
-        next(stream)
+        list(stream)
 
 
 def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:

@@ -64,7 +64,7 @@ _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # for works with a form, and for those without
 _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
-_INTERNAL_ERROR: Final = 70  # exit status of a process that cannot send its answers (EX_SOFTWARE)
+_INTERNAL_ERROR: Final = 70  # exit status after a failed step, or if answers cannot be sent (EX_SOFTWARE)
 _PEER_LOST: Final = 75  # exit status after the loss of a rank (EX_TEMPFAIL)
 Message = tuple[Any, ...]
 
@@ -101,10 +101,10 @@ class EngineProcess:
         """Execute commands until the socket closes."""
         llm = self._llm
         llm.on_step = self._on_step
-        llm.loop.on_lost = self._on_lost
+        llm.loop.on_failed = self._on_failed
+        llm.loop.rest_when_idle()
         if (group := llm.models.target.group) is not None:
-            group.watch(self._on_lost)
-        llm.loop.start()
+            group.watch(self._on_failed)
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineInfo(
             llm.max_context,
@@ -204,12 +204,15 @@ class EngineProcess:
                     answer.started = True
                     self._outbox.put(Delta(name, started=True))
 
-    def _on_lost(self, error: PeerLostError) -> None:
-        """Exit before any work fails: the next process has all ranks and continues every text."""
+    def _on_failed(self, error: BaseException) -> None:
+        """Exit before any work fails: the next process continues every text, and finds the work at fault."""
         self._ending.acquire()  # the loop and the group's watch both detect a loss; one of them logs it
-        _LOG.error("the engine process ends: %s", str(error))
-        time.sleep(self._linger)
-        os._exit(_PEER_LOST)
+        if isinstance(error, PeerLostError):
+            _LOG.error("the engine process ends: %s", str(error))
+            time.sleep(self._linger)
+            os._exit(_PEER_LOST)
+        _LOG.error("the engine process ends, as a step failed", exc_info=error)
+        os._exit(_INTERNAL_ERROR)
 
     def _send_busy_at_once(self) -> bool:
         """Send the busy works unless the server reads nothing; returns whether they were sent."""

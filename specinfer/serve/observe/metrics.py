@@ -90,7 +90,6 @@ class Metrics:
         self.stages = made(Gauge, "engine_stage_seconds", "Seconds of engine steps by stage.", "stage")
         self.off_steps = gauge("speculation_off_steps", "Engine steps in which no speculator could propose.")
         self.on = gauge("speculation_on", "1 if speculation is on, 0 if the guard has turned it off.")
-        self.failed_steps = gauge("engine_failed_steps", "Engine steps that failed and were tried again.")
         self.paused = gauge("speculators_paused", "Speculators, and policies, that pause after an exception.")
         failures = "Exceptions of a speculator, or of the policy."
         self.failures = made(Gauge, "speculator_failures", failures, "speculator")
@@ -157,7 +156,6 @@ class Metrics:
                 self.stages.labels(self.model, stage).set(seconds)
             self.off_steps.set(state.speculation_off_steps)
             self.on.set(state.speculation_on)
-            self.failed_steps.set(state.failed_steps)
             self.paused.set(state.speculators_paused)
             for speculator, count in state.failures.items():
                 self.failures.labels(self.model, speculator).set(count)

@@ -1,10 +1,9 @@
-"""A failure in a step ends only the request at fault."""
+"""A failure in a step ends the requests of the step, or the one at fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
-from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
 from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculators import Outcome, Speculator, TokenTree
-from tests.engines import Tiny, runner_of, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, runner_of, write_tiny
 from tests.flights import flight_over
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53], [7, 7, 7]]
@@ -102,56 +100,33 @@ def test_logits_that_are_no_numbers_end_their_own_request(
     assert len(outputs[2].token_ids) >= 1
 
 
-def test_a_request_whose_steps_fail_is_found_out_and_ends(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("part", ["propose", "launch", "move", "observe"])
+def test_a_step_that_fails_ends_its_requests_and_no_later_one(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     want = expected(tiny)
-    llm = tiny.llm(["similar"])
+    llm = tiny.llm(["similar"], max_batch_size=2)
+    engine = engine_of(llm)
+    owner = engine._speculators if part in ("propose", "observe") else engine._executor
+    real, calls = getattr(owner, part), count()
 
-    def spoilt(rows: Sequence[Rows], flight: Flight) -> Flight:
-        note(rows)
-        if any(map(is_sick, rows)):
+    def fails(*args: Any, **options: Any) -> Any:
+        if next(calls) == 3:
             raise MemoryError("no room for this one")
-        return flight
+        return real(*args, **options)
 
-    spoil(llm, monkeypatch, spoilt)
-    check_others(
-        llm.generate(PROMPTS, PARAMS),
-        want,
-        "its steps failed repeatedly: MemoryError('no room for this one')",
-    )
-    llm.check_integrity()
-    assert "a step failed (1); requests continue from their texts" in caplog.text
-
-
-def test_a_failure_that_does_not_come_back_costs_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = expected(tiny)
-    llm = tiny.llm(["similar"])
-    failing = iter([False, True, True, False, True, *[False] * 99])
-
-    def spoilt(rows: Sequence[Rows], flight: Flight) -> Flight:
-        if next(failing):
-            raise RuntimeError("once in a while")
-        return flight
-
-    spoil(llm, monkeypatch, spoilt)
+    monkeypatch.setattr(owner, part, fails)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    assert 1 <= len(failed) <= 2, "those of the step"
+    for output in failed:
+        assert output.error == "a step of the engine failed: MemoryError('no room for this one')"
+        assert output.internal_error
+    for output, tokens in zip(outputs, want, strict=True):
+        assert output.token_ids == tokens[: len(output.token_ids)]
+        assert output.finish_reason == "error" or output.token_ids == tokens
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
-
-
-def test_where_every_step_fails_every_request_ends_and_the_engine_lives(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = tiny.llm()
-
-    def spoilt(rows: Sequence[Rows], flight: Flight) -> Flight:
-        raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        spoil(llm, patch, spoilt)
-        outputs = llm.generate(PROMPTS, PARAMS)
-    assert [output.finish_reason for output in outputs] == ["error"] * 4
-    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
-    llm.check_integrity()
+    assert_idle(llm)
 
 
 class Raising(Speculator):
@@ -172,42 +147,17 @@ def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
-def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -> None:
+def test_a_listener_that_raises_ends_its_request(tiny: Tiny) -> None:
     llm = tiny.llm(["similar"])
-    streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
-    for stream in streams:
-        next(stream)
 
-    def trace(event: TreeEvent) -> Any:
-        raise OSError("the disk is full")
+    def trace(event: TreeEvent) -> None:
+        if event.request_id == "request-1":
+            raise OSError("the disk is full")
 
     llm.on_tree = trace
-    with pytest.raises(OSError, match="the disk is full"):
-        list(streams[0])
-    llm.on_tree = None
-    assert [[*stream][-1].token_ids for stream in streams[1:]] == expected(tiny)[1:]
-    llm.check_integrity()
-
-
-def test_a_step_that_fails_compiles_no_grammar_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text continues by the grammar that it was admitted with, whatever is cached."""
-    llm = write_tiny(tmp_path, vocab_size=64, max_context=96, eos_token_id=0).llm()
-    params = SamplingParams(temperature=1, seed=2, max_tokens=12, regex="[0-9]{20}")
-    [want] = llm.generate(PROMPTS[:1], params)
-    compiled, passes = list[object](), count()
-    compile_form = GrammarCompiler.compile
-
-    def counted(self: GrammarCompiler, form: Any) -> Any:
-        compiled.append(form)
-        return compile_form(self, form)
-
-    def fourth_fails(rows: Sequence[Rows], flight: Flight) -> Flight:
-        if next(passes) == 3:
-            raise MemoryError
-        return flight
-
-    monkeypatch.setattr(GrammarCompiler, "compile", counted)
-    spoil(llm, monkeypatch, fourth_fails)
-    [found] = llm.generate(PROMPTS[:1], params)
-    assert found.token_ids == want.token_ids
-    assert (llm.statistics().failed_steps, len(compiled)) == (1, 1)
+    found = llm.generate(PROMPTS, PARAMS)
+    assert [output.finish_reason for output in found] == ["length", "error", "length", "length"]
+    assert found[1].error == "on_tree failed: the disk is full"
+    want = expected(tiny)
+    assert [found[number].token_ids for number in (0, 2, 3)] == [want[number] for number in (0, 2, 3)]
+    assert_idle(llm)

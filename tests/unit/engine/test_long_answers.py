@@ -23,7 +23,6 @@ from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
-from specinfer.runtime.flight import Launch
 from specinfer.runtime.runner import Move
 from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.work import Work
@@ -82,16 +81,13 @@ class Recited:
     def __init__(self, text: Sequence[int]) -> None:
         self.text = text
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Choices:
         rows = logit_rows(plan, trees)
         chosen = [0] * rows.count
         for entry, tree, root in zip(plan.tree_entries, trees, rows.roots, strict=True):
             for node, depth in enumerate(tree.depths()):
                 chosen[root + node] = self.text[min(entry.end + depth, len(self.text) - 1)]
-        return Launch(Choices(chosen))
-
-    def drop(self, launch: Launch) -> None:
-        pass
+        return Choices(chosen)
 
     def close(self) -> None:
         pass
@@ -144,30 +140,33 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
             taken: list[int] = []
             heard: list[str] = []
             admitted = llm.intake.completion(PROMPT, params, request_id="a")
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            before: int | None = None  # traced memory when the last step ended
+            began = 0.0
 
             def receive(delta: Delta) -> None:
-                """Process a delta on its way to a stream, here or in a server."""
+                """Process a delta on its way to a stream, here or in a server, and measure the step."""
+                nonlocal before, began
                 admitted.transcript.output(delta.text)
                 ledger.receive(0, "", [pickle.loads(pickle.dumps(delta))])
                 pending, waiter.pending = waiter.pending, {}
                 heard.append(Delta.joined(pending["a"]).text)
-
-            llm.loop.submit([admitted], receive)
-            while "a" in ledger:
-                come, weighing = (
-                    len(heard),
-                    len(live.output_ids) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED,
-                )
-                if weighing:
+                if before is not None:
+                    taken.append(tracemalloc.get_traced_memory()[1] - before)
+                    tracemalloc.stop()
+                elif began:
+                    seconds.append(time.thread_time() - began)
+                before = None
+                if len(live.output_ids) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED:
                     tracemalloc.start()
                     before, _ = tracemalloc.get_traced_memory()
                 began = time.thread_time()
-                llm.loop.wait_until(lambda come=come: len(heard) > come)
-                if weighing:
-                    taken.append(tracemalloc.get_traced_memory()[1] - before)
-                    tracemalloc.stop()
-                else:
-                    seconds.append(time.thread_time() - began)
+                if delta.finished:
+                    ended.get_loop().call_soon_threadsafe(ended.set_result, None)
+
+            llm.loop.submit([admitted], receive)
+            await ended
+            tracemalloc.stop()
             return seconds, taken, "".join(heard), live.output_ids
 
         seconds, taken, heard, said = asyncio.run(answer())

@@ -1,20 +1,26 @@
-"""The loop that drives an engine: streams, receivers and cancelling, from one thread and from several."""
+"""The loop that drives an engine: streams, receivers, cancelling, failures and the end."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import RequestError
+from specinfer.errors import ClosedError, PeerLostError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
-from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
+from tests.scripted_engine import Pause, ScriptedEngine, counted, said
+from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.conftest import Make
-
-# One caller.
 
 
 def test_a_stream_is_every_output_of_its_requests(
@@ -28,7 +34,7 @@ def test_a_stream_is_every_output_of_its_requests(
 
 
 def test_a_stream_of_ended_requests_makes_one_output_of_each(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, monkeypatch: pytest.MonkeyPatch
+    loop: EngineLoop, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
     output = Transcript.output
@@ -47,24 +53,25 @@ def test_a_stream_of_ended_requests_makes_one_output_of_each(
 def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
+    engine.script = pause = Pause()
     first = loop.stream([make("a")])
-    next(first)
-    for requests in ([make("b"), make("a")], [make("c"), make("c")]):
-        with pytest.raises(RequestError, match=r"request id '[ac]' is in use"):
+    heard: list[Delta] = []
+    loop.submit([make("a2", 1)], heard.append)
+    pause.reached.wait()
+    for requests in ([make("b"), make("a2")], [make("c"), make("c")]):
+        with pytest.raises(RequestError, match=r"request id '(a2|c)' is in use"):
             next(loop.stream(requests))
-    assert said(first) == counted("a")[1:]
+    pause.go_on.set()
+    assert said(first) == counted("a")
     assert engine.happened.count("add b") == engine.happened.count("add c") == 0
-    assert said(loop.stream([make("a")])) == counted("a")  # free again
-
-
-# Cancelling.
+    assert said(loop.stream([make("a2")])) == counted("a2")  # free again
 
 
 @pytest.mark.parametrize("drop", ["close", "forget", "never begun"])
 def test_a_dropped_stream_cancels_its_request(
     loop: EngineLoop, engine: ScriptedEngine, make: Make, drop: str
 ) -> None:
-    stream = loop.stream([make("a"), make("b")])
+    stream = loop.stream([make("a", 999), make("b", 999)])
     if drop == "never begun":
         del stream
         assert engine.happened == []
@@ -75,65 +82,214 @@ def test_a_dropped_stream_cancels_its_request(
     else:
         del stream
         gc.collect()
-    assert engine.happened == ["add a", "add b", "step", "abort a", "abort b"]
     loop.check_integrity()
+    assert engine.happened[-3:] == ["abort a", "abort b", "check"]
+    assert not engine.has_work
 
 
 def test_what_is_cancelled_within_a_step_takes_part_in_no_other(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
-    dropped = loop.stream([make("b")])
-    kept = loop.stream([make("a")])
-    next(kept)
-    next(dropped)
-    engine.script = lambda step: dropped.close()
-    assert said(kept) == counted("a")[1:]
-    assert engine.happened == ["add a", "step", "add b", "step", "step", "abort b"]
+    one, other = make("a"), make("b", 99)
+    engine.script = lambda step: loop.cancel([other]) if step == 2 else None
+    heard: list[Delta] = []
+    loop.submit([other], heard.append)
+    assert said(loop.stream([one])) == counted("a")
+    assert engine.happened.index("abort b") <= 4
+    assert heard[-1].finish_reason is FinishReason.ABORT
 
 
-def test_a_request_cancelled_before_its_first_step_never_runs(
+def test_threads_wait_for_one_loop(loop: EngineLoop, make: Make, threads: Any) -> None:
+    reading = [threads(lambda name=name: said(loop.stream([make(name, 9)]))) for name in "abcdefgh"]
+    assert [one.result() for one in reading] == [counted(name, 9) for name in "abcdefgh"]
+
+
+def test_the_thread_sleeps_where_there_is_nothing_to_do(engine: ScriptedEngine, make: Make) -> None:
+    asked = 0
+
+    class Counting(ScriptedEngine):
+        @property
+        def has_work(self) -> bool:
+            nonlocal asked
+            asked += 1
+            return bool(self.requests)
+
+    loop = EngineLoop(Counting())
+    assert said(loop.stream([make("a")])) == counted("a")
+    threading.Event().wait(0.2)
+    assert asked <= 4 * 3 + 2
+    loop.close()
+
+
+def test_a_call_from_a_step_that_would_wait_for_itself_is_refused(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
-    heard: list[Delta] = []
-    one = make("a")
-    loop.submit([one], heard.append)
-    loop.cancel([one])
-    assert [o.finish_reason for o in heard] == [FinishReason.ABORT]
-    assert engine.happened == ["add a", "abort a"]
+    refused: list[str] = []
+
+    def call(step: int) -> None:
+        for wrong in (lambda: next(loop.stream([make("b")])), loop.close, loop.check_integrity, loop.rest):
+            with pytest.raises(UserError, match="within one of its own steps") as error:
+                wrong()
+            refused.append(str(error.value))
+
+    engine.script = call
+    assert said(loop.stream([make("a", 1)])) == counted("a", 1)
+    assert len(refused) == 4
 
 
-# Several threads.
+# Failures.
 
 
-def test_who_waits_gets_the_outputs_that_another_threads_steps_made(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
+def test_a_step_that_raises_ends_its_requests_and_the_loop_goes_on(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun = waits(loop)
-    engine.script = pause = Pause()
-    driver = threads(lambda: said(loop.stream([make("a", 4)])))
-    pause.reached.wait()
-    reader = threads(lambda: said(loop.stream([make("b", 2)])))
-    begun.acquire()  # the reader waits: the driver has the turn
-    assert engine.happened == ["add a", "step"]
-    pause.go_on.set()
-    assert driver.result() == counted("a", 4)
-    assert reader.result() == counted("b", 2)
-    assert engine.happened[:3] == ["add a", "step", "add b"]
-    assert engine.happened.count("step") <= 5
+    heard: list[BaseException] = []
+    loop.on_failed = heard.append
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise SystemExit("no memory")
+
+    engine.script = fail
+    with caplog.at_level(logging.ERROR):
+        last = list(loop.stream([make("a", 9)]))[-1]
+    assert (last.token_ids, last.finish_reason) == ((1, 2, 3), FinishReason.ERROR)
+    assert last.error == "SystemExit('no memory')"
+    assert last.internal_error
+    assert [type(one) for one in heard] == [SystemExit]
+    assert "a step failed, and its requests end" in caplog.text
+    assert said(loop.stream([make("b")])) == counted("b")
 
 
-def test_a_thread_that_leaves_hands_the_driving_over(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
+def test_a_lost_rank_is_raised_and_is_one_line_of_the_log(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun = waits(loop)
-    engine.script = pause = Pause()
-    driver = threads(lambda: next(loop.stream([make("a")])))  # drops its stream after one output
-    pause.reached.wait()
-    readers = [threads(lambda name=name: said(loop.stream([make(name)]))) for name in ("b", "c")]
-    for _ in readers:
-        begun.acquire()
-    pause.go_on.set()
-    assert driver.result().token_ids == (1,)
-    assert [reader.result() for reader in readers] == [counted("b"), counted("c")]
+    lost = PeerLostError("rank 1 is lost", 1)
+
+    def lose(step: int) -> None:
+        raise lost from OSError("the link is closed")
+
+    engine.script = lose
+    with caplog.at_level(logging.ERROR), pytest.raises(PeerLostError, match="rank 1 is lost"):
+        list(loop.stream([make("a", 9)]))
+    assert [(one.getMessage(), one.exc_info) for one in caplog.records] == [
+        ("all requests end: rank 1 is lost", None)
+    ]
+
+
+def test_a_request_that_the_engine_refuses_or_loses_fails_alone(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make
+) -> None:
+    engine.refuses = {"b"}
+    engine.script = lambda step: engine.requests.pop("c", None)
+    last = {output.request_id: output for output in loop.stream([make("a"), make("b"), make("c", 9)])}
+    assert last["a"].token_ids == (1, 2, 3)
+    assert (last["b"].finish_reason, last["b"].error) == (FinishReason.ERROR, "no room")
+    assert last["c"].finish_reason is FinishReason.ERROR
+    assert "the engine lost the request" in (last["c"].error or "")
+    assert last["c"].internal_error
+
+
+def test_a_receiver_that_raises_loses_its_request_and_nobody_elses(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(delta: Delta) -> None:
+        raise OSError("the client is gone")
+
+    loop.submit([make("a", 999)], refuse)
+    with caplog.at_level(logging.ERROR):
+        assert said(loop.stream([make("b")])) == counted("b")
+    assert "request a is cancelled, as its receiver failed" in caplog.text
+    assert "the client is gone" in caplog.text
     assert "abort a" in engine.happened
-    assert len(set(engine.steppers)) > 1
+
+
+def test_a_receiver_may_submit_and_cancel(loop: EngineLoop, make: Make) -> None:
+    heard: SimpleQueue[tuple[str, FinishReason | None]] = SimpleQueue()
+    doomed, follower = make("doomed", 999), make("follower", 1)
+
+    def receive(delta: Delta) -> None:
+        heard.put((delta.id, delta.finish_reason))
+        if delta.id == "a":
+            loop.cancel([doomed])
+            loop.submit([follower], receive)
+
+    loop.submit([make("a", 1), doomed], receive)
+    found = [heard.get(timeout=20) for _ in range(4)]
+    assert (found[0], found[-1]) == (("a", FinishReason.LENGTH), ("follower", FinishReason.LENGTH))
+    assert ("doomed", FinishReason.ABORT) in found
+
+
+# The end.
+
+
+def test_a_closed_loop_says_so_to_everybody_who_waits(
+    engine: ScriptedEngine, make: Make, threads: Any
+) -> None:
+    loop = EngineLoop(engine)
+    engine.script = pause = Pause()
+    waiting = [threads(lambda name=name: said(loop.stream([make(name, 999)]))) for name in ("a", "b")]
+    pause.reached.wait()
+    closers = [threads(loop.close) for _ in range(2)]
+    while not loop._refusing:
+        pass
+    pause.go_on.set()
+    for future in waiting:
+        with pytest.raises(ClosedError, match="the LLM was closed; make a new one"):
+            future.result()
+    for closer in closers:
+        closer.result()
+    assert engine.happened.count("step") == 1
+    assert not engine.has_work
+    heard: list[Delta] = []
+    calls: list[Callable[[], object]] = [
+        lambda: next(loop.stream([make("d")])),
+        lambda: loop.submit([make("d")], heard.append),
+        loop.check_integrity,
+        loop.rest,
+        loop.rest_when_idle,
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="the LLM was closed"):
+            call()
+    loop.cancel([make("d")])
+    loop.close()
+
+
+def test_outputs_that_are_there_can_be_read_after_the_end(make: Make) -> None:
+    loop = EngineLoop(ScriptedEngine())
+    ended = loop.stream([make("a", 2)])
+    next(ended)
+    assert said(loop.stream([make("b", 4)])) == counted("b", 4)  # and meanwhile `a` ended
+    loop.close()
+    assert said(ended) == [("a", [1, 2])]
+
+
+EXIT = """
+import sys, threading, weakref
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from specinfer.engine.loop import EngineLoop
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_engine import ScriptedEngine, admitted
+
+class Owner: pass
+engine, stepping, owner = ScriptedEngine(), threading.Event(), Owner()
+engine.script = lambda step: stepping.set()
+loop = EngineLoop(engine)
+last = []
+weakref.finalize(owner, lambda: (loop.stop(), print(last[-1].finish_reason, engine.has_work)))
+loop.submit([admitted(Tokenizer.load(Path({folder!r})), "a", 1 << 19)], last.append)
+stepping.wait()
+{ending}
+"""
+
+
+@pytest.mark.parametrize(("ending", "status"), [("", 0), ("sys.exit(3)", 3), ("del owner", 0)])
+def test_the_interpreter_ends_with_the_thread_in_the_middle_of_its_work(
+    tmp_path_factory: pytest.TempPathFactory, ending: str, status: int
+) -> None:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("exit"), vocab_size=256, tokenizer=True)
+    code = EXIT.format(root=str(Path(__file__).parents[3]), folder=str(folder), ending=ending)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "abort False\n", "")

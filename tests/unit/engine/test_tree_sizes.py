@@ -69,7 +69,7 @@ def test_an_idle_engine_measures_what_its_first_start_measured_roughly(
         assert texts(llm.generate(PROMPTS, params)) == texts(plain)
         llm._open.engine.rest(lambda: True)  # a request has come
         assert followed.empty()
-        llm.loop.start()
+        llm.loop.rest_when_idle()
         assert followed.get(timeout=20) == [False, False], "target and draft"
         assert texts(llm.generate(PROMPTS, params)) == texts(plain)
     monkeypatch.setattr("specinfer.engine.costs.measure_curves", lambda *_: 1 / 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -199,33 +198,6 @@ def test_what_followers_answer_is_waited_for_within_a_pass_and_asked_for_behind_
         monkeypatch.setattr(group, "_take", slow)
         runner.launch([Rows((1,), 1, [0], 0)], taps=(3,))
         assert group.times.spent[2] >= waited + 0.1, "for rows and for taps"
-
-
-def test_an_interrupt_waits_for_all_stages(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = ModelRunner(whole_model(llama, kernels("native"), tmp_path), num_blocks=1, block_size=8)
-    rows = [Rows((3, 1, 4), 0, [0], 0)]
-    with ranks_of(llama, 4, kernels("native"), tmp_path, stages=2) as model:
-        runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
-        assert group is not None
-        take = group.receive_on
-
-        def interrupted(*given: Any) -> Tensor:
-            signal.raise_signal(signal.SIGINT)
-            return take(*given)
-
-        monkeypatch.setattr(group, "receive_on", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            runner.forward(rows)
-        monkeypatch.undo()
-        assert torch.equal(runner.forward(rows), want.forward(rows))
-        assert all(seconds > 0 for seconds in group.times.spent)
-        assert {*group.times.by_rank} == {
-            f"{rank} {doing}"
-            for rank in range(group.size)
-            for doing in ("computing", "exchanging", "waiting")
-        }
 
 
 @pytest.mark.parametrize("fault", ["embed", "later"])

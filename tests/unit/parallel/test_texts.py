@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -251,25 +250,6 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     assert there.free == (1 << 19) - shared.num_blocks * block
     del shared
     assert there.free == 1 << 19
-
-
-def test_an_interrupt_waits_for_the_pass_and_ranks_stay_in_step(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = ModelRunner(whole_model(llama, kernels("native"), tmp_path), num_blocks=1, block_size=8)
-    rows = [Rows((3, 1, 4), 0, [0], 0)]
-    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
-        runner, embed = ModelRunner(model, num_blocks=1, block_size=8), model.embed
-
-        def interrupted(*given: Tensor) -> Residual:
-            signal.raise_signal(signal.SIGINT)
-            return embed(*given)
-
-        monkeypatch.setattr(model, "embed", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            runner.forward(rows)
-        monkeypatch.undo()
-        assert torch.equal(runner.forward(rows), want.forward(rows))
 
 
 def test_a_pass_that_fails_at_rank_0_ends_the_group(

@@ -289,7 +289,7 @@ def test_a_loss_that_two_threads_detect_is_logged_once(
 
     monkeypatch.setattr(os, "_exit", end)
     lost = PeerLostError("rank 1 is lost", 1)
-    detecting = [threading.Thread(target=process._on_lost, args=(lost,), daemon=True) for _ in range(2)]
+    detecting = [threading.Thread(target=process._on_failed, args=(lost,), daemon=True) for _ in range(2)]
     for one in detecting:
         one.start()
     assert ended.wait(10)

@@ -63,7 +63,6 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         streamed_bytes=4000,
         stream_wait_seconds=1.5,
         rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
-        failed_steps=2,
         failures={"draft": 3},
         speculators_paused=1,
     )
@@ -78,7 +77,6 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         streamed_bytes=1000,
         stream_wait_seconds=0.25,
         rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
-        failed_steps=1,
         failures={"policy": 1},
     )
     metrics = Metrics("m")
@@ -130,7 +128,6 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
             'engine_stage_seconds{,stage="schedule"}': 1.5,
             'engine_stage_seconds{,stage="commit"}': 2.25,
             "engine_restarts{}": 1,
-            "engine_failed_steps{}": 3,
             'speculator_failures{,speculator="draft"}': 3,
             'speculator_failures{,speculator="policy"}': 1,
             "speculators_paused{}": 0,
