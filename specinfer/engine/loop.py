@@ -72,9 +72,8 @@ class EngineLoop:
                 if (request_id := one.request.request_id) in self._live or request_id in named:
                     raise RequestError(f"request id {request_id!r} is in use; submit each request once")
                 named[request_id] = one
-            for request_id, one in named.items():
-                self._live[request_id] = _Live(one, receive)
-                self._commands.put(partial(self._add, one))
+            self._live |= {request_id: _Live(one, receive) for request_id, one in named.items()}
+            self._commands.put(partial(self._add, [*named.values()]))  # one command: they share a step
 
     def cancel(self, requests: Iterable[AdmittedRequest]) -> None:
         """End the requests that have not ended, with finish reason "abort", before the next step."""
@@ -245,13 +244,12 @@ class EngineLoop:
             for live in lost:
                 self._receive(live.admitted.fail("the engine lost the request; please report it"))
 
-    def _add(self, one: AdmittedRequest) -> None:
-        if not self._is_live(one):
-            return
-        try:
-            self._present_engine.add(one)
-        except Exception as error:
-            self._receive(one.fail(str(error)))
+    def _add(self, requests: Sequence[AdmittedRequest]) -> None:
+        for one in requests:
+            try:
+                self._present_engine.add(one)
+            except Exception as error:
+                self._receive(one.fail(str(error)))
 
     def _abort(self, one: AdmittedRequest) -> None:
         if self._is_live(one):
