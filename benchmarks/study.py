@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -210,6 +211,12 @@ def total_figures(outputs: Iterable[RequestOutput]) -> SpeculationFigures:
 def row(*cells: object) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return "median [least - most]", or the only value."""
+    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, statistics.median, max))
+    return middle if len(values) == 1 else f"{middle} [{low} - {high}]"
 
 
 def digest(value: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.identity.quantized_layouts import (
+from tests.quantized_layouts import (
     FP4,
     NF4,
     Pieces,

@@ -84,29 +84,11 @@ def level_of(features: Sequence[str]) -> Level:
     return max(fitting, key=lambda one: len(named[one]))  # the first of equals
 
 
-def scripts_table() -> str:
-    """The scripts that result pages name by an earlier place, and their commands."""
-    moved: dict[str, list[str]] = defaultdict(list)
-    for old in sorted(earlier_scripts()):
-        [path] = BENCHMARKS.glob(f"*/{old}.py")
-        moved[path.parent.name].append(f"`{old}`")
-    rows = ["| NAME | command |", "|---|---|"]
-    rows += [f"| {', '.join(moved[name])} | `python -m benchmarks.{name}.NAME` |" for name in sorted(moved)]
-    return "\n".join(rows)
-
-
-def earlier_scripts() -> set[str]:
-    """Names of scripts in commands of result pages of the form `python benchmarks/NAME.py`."""
-    pages = [path.read_text(encoding="utf-8") for path in (BENCHMARKS / "results").glob("*.md")]
-    return {name for page in pages for name in re.findall(r"python benchmarks/(\w+)\.py", page)}
-
-
 TABLES = {
     "metrics": metrics_table,
     "errors": errors_table,
     "kernels": levels_table,
     "measured": measured_table,
-    "scripts": scripts_table,
 }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.weights import Home, default_home
+from benchmarks.peers.engines import Home, default_home
 from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
 from specinfer import EngineConfig
 from specinfer.check.difference import PlainTarget
@@ -39,7 +39,7 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 BASE = "none"
 LLAMA_CPP = "llama.cpp"  # key of its cell
-_SCRIPT = Path(__file__).parents[1] / "peers" / "run_llama_cpp_nats.py"
+_SCRIPT = Path(__file__).parents[1] / "peers" / "run_llama_cpp.py"
 ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # allowed increase of perplexity, in percent
 
 
@@ -95,7 +95,7 @@ def llama_cpp(home: Home, model: Path, texts: Sequence[tuple[list[int], list[int
 
     Raises DatasetError if it cannot be run.
     """
-    command = [str(home.python("llama_cpp")), str(_SCRIPT), str(model), "2"]
+    command = [str(home.python("llama_cpp")), str(_SCRIPT), "nats", str(model), "2"]
     try:
         done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
     except OSError:

@@ -15,12 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 
+from benchmarks.load.client import Client
 from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
-from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request
 
 _STARTING = 600.0  # seconds
 _CONTEXT = 24_576
@@ -52,16 +53,19 @@ def start(args: Any) -> Server:
 
 async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str, Any]:
     """Return seconds to the first token of every answer, load by load."""
-    async with connect(server.url, None) as http:
-        model = await first_model(http, 60)
+    async with Client(server.url, 3600) as client, httpx.AsyncClient(base_url=server.url) as http:
 
         async def first_token(number: int, text: str, salt: str, tokens: int) -> float:
-            params = SamplingParams(temperature=0.0, max_tokens=tokens)
-            request = RequestOptions(params=params, body={"cache_salt": salt}, timeout=3600)
-            exchange = await send_request(http, request, model, number, [{"role": "user", "content": text}])
-            if exchange.error:
-                sys.exit(f"error: {exchange.error}")
-            return exchange.ttft
+            asked: dict[str, Any] = {
+                "temperature": 0,
+                "seed": number,
+                "max_tokens": tokens,
+                "cache_salt": salt,
+            }
+            answer = await client.ask([{"role": "user", "content": text}], **asked)
+            if answer.error:
+                sys.exit(f"error: {answer.error}")
+            return answer.first_seconds
 
         await first_token(0, questions[0], "warm", 4)
         alone = [await first_token(i, text, "alone", 1) for i, text in enumerate(questions)]
@@ -81,7 +85,7 @@ async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str
         await asyncio.sleep(2.0)
         behind: list[float] = []
         number = 0
-        while not long.done():
+        while len(behind) < 2 or not long.done():
             behind.append(await first_token(number, questions[number % len(questions)], f"b{number}", 1))
             number += 1
             await asyncio.sleep(0.37)  # varies the point within a step

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,18 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
+from benchmarks.study import (
+    REQUIRED,
+    Study,
+    ask,
+    natural,
+    parser,
+    questions_of,
+    row,
+    run,
+    settings_of,
+    spread,
+)
 from benchmarks.study import without_speculation as plain
 from specinfer import LLM, SamplingParams
 from specinfer.files import cache_dir
@@ -149,11 +159,6 @@ def page(study: Study) -> list[str]:
                 shown = (f"`{way}`", guesses, size, spread(speeds, 1), spread(ratios, 3))
                 lines.append(row(*shown, "" if guesses == "plain" else "yes" if same else "NO"))
     return lines
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, statistics.median, max))
-    return f"{middle} [{low} - {high}]"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""A cell of benchmarks/offload/offload.py: a row's answers to its prompts, under a limit.
+"""A cell of offload.py: a row's answers to its prompts, under a limit.
 
 Every engine under a limit is a child in a memory cgroup, and does not run if none can be made. Before it
-runs, the disk's rate is measured, and the pages of its files are dropped from the cache, so that its reads
-count for its limit.
+runs, the pages of its files are dropped from the cache, so that its reads count for its limit.
 """
 
 from __future__ import annotations
@@ -11,41 +10,85 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import run as call
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.machines.memory_group import NoGroupError, memory_group
-from benchmarks.offload.rows import Row
-from benchmarks.offload.slow_disk import Inside, slow_disk
+from benchmarks.peers.engines import INSTALL, OURS, Home, WeightsError, script_of
 from benchmarks.peers.process import Worker, WorkerError
-from benchmarks.peers.weights import INSTALL, Home, WeightsError
 from benchmarks.study import digest
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
 
-HERE = Path(__file__).parent
-ENGINE = HERE / "run_engine.py"
-PEERS = HERE.parent / "peers"
-RESIDENT = "resident"
-BYTES = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}  # per weight; int4 has a scale and a zero for 32 of them
-REFERENCE_SECONDS = 2.0
-WARM_UP_TOKENS = 2
-TREE_ROOM = 64  # KV slots beyond prompt and answer, for rejected nodes
+PLAIN: Final = "plain"
+RESIDENT: Final = "resident"
+# Bytes per weight; int4 has a scale and a zero for 32 of them.
+BYTES: Final = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}
+DRAFT_TOKENS: Final = 16  # length of a peer's chain; a pass takes seconds, so it may be long
+WARM_UP_TOKENS: Final = 2
+TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One engine in one mode."""
+
+    name: str
+    peer: str | None = None  # engines.script_of has the names; None: specinfer
+    form: str = "folder"  # the dithered folder, or "bf16" or "q8_0" as a GGUF file
+    draft: str | None = None  # the small model as the available GGUF "file", or as "safetensors"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    edits: bool | None = None  # True: only for edits; False: never for edits; None: every workload
+    predicts: bool = False  # gets the old file as the prediction
+    kinds: tuple[str, ...] = tuple(BYTES)  # quantizations of the target that it runs for
+
+
+_ASSISTANCE: Final = {
+    "num_assistant_tokens": DRAFT_TOKENS,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+_SELF: Final = {"drafts": ["self"], "draft_quantization": "int4", "lookup": False}
+
+
+def _peers() -> list[Row]:
+    rows: list[Row] = []
+    own: dict[str, Any]
+    for form, kinds in (("bf16", ("none",)), ("q8_0", ("none", "int8"))):
+        own = {"peer": "llama_cpp", "form": form, "edits": False, "kinds": kinds}
+        guessing: dict[str, Any] = {"draft": "file", "options": {"draft_tokens": DRAFT_TOKENS}}
+        rows.append(Row(name=f"llama.cpp {form}", **own))
+        rows.append(Row(name=f"llama.cpp {form} + small", **own, **guessing))
+    own = {"peer": "transformers", "edits": False, "kinds": ("none",)}
+    rows.append(Row(name="accelerate", **own))
+    rows.append(
+        Row(name="accelerate + small", draft="safetensors", options={"assistance": _ASSISTANCE}, **own)
+    )
+    return rows
+
+
+# Plain has one-node trees: no draft, no `offload="auto"` copy of the target, no lookups.
+ROWS: Final = (
+    Row(name=PLAIN, options={"lookup": False, "max_nodes": 1}),
+    Row(name="self", options=_SELF, kinds=("none", "int8")),
+    Row(name="small", draft="file", options={"draft_quantization": "int4", "lookup": False}),
+    Row(name="auto"),
+    Row(name="prediction", options={"lookup": False, "offload": "layers"}, edits=True, predicts=True),
+    *_peers(),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A model under a limit."""
+    """A quantization under a limit."""
 
-    model: str  # dithered or inflated
-    kind: str  # its quantization
+    kind: str
     share: float  # share of its bytes that may be in memory
 
     def __str__(self) -> str:
-        return f"{self.model} {self.kind} {self.share:.0%}"
+        return f"{self.kind} {self.share:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +113,8 @@ class Prompt:
 class Bench:
     """Common data of all cells."""
 
-    folders: dict[str, Path]  # dithered, inflated -> model folder
-    gguf: Path  # the dithered model in bfloat16
+    folder: Path  # the dithered model
+    gguf: Path  # the same in bfloat16
     draft: Path
     prompts: dict[str, list[Prompt]]  # by workload
     home: Home
@@ -80,7 +123,9 @@ class Bench:
 
     def bytes(self, limit: Limit) -> int:
         """Return the bytes of the weights in memory."""
-        return int(limit.share * weights(self.folders[limit.model]) * BYTES[limit.kind])
+        shapes = open_model(resolve(str(self.folder))).shapes.values()
+        weights = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+        return int(limit.share * weights * BYTES[limit.kind])
 
     def dealt(self, question: Question, round_: int) -> range:
         """Return the prompt numbers of a question's round."""
@@ -98,53 +143,37 @@ def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: i
     python = Path(sys.executable) if row.peer is None else bench.home.python(row.peer)
     if not python.exists():
         return {"error": f"not installed; {INSTALL}"}
-    script = ENGINE if row.peer is None else PEERS / f"run_{row.peer}.py"
+    command = [str(python), *script_of(row.peer or OURS)]
+    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
     room = bench.bytes(limit)
     memory = {"own": bench.own, "room": room}
     try:
         setup, files = setup_of(bench, limit, question, row, None if row.name == RESIDENT else room)
+
+        def answered(command: Sequence[str]) -> dict[str, Any]:
+            with Worker(command, environment, bench.args.timeout) as worker:
+                cell = converse(bench, worker, setup, question, row, round_)
+                return {**cell, **memory, "peak": worker.peak_memory()}
+
         if row.name == RESIDENT:
-            command = [str(python), str(script)]
-            return {**run_child(bench, command, setup, question, row, round_), **memory, "reference": None}
-        rate = bench.args.rate and bench.args.rate * 10**6
-        with memory_group(bench.own + room) as group, slow_disk(group, rate, files[0]) as inside:
-            reference = read_reference(inside, files[0])
+            return answered(command)
+        with memory_group(bench.own + room) as group:
             for file in files:
                 forget(file)
-            command = inside([str(python), str(script)])
-            cell = run_child(bench, command, setup, question, row, round_)
-            group_facts = {
-                "group_peak": group.peak_usage(),
-                "kills": group.oom_kills(),
-                "reference": reference,
-            }
-            return {**cell, **memory, **group_facts}
+            return {**answered(group.inside(command)), "kills": group.oom_kills()}
     except NoGroupError as error:
         return {"error": f"not run: {error}"}
     except (WorkerError, WeightsError, ValueError, OSError) as error:
         return {"error": str(error)}
 
 
-def run_child(
-    bench: Bench, command: Sequence[str], setup: dict[str, Any], question: Question, row: Row, round_: int
-) -> dict[str, Any]:
-    """Return a child's answers and peak memory; raises WorkerError, or ValueError for a wrong length."""
-    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
-    with Worker(command, environment, bench.args.timeout) as worker:
-        cell = converse(bench, worker, setup, question, row, round_)
-        return {**cell, "peak": worker.peak_memory()}
-
-
 def setup_of(
     bench: Bench, limit: Limit, question: Question, row: Row, room: int | None
 ) -> tuple[dict[str, Any], list[Path]]:
     """Return the child's first message and the files it reads; `room` is None for the resident run."""
-    folder, options = bench.folders[limit.model], dict(row.options)
-    model = {
-        "folder": lambda: folder,
-        "bf16": lambda: bench.gguf,
-        "q8_0": lambda: bench.home.weights(bench.gguf, "q8_0"),
-    }[row.form]()
+    options = dict(row.options)
+    model = {"folder": bench.folder, "bf16": bench.gguf}.get(row.form)
+    model = model or bench.home.weights(bench.gguf, row.form)
     draft = None if row.draft is None else bench.home.weights(bench.draft, row.draft)
     if row.peer is None:
         options |= {
@@ -160,8 +189,6 @@ def setup_of(
             options = {"offload": "auto", "memory": bench.own + room, **options}
     elif row.peer == "transformers":
         options["memory"] = bench.own + (room or 0)
-    elif row.peer == "airllm":
-        options["layers"] = str(bench.home.folder / "weights" / f"airllm-{folder.name}")
     setup = {
         "model": str(model),
         "draft": None if draft is None else str(draft),
@@ -179,9 +206,7 @@ def converse(
     bench: Bench, worker: Worker, setup: dict[str, Any], question: Question, row: Row, round_: int
 ) -> dict[str, Any]:
     """Load, warm up and answer, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
-    began = time.perf_counter()
-    loading = worker.ask(setup)
-    loaded = time.perf_counter()
+    versions = worker.ask(setup)["versions"]
     prompts, numbers = bench.prompts[question.workload], [*bench.dealt(question, round_)]
     args, max_tokens = bench.args, int(bench.args.max_tokens)
     if row.peer is not None:
@@ -200,14 +225,8 @@ def converse(
             answers.append({"prompt": number, "text": digest(answer["tokens"]), "head": head})
         whole = time.perf_counter() - asked_at
         groups.append({**timed(reply["answers"]), "whole": whole, "counted": reply.get("counted", {})})
-    busy = worker.busy_elsewhere() - busy
-    return {
-        "answers": answers,
-        "groups": groups,
-        "versions": loading["versions"],
-        "load_seconds": loaded - began,
-        "busy_elsewhere": max(busy, 0.0) / (time.perf_counter() - measured),
-    }
+    busy = max(worker.busy_elsewhere() - busy, 0.0) / (time.perf_counter() - measured)
+    return {"answers": answers, "groups": groups, "versions": versions, "busy_elsewhere": busy}
 
 
 def ask(
@@ -222,38 +241,25 @@ def ask(
     if row.peer is not None:
         [(_, prompt)] = batch
         return {"answers": [worker.ask({"prompt": prompt.tokens, "max_tokens": max_tokens})]}
+    law = {"temperature": question.temperature, "max_tokens": max_tokens, "ignore_eos": True}
     params = [
-        {
-            "temperature": question.temperature,
-            "seed": number,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "cache_salt": salt,
-            **({"prediction": prompt.prediction} if row.predicts else {}),
-        }
+        {**law, "seed": number, "cache_salt": salt}
+        | ({"prediction": prompt.prediction} if row.predicts else {})
         for number, prompt in batch
     ]
     return worker.ask({"prompts": [prompt.tokens for _, prompt in batch], "params": params})
 
 
 def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens, seconds and passes after the first token of all prompts, and the seconds to it."""
+    """Return tokens, seconds and passes after the first token of all prompts."""
     first = max(answer["arrivals"][0][0] for answer in answers)
     later = [[(at, n) for at, n in answer["arrivals"] if at > first] for answer in answers]
     everything = [arrival for arrivals in later for arrival in arrivals]
     return {
-        "first": first,
         "tokens": sum(n for _, n in everything),
         "seconds": max((at for at, _ in everything), default=first) - first,
         "passes": max(len(arrivals) for arrivals in later),
     }
-
-
-def read_reference(inside: Inside, file: Path) -> float | None:
-    """Return bytes per second of one reader with pieces of 4 MiB, or None if refused."""
-    command = [sys.executable, str(HERE / "read_rate.py"), str(file), str(REFERENCE_SECONDS)]
-    done = call(inside(command), capture_output=True, text=True, check=False)
-    return float(done.stdout) if done.returncode == 0 else None
 
 
 def forget(file: Path) -> None:
@@ -263,9 +269,3 @@ def forget(file: Path) -> None:
         os.fdatasync(number)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(number)
-
-
-def weights(folder: Path) -> int:
-    """Return the number of elements of a model's matrices."""
-    shapes = open_model(resolve(str(folder))).shapes.values()
-    return sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install the other engines, each in its own virtual environment:
 #
-#     sh benchmarks/peers/install.sh [NAME...]        default: all of transformers llama_cpp vllm openvino airllm
+#     sh benchmarks/peers/install.sh [NAME...]        default: all of transformers llama_cpp vllm openvino
 #
 # The environments are in $SPECINFER_PEERS, by default ~/.cache/specinfer-peers. A complete environment is not
 # changed; delete its folder to install it again. If one fails, the others are still installed, and
@@ -32,11 +32,11 @@ recipe() {
         # All three must be of one release, since each loads libraries of the others by version.
         pip install openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 openvino-genai==2026.4.1.0
         ;;
-    airllm)
-        pip install torch==2.13.0 transformers==5.24.0 airllm==4.0.0
+   )
+        pip install torch==2.13.0 transformers==5.24.0==4.0.0
         ;;
     *)
-        echo "no engine is named $1; allowed: transformers llama_cpp vllm openvino airllm" >&2
+        echo "no engine is named $1; allowed: transformers llama_cpp vllm openvino" >&2
         return 2
         ;;
     esac
@@ -45,7 +45,7 @@ recipe() {
 pip() { "$home/$name/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 failed=0
-for name in ${*:-transformers llama_cpp vllm openvino airllm}; do
+for name in ${*:-transformers llama_cpp vllm openvino}; do
     if [ -e "$home/$name/.whole" ]; then
         echo "$name: already installed"
     elif "$python" -m venv "$home/$name" && recipe "$name"; then

@@ -3,36 +3,53 @@
     make peers-env                                   once: the others, each in its own environment
     python -m benchmarks.peers.peers --model TARGET.gguf --draft SSM.gguf --prompts alpaca.jsonl code.jsonl
 
-Every engine is a child process (benchmarks/peers/run_*.py) that runs for one round, so that none spins or
-holds memory while another is measured. A missing or failing engine is a row with its reason. A JSON file
-beside the Markdown keeps every finished (engine, round): an interrupted run continues, and failed ones run
-again.
+Every engine is a child process (run_engines.py) that runs for one round, so that none spins or holds memory
+while another is measured. A missing or failing engine is a row with its reason. A JSON file beside the
+Markdown keeps every finished (engine, round): an interrupted run continues, and failed ones run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import psutil
 
-from benchmarks.peers.engines import ENGINES, Engine, select
+from benchmarks.peers.engines import (
+    ENGINES,
+    INSTALL,
+    OURS,
+    Engine,
+    Home,
+    WeightsError,
+    default_home,
+    script_of,
+    select,
+)
 from benchmarks.peers.process import Worker, WorkerError
-from benchmarks.peers.report import answer, cell_key, made, page
-from benchmarks.peers.weights import INSTALL, Home, WeightsError, default_home
-from benchmarks.study import Study, digest, in_turn, natural, parser, run
+from benchmarks.study import Study, digest, in_turn, natural, parser, row, run, spread
 from specinfer.hub import resolve
 from specinfer.report.dataset import built_in, read_dataset
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
-SCRIPTS = Path(__file__).parent
-WARM_UP_TOKENS = 16
-TREE_ROOM = 64  # KV slots beyond prompt and answer, for rejected nodes
+WARM_UP_TOKENS: Final = 16
+TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
+AGREE: Final = 32  # tokens compared between engines with different rounding
+REFERENCE: Final = "specinfer-bf16"
+_HEAD: Final = (
+    *("engine", "bits", "decode tokens/s", "overall tokens/s", "first token ms", "tokens per step"),
+    *("peak memory GiB", "text as without speculation", "first tokens as ours"),
+)
+
+Cell = Mapping[str, Any]  # one engine in one round
+Run = Mapping[int, Cell]  # an engine's cells with figures, by round
+Figure = Callable[[Cell], float | None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class Task:
 def main() -> None:
     args = arguments()
     try:
-        engines = select(args.engines, has_draft=args.draft is not None)
+        engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
     except ValueError as error:
         sys.exit(f"error: {error}")
     target = resolve(args.model)
@@ -82,21 +99,19 @@ def main() -> None:
         "rounds": rounds,
         "threads": args.threads,
     }
-    study = Study("peers", args.out, settings)
-    home = Home(args.home)
-
-    def write() -> str:
-        lines = page(shown(engines, study.cells), study.cells, settings)
-        return study.write(lines, args.threads)
-
-    for round_, engine in schedule(engines, rounds, study.cells):
-        if any("error" in study.cells.get(cell_key(engine, r), {}) for r in range(round_)):
-            continue  # an engine that failed in an earlier round has its reason
-        cell = run_cell(engine, task, round_, home, args.timeout)
-        study.keep(cell_key(engine, round_), cell)
-        print(f"round {round_ + 1}/{rounds} {engine.name}: {outcome(cell)}", flush=True)
-        write()
-    print(write())
+    study, home = Study("peers", args.out, settings), Home(args.home)
+    for round_ in range(rounds):
+        for engine in engines if round_ % 2 == 0 else engines[::-1]:
+            name = f"{engine.name}|{round_}"
+            if "answers" in study.cells.get(name, {}):
+                continue
+            if any("error" in study.cells.get(f"{engine.name}|{r}", {}) for r in range(round_)):
+                continue  # an engine that failed in an earlier round has its reason
+            study.keep(name, cell := run_cell(engine, task, round_, home, args.timeout))
+            said = cell.get("error") or f"{overall_rate(cell):.1f} tokens/s overall"
+            print(f"round {round_ + 1}/{rounds} {engine.name}: {said}", flush=True)
+            study.write(page(study), args.threads)
+    print(study.write(page(study), args.threads))
 
 
 def arguments() -> argparse.Namespace:
@@ -115,59 +130,52 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def schedule(engines: Sequence[Engine], rounds: int, cells: dict[str, Any]) -> list[tuple[int, Engine]]:
-    """Return the running order, reversed in every second round; finished cells do not run again."""
-    cells_left = [
-        (round_, engine)
-        for round_ in range(rounds)
-        for engine in (engines if round_ % 2 == 0 else engines[::-1])
-    ]
-    return [
-        (round_, engine)
-        for round_, engine in cells_left
-        if "answers" not in cells.get(cell_key(engine, round_), {})
-    ]
-
-
-def shown(engines: Sequence[Engine], cells: dict[str, Any]) -> list[Engine]:
-    """Return the engines of the page: those selected now, and those with cells of an earlier run."""
-    known = {engine.name for engine in engines} | {key.partition("|")[0] for key in cells}
-    return [engine for engine in ENGINES if engine.name in known]
-
-
 def run_cell(engine: Engine, task: Task, round_: int, home: Home, timeout: float) -> dict[str, Any]:
     """Return an engine's answers to a round's prompts, or the reason for their absence."""
-    python = Path(sys.executable) if engine.environment is None else home.python(engine.environment)
+    ours = engine.script == OURS
+    python = Path(sys.executable) if ours else home.python(engine.script)
     if not python.exists():
         return {"error": f"not installed; {INSTALL}"}
-    command = [str(python), str(SCRIPTS / f"run_{engine.script}.py")]
     environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
     try:
-        setup = {
-            "model": str(home.weights(task.model, engine.form)),
-            "draft": str(home.weights(task.draft, engine.form)) if engine.draft and task.draft else None,
-            "threads": task.threads,
-            "context": task.context,
-            "options": dict(engine.options),
-        }
-        with Worker(command, environment, timeout) as worker:
-            return converse(worker, setup, task, round_)
+        draft = str(home.weights(task.draft, engine.form)) if engine.draft and task.draft else None
+        options = dict(engine.options)
+        if ours:
+            options |= {"drafts": [draft] if draft else [], "max_batch_size": 1, "prefix_reuse": False}
+            options["max_context"] = task.context
+        model = str(home.weights(task.model, engine.form))
+        setup = {"model": model, "draft": draft, "threads": task.threads, "context": task.context}
+        with Worker([str(python), *script_of(engine.script)], environment, timeout) as worker:
+            return converse(worker, setup | {"options": options}, task, round_, ours=ours)
     except (WorkerError, WeightsError, ValueError) as error:
         return {"error": str(error)}
 
 
-def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> dict[str, Any]:
+def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int, *, ours: bool) -> dict[str, Any]:
     """Load, warm up and answer one by one; raises WorkerError, or ValueError for a wrong length."""
     began = time.perf_counter()
     versions = worker.ask(setup)["versions"]
     loaded = time.perf_counter()
+
+    def ask(index: int, max_tokens: int) -> dict[str, Any]:
+        if not ours:
+            return worker.ask({"prompt": task.prompts[index], "max_tokens": max_tokens})
+        # Its own cache salt keeps lookups from finding a repeated prompt's answer.
+        asked = {
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "cache_salt": f"{time.time()}",
+        }
+        reply: dict[str, Any] = worker.ask({"prompts": [task.prompts[index]], "params": [asked]})["answers"][
+            0
+        ]
+        return reply
+
     dealt = task.dealt(round_)
-    worker.ask({"prompt": task.prompts[dealt[0]], "max_tokens": WARM_UP_TOKENS})
+    ask(dealt[0], WARM_UP_TOKENS)
     measuring, busy = time.perf_counter(), worker.busy_elsewhere()
-    answers = []
-    for index in dealt:
-        reply = worker.ask({"prompt": task.prompts[index], "max_tokens": task.max_tokens})
-        answers.append(answer(index, reply, task.max_tokens))
+    answers = [answer(index, ask(index, task.max_tokens), task.max_tokens) for index in dealt]
     seconds = time.perf_counter() - measuring
     return {
         "answers": answers,
@@ -178,13 +186,134 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> 
     }
 
 
-def outcome(cell: dict[str, Any]) -> str:
-    """Return a cell in a few words, for the terminal."""
-    if "error" in cell:
-        return str(cell["error"])
-    seconds = sum(a["seconds"] for a in cell["answers"])
-    tokens = made(cell)
-    return f"{tokens / seconds:.1f} tokens/s overall, {cell['load_seconds']:.0f} s to load"
+def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Return the kept part of a worker's reply; raises ValueError unless it has `max_tokens` tokens."""
+    tokens, arrivals = reply["tokens"], reply["arrivals"]
+    if len(tokens) != max_tokens:
+        raise ValueError(f"made {len(tokens)} tokens of {max_tokens} for prompt {prompt}")
+    return {
+        "prompt": prompt,
+        "tokens": len(tokens),
+        "head": digest(tokens[:AGREE]),
+        "text": digest(tokens),
+        "first_seconds": round(arrivals[0][0], 6),
+        "first_tokens": arrivals[0][1],
+        "seconds": round(arrivals[-1][0], 6),
+        "steps": len(arrivals) - 1,  # after the first tokens, which come with the prefill
+    }
+
+
+def _sum(cell: Cell, name: str) -> float:
+    return sum(float(a[name]) for a in cell["answers"])
+
+
+def decode_rate(cell: Cell) -> float | None:
+    """Return tokens per second after the first ones; None if all arrived together."""
+    seconds = _sum(cell, "seconds") - _sum(cell, "first_seconds")
+    return (_sum(cell, "tokens") - _sum(cell, "first_tokens")) / seconds if seconds else None
+
+
+def overall_rate(cell: Cell) -> float:
+    """Return tokens per second from the request on."""
+    return _sum(cell, "tokens") / _sum(cell, "seconds")
+
+
+def first_token_ms(cell: Cell) -> float:
+    """Return the median time from a request to its first token."""
+    return 1e3 * statistics.median(float(a["first_seconds"]) for a in cell["answers"])
+
+
+def tokens_per_step(cell: Cell) -> float | None:
+    """Return the mean number of tokens that arrive together after the first."""
+    steps = _sum(cell, "steps")
+    return (_sum(cell, "tokens") - _sum(cell, "first_tokens")) / steps if steps else None
+
+
+def agreement(ours: Run, theirs: Run, part: Literal["head", "text"]) -> str:
+    """Return "3/4": prompts whose first tokens, or texts, are equal, of those that both answered."""
+    one, other = (
+        {a["prompt"]: a[part] for cell in cells.values() for a in cell["answers"]} for cells in (ours, theirs)
+    )
+    both = one.keys() & other.keys()
+    return f"{sum(one[prompt] == other[prompt] for prompt in both)}/{len(both)}" if both else "-"
+
+
+def page(study: Study) -> list[str]:
+    """Return the settings, a row per engine, ours over theirs, and conditions."""
+    settings, cells = study.settings, study.cells
+    engines = [one for one in ENGINES if any(key.partition("|")[0] == one.name for key in cells)]
+    rounds = range(settings["rounds"])
+    found = {one.name: {r: cells.get(f"{one.name}|{r}", {}) for r in rounds} for one in engines}
+    runs = {name: {r: c for r, c in of.items() if "answers" in c} for name, of in found.items()}
+    draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
+    lines = [
+        f"# {settings['model']}{draft}: specinfer and others, batch size 1",
+        "",
+        f"{settings['num_prompts']} prompts of {', '.join(settings['datasets'])} through the chat "
+        "template, the same token ids for every engine; greedy, "
+        f"{settings['max_tokens']} tokens each, end of text ignored; {settings['threads']} threads, "
+        f"prefix caches off. The prompts are dealt out to {settings['rounds']} rounds; in each every "
+        "engine runs, alone, in a process of its own, after a warm-up; every second round runs them in "
+        "reverse. Median over rounds [least - most]. Decode is from the first token to the last, overall "
+        "from the request. Agreement is in prompts: the whole text with that of the same engine without "
+        f"speculation, and the first {AGREE} tokens with {REFERENCE}'s.",
+        "",
+        row(*_HEAD),
+        row(*["---"] * len(_HEAD)),
+    ]
+    for engine in engines:
+        if own := runs[engine.name]:
+            plain, reference = (runs.get(name, {}) for name in (engine.plain, REFERENCE))
+            text = "" if engine.plain == engine.name else agreement(own, plain, "text")
+            head = "" if engine.name == REFERENCE else agreement(own, reference, "head")
+            memory = f"{max(cell['peak_memory'] for cell in own.values()) / 2**30:.2f}"
+            figures = ((decode_rate, 1), (overall_rate, 1), (first_token_ms, 0), (tokens_per_step, 2))
+            shown = [_spread(figure, own, digits) for figure, digits in figures]
+            lines.append(row(engine.name, engine.bits, *shown, memory, text, head))
+        else:
+            reason = next((c["error"] for c in found[engine.name].values() if c), "not run yet")
+            lines.append(row(engine.name, engine.bits, reason.replace("|", "/"), *[""] * 6))
+    ours = {one.name: runs[one.name] for one in engines if one.script == OURS and runs[one.name]}
+    theirs = {one.name: runs[one.name] for one in engines if one.script != OURS and runs[one.name]}
+    return [*lines, *_ratios(ours, theirs), "", *_conditions(runs)]
+
+
+def _spread(figure: Figure, cells: Run, digits: int) -> str:
+    values = [value for cell in cells.values() if (value := figure(cell)) is not None]
+    return spread(values, digits) if values else "not known"
+
+
+def _ratios(ours: Mapping[str, Run], theirs: Mapping[str, Run]) -> list[str]:
+    if not ours or not theirs:
+        return []
+    said = (
+        "How many times theirs, by tokens per second of decoding / overall: the median over rounds of the "
+        "ratio within a round."
+    )
+    lines = ["", "## Ours over theirs", "", said, "", row("", *theirs), row(*["---"] * (1 + len(theirs)))]
+    for name, mine in ours.items():
+        pairs = [(mine, other) for other in theirs.values()]
+        lines.append(row(name, *(f"{_times(decode_rate, *p)} / {_times(overall_rate, *p)}" for p in pairs)))
+    return lines
+
+
+def _times(figure: Figure, ours: Run, theirs: Run) -> str:
+    pairs = [(figure(ours[r]), figure(theirs[r])) for r in ours.keys() & theirs.keys()]
+    ratios = [a / b for a, b in pairs if a is not None and b]
+    return f"{statistics.median(ratios):.2f}" if ratios else "-"
+
+
+def _conditions(runs: Mapping[str, Run]) -> list[str]:
+    """Return the load of the machine and the versions."""
+    done = [(name, cell) for name, cells in runs.items() for cell in cells.values()]
+    if not done:
+        return []
+    versions = sorted({f"{k} {v}" for _, cell in done for k, v in cell["versions"].items()})
+    name, busiest = max(done, key=lambda pair: float(pair[1]["busy_elsewhere"]))
+    return [
+        f"- engines: {', '.join(versions)}",
+        f"- other programs kept at most {busiest['busy_elsewhere']:.2f} cores busy (beside {name})",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""llama.cpp as a worker of peers/peers.py and offload.py, through the C functions of
-llama-cpp-python.
+"""llama.cpp through the C functions of llama-cpp-python, in its own environment.
+
+    python run_llama_cpp.py llama_cpp                            a child of peers.py and offload.py
+    python run_llama_cpp.py nats MODEL.gguf THREADS              costs of answers, for perplexity.py
+    python run_llama_cpp.py quantize MODEL.gguf TARGET Q8_0      one of llama.cpp's own types
 
 Its Python class copies logits and samples in numpy, which costs a quarter of a 135M model's speed; calling
 the library is as fast as llama.cpp's own programs. With a draft model it works as they do: the draft proposes
@@ -9,11 +12,13 @@ mapped, because mapped pages would be read again each time beside a target large
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 import llama_cpp
 import numpy as np
-from worker import Arrived, Generate, Setup, serve
+from run_engines import Answer, Arrived, Setup, serve, timed
 
 
 class Model:
@@ -73,7 +78,7 @@ def common(some: list[int], others: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
 
 
-def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
+def start(setup: Setup) -> tuple[Answer, dict[str, Any]]:
     options = dict(setup["options"])
     ahead = options.pop("draft_tokens", 0)
     draft = Model(setup["draft"], setup, use_mmap=False) if setup["draft"] else None
@@ -94,8 +99,51 @@ def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
             text += new
             arrived(new)
 
-    return generate, {"llama-cpp-python": llama_cpp.__version__}
+    return timed(generate), {"versions": {"llama-cpp-python": llama_cpp.__version__}}
+
+
+def nats(path: str, threads: str) -> None:
+    """Print the version, and the negative log likelihood of answers in nats, as JSON.
+
+    Standard input is a list of [prompt, answer] pairs of token ids. A pair is one batch with the KV cache in
+    float32.
+    """
+    pairs = json.load(sys.stdin)
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    llama = llama_cpp.Llama(
+        path,
+        n_ctx=longest,
+        n_batch=longest,
+        n_threads=int(threads),
+        n_threads_batch=int(threads),
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        logits_all=True,
+        verbose=False,
+    )
+    found = []
+    for prompt, answer in pairs:
+        llama.reset()
+        llama.eval([*prompt, *answer[:-1]])
+        first = len(prompt) - 1
+        logits = llama.scores[first : first + len(answer)].astype(np.float64)
+        most = logits.max(axis=1, keepdims=True)
+        sums = np.log(np.exp(logits - most).sum(axis=1)) + most[:, 0]
+        found.append(float((sums - logits[np.arange(len(answer)), answer]).sum()))
+    print(json.dumps({"version": llama_cpp.__version__, "nats": found}))
+
+
+def quantize(source: str, target: str, kind: str) -> None:
+    """Convert a GGUF file; every tensor is dequantized to float32 first, as by llama.cpp's own program."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.allow_requantize = True
+    if code := llama_cpp.llama_model_quantize(source.encode(), target.encode(), params):
+        sys.exit(f"llama_model_quantize returned {code} for {source}")
 
 
 if __name__ == "__main__":
-    serve(start)
+    if sys.argv[1] == "llama_cpp":
+        serve(start)
+    else:
+        {"nats": nats, "quantize": quantize}[sys.argv[1]](*sys.argv[2:])

@@ -3,10 +3,16 @@
     python -m benchmarks.speculation.policy_live --model TARGET --draft DRAFT --quantization int8 \
         --chat alpaca.jsonl --code humaneval.jsonl --maths gsm8k.jsonl --out RESULT.md
 
-Measured in wall time: each text of six kinds (see speculation/policy_traces.py) is generated in every way
-before the next one, in a varying order, so that a slow hour of the machine affects all ways. Texts must be
-equal. Each way is an engine that has learned from the same texts; engines share their weights, and the first
-text of a kind does not count.
+Measured in wall time: each text of six kinds is generated in every way before the next one, in a varying
+order, so that a slow hour of the machine affects all ways. Texts must be equal. Each way is an engine that
+has learned from the same texts; engines share their weights, and the first text of a kind does not count.
+
+    chat, code, maths   the prompts of a data set each, greedy
+    edits               code_edits.toml, each with the old file as its prediction
+    repeats             chat prompts, each sent three times in a row, at temperature 0.7
+    adversarial         chat prompts and random tokens, alternating, at temperature 1.5
+
+The ways:
 
     none      no speculation
     lookup    lookups in the text and in earlier answers
@@ -18,21 +24,50 @@ text of a kind does not count.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.replay.replay import speedup
-from benchmarks.speculation.policy_traces import Question, build, questions_of, ratio_text
+import numpy as np
+
 from benchmarks.study import REQUIRED, Study, natural, parser, row, run, settings_of, without_speculation
-from specinfer import LLM, RequestOutput
+from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.engine.intake import Prompt
 from specinfer.errors import UserError
-from specinfer.report.dataset import read_dataset
+from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.speculation_config import SpeculationConfig
 
 WAYS: Final = ("none", "lookup", "lookups", "draft", "all")
+RANDOM_TOKENS: Final = 48  # length of a random prompt
+LONGEST_PROMPT: Final = 2048  # tokens
+_RESAMPLES: Final = 4000  # of texts for an interval
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A file and the requested change."""
+
+    file: str
+    source: str
+    ask: str
+
+    @property
+    def prompt(self) -> str:
+        """The question with the file."""
+        return (
+            f"{self.ask}\n\nThis is {self.file}:\n\n```\n{self.source}```\n\n"
+            "Answer with the whole changed file and nothing else."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and its parameters."""
+
+    prompt: str | Sequence[int]  # a user's message, or token ids
+    params: SamplingParams
 
 
 def main() -> None:
@@ -53,6 +88,44 @@ def main() -> None:
             study.keep(kind, measured(ways, questions))
             print(row_of(kind, study.cells[kind]), flush=True)
             study.write(page(study.cells, args))
+
+
+def build(args: Any) -> LLM:
+    """Return an LLM with all speculators; the policy chooses among them."""
+    return LLM(
+        args.model,
+        drafts=tuple(args.draft),
+        quantization=args.quantization,
+        draft_quantization=args.quantization if args.draft else "auto",
+        lookup=True,
+        max_context=LONGEST_PROMPT + args.max_tokens,
+        max_batch_size=16,
+    )
+
+
+def read_edits() -> list[Edit]:
+    """Return all edits, in file order."""
+    text = Path(__file__).with_name("code_edits.toml").read_text(encoding="utf-8")
+    return [Edit(**item) for item in tomllib.loads(text)["edit"]]
+
+
+def questions_of(datasets: Mapping[str, Dataset], texts: int, max_tokens: int) -> dict[str, list[Question]]:
+    """Return the questions of each kind."""
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    asked = {
+        name: [Question(one.turns[0], greedy) for one in dataset.conversations[:texts]]
+        for name, dataset in datasets.items()
+    }
+    chat = asked["chat"]
+    warm, hot = replace(greedy, temperature=0.7), replace(greedy, temperature=1.5)
+    tokens = np.random.default_rng(0).integers(300, 20_000, (len(chat), RANDOM_TOKENS)).tolist()
+    edits = [Question(edit.prompt, replace(greedy, prediction=edit.source)) for edit in read_edits()]
+    return {
+        **asked,
+        "edits": edits[:texts],
+        "repeats": [Question(one.prompt, warm) for one in chat[: -(-texts // 3)] for _ in range(3)],
+        "adversarial": [Question(t if i % 2 else chat[i].prompt, hot) for i, t in enumerate(tokens)],
+    }
 
 
 def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
@@ -135,10 +208,18 @@ def row_of(kind: str, cell: Mapping[str, Any]) -> str:
     return row(kind, cell["texts"], cell["tokens"], f"{rate:.1f}", *ratios, beside)
 
 
-def over(before: list[float], after: list[float]) -> str:
-    """Return a ratio of seconds with its interval, as text."""
-    found = speedup(before, after)
-    return ratio_text([found.ratio, found.low, found.high])
+def over(before: Sequence[float], after: Sequence[float]) -> str:
+    """Return how many times as fast `after` is, both in seconds of the same texts, and its 95% interval.
+
+    Texts are paired, as a slow text is slow in both. The interval is a bootstrap over texts: the range for
+    other texts of the same kind.
+    """
+    seconds = np.array([before, after])  # [2, texts]
+    texts = seconds.shape[1]
+    drawn = np.random.default_rng(0).integers(0, texts, (_RESAMPLES, texts))
+    sums = seconds[:, drawn].sum(-1)
+    low, high = np.percentile(sums[0] / sums[1], (2.5, 97.5))
+    return f"{seconds[0].sum() / seconds[1].sum():.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Quantized matrices in the file formats of other programs: tensors and quantization_config.
 
-Tests write random levels with these functions, rounded_formats.py writes rounded weights. Matrices are
-[out, in]; scales and zeros are [out, groups].
+Matrices are [out, in]; scales and zeros are [out, groups].
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Models for streaming: dithered ones, inflated ones, and GGUF files for other engines.
+"""A dithered model for streaming, as a folder and as a GGUF file for other engines.
 
 Available models are 4-bit files. Their weights in bfloat16 still lie on a 4-bit grid, which `quantize_int4`
 finds again, so a 4-bit copy of such a target would nearly equal the target. A *dithered* model moves every
 weight of every matrix by a uniform random amount within half a step of its own grid: the file may have been
 quantized from any of these.
-
-An *inflated* model is larger and has the same text. Copies of layers with zero o and down matrices stand
-between the layers: they add exactly nothing. Signs of the zeros are random, so that no disk treats them as
-holes.
 
 Files are written some rows at a time, whole or not at all, and made once.
 """
@@ -16,10 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -84,26 +78,6 @@ def dithered(source: Path, folder: Path) -> tuple[Path, Path]:
         write_folder(opened.config, rows_of(opened), model)
         write_tokenizer(files, model)
     return file, model
-
-
-def inflated(source: Path, folder: Path, layers: int) -> Path:
-    """Make a model with `layers` layers in `folder` whose text is that of the model in `source`.
-
-    Raises UserError if the disk is full or the layers of the model differ in shape.
-    """
-    model = folder / f"inflated-{layers}-{source.name}"
-    if not (model / "config.json").exists():
-        files = local_model(str(source), source)
-        opened = open_model(files)
-        config = opened.config
-        if config.window is not None or not config.plain_layers:
-            raise UserError(f"the layers of {source.name} are not all alike; inflate a Llama or a Qwen")
-        if layers < config.num_layers:
-            raise UserError(f"got {layers} layers; allowed: {config.num_layers} and more")
-        larger = replace(config, num_layers=layers, layer_windows=(None,) * layers)
-        write_folder(larger, _inflated_rows(opened, layers), model)
-        write_tokenizer(files, model)
-    return model
 
 
 def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
@@ -215,35 +189,6 @@ def rows_of(opened: OpenModel) -> Rows:
     return {name: (shape, reading(name)) for name, shape in opened.shapes.items()}
 
 
-def _inflated_rows(opened: OpenModel, layers: int) -> Rows:
-    """Return the tensors of the inflated model: each layer of `opened`, then its share of copies."""
-    source = rows_of(opened)
-    rows = {name: given for name, given in source.items() if not name.startswith("model.layers.")}
-    before = -1
-    for layer in range(layers):
-        original = layer * opened.config.num_layers // layers
-        start = f"model.layers.{original}."
-        for name, (shape, read) in source.items():
-            if name.startswith(start):
-                rest = name.removeprefix(start)
-                idle = original == before and rest.startswith(("self_attn.o_proj.", "mlp.down_proj."))
-                given = _zeros(shape, layer) if idle else read
-                rows[f"model.layers.{layer}.{rest}"] = (shape, given)
-        before = original
-    return rows
-
-
-def _zeros(shape: tuple[int, ...], seed: int) -> Matrix:
-    """Return zeros with random signs."""
-
-    def rows(start: int, stop: int) -> Tensor:
-        random = np.random.default_rng([seed, start])
-        signs = random.integers(0, 2, (stop - start, *shape[1:]), dtype=np.int16)
-        return torch.from_numpy(signs << np.int16(15)).view(torch.bfloat16)
-
-    return rows
-
-
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield ranges of rows of about _PIECE weights."""
     rows = max(1, _PIECE // max(1, int(np.prod(shape[1:]))))
@@ -258,11 +203,3 @@ def _ask_room(folder: Path, needed: int) -> None:
         raise UserError(
             f"{folder} needs {needed / 1e9:.1f} GB and 1 GB to spare, {free / 1e9:.1f} GB are free; make room"
         )
-
-
-if __name__ == "__main__":
-    # python -m benchmarks.offload.models SOURCE.gguf FOLDER [LAYERS]
-    _, model = dithered(Path(sys.argv[1]), Path(sys.argv[2]))
-    if len(sys.argv) > 3:
-        model = inflated(model, Path(sys.argv[2]), int(sys.argv[3]))
-    print(model)

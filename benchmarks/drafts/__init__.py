@@ -1,1 +1,0 @@
-"""Learned drafts: training and passes of heads."""

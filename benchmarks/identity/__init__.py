@@ -1,1 +1,0 @@
-"""Identity: texts, quality and sampling with and without speculation."""

@@ -1,1 +1,0 @@
-"""Under load: servers with many users, failures and neighbours."""

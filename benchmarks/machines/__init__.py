@@ -1,1 +1,0 @@
-"""Machines: kernels, mixtures of experts, ranks on one host and two."""

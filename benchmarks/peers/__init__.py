@@ -1,1 +1,0 @@
-"""Other engines for peers/peers.py, each in its own process and virtual environment."""

@@ -1,1 +1,0 @@
-"""Speculation: its speed and costs against runs without it."""

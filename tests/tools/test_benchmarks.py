@@ -1,0 +1,110 @@
+"""A smoke test for each script of benchmarks/, and its result pages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SCRIPTS = {
+    path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+    for path in ROOT.glob("benchmarks/*/*.py")
+    if "= Study(" in path.read_text(encoding="utf-8")
+}
+# Options of runs; MODEL, DRAFT and ROWS are filled in.
+RUNS = {
+    "identity": "--draft DRAFT --dataset ROWS --max-tokens 12",
+    "pairs": "--dataset ROWS --max-tokens 8 --rounds 2 --way quantization=none --way quantization=int8",
+    "parity_transformers": "--dataset ROWS --limit 2 --max-tokens 8",
+    "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
+    "perplexity": "--dataset ROWS --limit 2",
+    "policy_live": "--draft DRAFT --texts 1 --max-tokens 8 --chat ROWS --code ROWS --maths ROWS",
+    "serving": "--dataset ROWS --users 1 2 --max-tokens 8 --context 256 --engines specinfer-bf16+ngram",
+    "soak": "--dataset ROWS --minutes 0.05 --clients 2 --max-tokens 8 --aborts 4 --kv-cache-memory 64MB",
+    "table2": "--draft DRAFT --dataset piqa=ROWS --max-tokens 8 --widths 2,1 --modes greedy",
+}
+FACTS = {  # on the pages
+    "identity": "- identical texts: 3 of 3",
+    "parity_transformers": "- other differences: 0",
+    "serving": "| 3/3 |",
+    "soak": "| texts that differ from the offline text of their seed | 0 |",
+    "peers": "not installed",
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny target, a draft that often agrees with it, and three prompts with references."""
+    folder = tmp_path_factory.mktemp("bench")
+    shape: dict[str, Any] = {"vocab_size": 256, "max_context": 30_000, "eos_token_id": 0}
+    target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    (folder / "target" / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": f"What is {n}?", "reference": f"{n} is a number."} for n in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draft = write_similar_llama(target, folder / "draft", noise=0.1)
+    files = {"MODEL": str(target), "DRAFT": str(draft), "ROWS": str(folder / "rows.jsonl")}
+    return {**files, "piqa=ROWS": f"piqa={files['ROWS']}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(
+    name: str, words: dict[str, str], own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(SCRIPTS[name])
+
+    def run(*options: str) -> None:
+        monkeypatch.setattr(sys, "argv", [str(module.__file__), *options])
+        code = 0
+        try:
+            module.main()
+        except SystemExit as ended:
+            code = ended.code
+        assert not code
+
+    run("--help")
+    if name not in RUNS:
+        return
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from more
+    monkeypatch.setenv("SPECINFER_PEERS", str(tmp_path))
+    if name == "policy_live":  # a token is a byte
+        edits = [edit for edit in module.read_edits() if len(edit.prompt) < 2000]
+        monkeypatch.setattr(module, "read_edits", lambda: edits)
+    out = tmp_path / "page.md"
+    options = ["--model", "MODEL", *RUNS[name].split(), "--out", str(out)]
+    run(*(words.get(word, word) for word in options))
+    page = out.read_text()
+    assert FACTS.get(name, "| ") in page
+
+    def refuse(*args: Any, **options: Any) -> LLM:
+        raise AssertionError("a model is loaded although everything was measured")
+
+    if name in ("identity", "policy_live", "soak", "table2"):  # a second run continues behind the first
+        monkeypatch.setattr(module, "LLM", refuse)
+        run(*(words.get(word, word) for word in options))
+        assert out.read_text() == page
+
+
+@pytest.mark.thorough
+def test_result_pages_are_the_newest_and_have_a_script_or_are_quoted() -> None:
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
+    newest = {name.rpartition("_")[0]: name for name in sorted(pages)}
+    assert set(newest.values()) == set(pages), "delete those that newer ones replace"
+    docs = "".join(
+        path.read_text(encoding="utf-8") for path in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md")
+    )
+    for name, text in pages.items():
+        script = re.search(r"python (?:-m )?benchmarks[./](?:\w+[./])*?(\w+)(?:\.py)?[ `]", text)
+        made = (script is not None and script[1] in SCRIPTS) or name.startswith("gpu_")
+        assert made or f"{name}.md" in docs, f"the script of {name} is gone, and no page quotes it: delete it"
