@@ -10,14 +10,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from specinfer.cli import GROUPS, cli
-from specinfer.cli.bench import load_options
 from specinfer.cli.options import sampling_options
 from specinfer.config import ENGINE_OPTIONS
 from specinfer.option import Option, options_of
@@ -26,11 +25,7 @@ from specinfer.serve.config import ServeConfig
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ENGINE = [one for _, one in ENGINE_OPTIONS.values()]
 SERVER = list(options_of(ServeConfig))
-# Flags in a separate table: heading, decorator, and the condition under which commands accept them.
-SHARED: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
-    "Flags of a request": (sampling_options, ""),
-    "Flags of a load": (load_options, ", with `--url`"),
-}
+_SHARED: Final = "Flags of a request"  # their table stands behind the commands
 _WIDTH: Final = 130  # of paragraphs, in characters
 _HELP: Final = {"--help", "--help-all"}  # the page's introduction has them
 
@@ -48,9 +43,9 @@ def table(options: Sequence[Option]) -> str:
 def commands_text() -> str:
     """Return a section for each command, then the flags that commands share."""
     blocks: list[str] = []
-    users: dict[str, list[str]] = {heading: [] for heading in SHARED}
+    sampling: list[str] = []  # commands that accept the flags of a request
     accepted: dict[tuple[str, str], list[str]] = {}
-    shared = {heading: _params(decorator) for heading, (decorator, _) in SHARED.items()}
+    shared = click.command()(sampling_options(lambda **_: None)).params
     for group, names in GROUPS.items():
         blocks.append(f"## {group}")
         for context in (found for name in names for found in _leaves(_context(name, cli))):
@@ -58,21 +53,19 @@ def commands_text() -> str:
             usage = " ".join(context.command.get_usage(context).split()).removeprefix("Usage: ")
             blocks += [f"### {path}", f"`{usage}`", _help(context)]
             own = [one for one in context.command.params if _option_of(one) is None]
-            also = [heading for heading, params in shared.items() if all(_is_in(one, own) for one in params)]
-            for heading in also:
-                users[heading].append(path)
-                own = [one for one in own if not _is_in(one, shared[heading])]
+            if also := all(_is_in(one, own) for one in shared):
+                sampling.append(path)
+                own = [one for one in own if not _is_in(one, shared)]
             if options := [one for one in own if isinstance(one, click.Option)]:
                 blocks.append(_flags(options, context))
             if also:
-                links = [f"[{heading.lower()}](#{heading.lower().replace(' ', '-')})" for heading in also]
-                blocks.append(f"`{path}` also has the {' and '.join(links)}.")
+                link = f"[{_SHARED.lower()}](#{_SHARED.lower().replace(' ', '-')})"
+                blocks.append(f"`{path}` also has the {link}.")
             of_engine, of_server = (_accepted(context.command, options) for options in (ENGINE, SERVER))
             if of_engine or of_server:
                 accepted.setdefault((of_engine, of_server), []).append(path)
-    for heading, params in shared.items():
-        those = f"Commands that accept them: {_listed(users[heading])}{SHARED[heading][1]}."
-        blocks += [f"## {heading}", those, _flags(params, click.Context(cli))]
+    blocks += [f"## {_SHARED}", f"Commands that accept them: {_listed(sampling)}."]
+    blocks.append(_flags(shared, click.Context(cli)))
     rows = ["| commands | options of the engine | options of the server |", "|---|---|---|"]
     rows += [f"| {_listed(paths)} | {' | '.join(sets)} |" for sets, paths in accepted.items()]
     blocks += ["## Options of the engine and the server", "[options.md](options.md#options) describes them."]
@@ -93,11 +86,6 @@ def _leaves(context: click.Context) -> Iterator[click.Context]:
             yield _context(name, context.command, context)
     else:
         yield context
-
-
-def _params(decorator: Callable[[Any], Any]) -> list[click.Parameter]:
-    command = click.command()(decorator(lambda **_: None))
-    return command.params
 
 
 def _is_in(param: click.Parameter, params: Sequence[click.Parameter]) -> bool:

@@ -1,1 +1,1 @@
-"""Measures a model without and with speculation, and a server under load."""
+"""Measures a model without and with speculation."""

@@ -34,7 +34,7 @@ GROUPS: Final = {
     },
     "Measurements and checks": {
         "demo": "Show speculation at work on three prompts.",
-        "bench": "Time a model without and with speculation, or a server.",
+        "bench": "Time a model without and with speculation.",
         "check": "Test that speculation does not change the output.",
         "doctor": "Print versions, CPU, kernels and speeds, for a bug report.",
         "view": "Show the token trees of a trace file in a browser.",

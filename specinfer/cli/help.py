@@ -35,7 +35,6 @@ _WORDS: Final = {
         "presence_penalty frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
         "json_object json_schema regex choice grammar"
     ),
-    "Load on a server (with --url)": "endpoint concurrency rate num_requests body warmup timeout save_texts",
     "Processes": (
         "replicas cluster session_header tensor_parallel pipeline_parallel master key_file local_ranks "
         "sum_parts"

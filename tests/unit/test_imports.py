@@ -71,8 +71,7 @@ WITHOUT_TORCH = (
         "parallel.processes",
         "parallel.shard",
     ),
-    *("bench.exchange", "bench.exchange", "bench.openai_client", "bench.load", "bench.load"),
-    *("bench.load_figures", "cli.bench", "cli.bench"),
+    "cli.bench",
 )
 
 

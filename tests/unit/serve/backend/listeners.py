@@ -10,7 +10,6 @@ from collections.abc import Callable
 import httpx
 import psutil
 
-from specinfer.bench.exchange import EventStream
 from tests.served import Served
 
 TOKENS = 1500
@@ -60,12 +59,11 @@ class Listeners:
         headers = {"X-Session-Id": f"client {seed}"}
         url = f"{self._served.url}/v1/completions"
         with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
-            events = EventStream()
-            for packet in answer.iter_bytes():
-                for data in events.feed(packet):
-                    if data == "[DONE]":
-                        return
-                    chunk = json.loads(data)
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    chunk = json.loads(line.removeprefix("data: "))
                     self.texts[seed] += "".join(choice["text"] for choice in chunk.get("choices", ()))
                     self.failures += [chunk["error"]["message"]] if "error" in chunk else []
         self.failures.append("the stream ended before the answer")
