@@ -14,6 +14,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SHARED := $(findstring --system-site-packages,$(VENV_FLAGS))
 CONSTRAIN := $(if $(SHARED),,--constraint constraints.txt)
 
+# `--system-site-packages` shares only the base Python's packages; PyTorch may be in an environment of PYTHON.
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+
 MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
@@ -101,7 +104,7 @@ distclean: clean ## remove caches, build results and the environment
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; specinfer needs 3.11 or newer: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(if $(SHARED),$(BIN)/python tools/share_packages.py "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
+	$(if $(SHARED),$(PYTHON) -c '$(PURELIB)' > "$$($(BIN)/python -c '$(PURELIB)')/shared.pth")
 	@touch $@
 
 $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py

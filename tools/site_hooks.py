@@ -1,5 +1,7 @@
 """Hooks of MkDocs (mkdocs.yml): files outside docs/ that pages link to become pages of the site.
 
+The Python reference shows classes with the comments of their fields, which are behind them or in lines above.
+
 Pages are also read in the repository, so they link to results, examples and deployment files where these are.
 Results are pages under results/; any other file is shown as source under source/.
 """
@@ -11,6 +13,8 @@ import posixpath
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import griffe
 
 if TYPE_CHECKING:
     from mkdocs.structure.files import Files
@@ -96,3 +100,28 @@ def _contents() -> str:
         rows.append((date, f"| {date} | [{title}]({path.name}) |"))
     lines = [row for _, row in sorted(rows, reverse=True)]
     return "\n".join(["# Results", "", "| date | page |", "|---|---|", *lines]) + "\n"
+
+
+class FieldComments(griffe.Extension):
+    """Adds a list of the commented public fields to the docstring of each class."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Mutates the docstring of `cls`, whose members are complete."""
+        fields = [one for one in cls.members.values() if one.is_attribute and not one.name.startswith("_")]
+        found = {one.name: _comment(one).replace("<", "&lt;") for one in fields}
+        rows = [f"- `{name}`: {comment}" for name, comment in found.items() if comment]
+        if rows and cls.docstring is not None:
+            cls.docstring.value += "\n\n" + "\n".join(rows)
+
+
+def _comment(field: griffe.Object | griffe.Alias) -> str:
+    """Return the comment behind a field, else the one above it; empty: there is none."""
+    lines = field.lines_collection[field.filepath]
+    first, last = field.lineno or 1, field.endlineno or 1
+    if behind := lines[last - 1].partition("  # ")[2]:
+        return behind
+    above: list[str] = []
+    while first > 1 and lines[first - 2].lstrip().startswith("# "):
+        first -= 1
+        above.insert(0, lines[first - 1].strip().removeprefix("# "))
+    return " ".join(above)
