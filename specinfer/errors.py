@@ -125,10 +125,6 @@ class LogitsError(UserError):
     """The model's logits are not finite at a token of one request; other requests continue."""
 
 
-class TraceTooSmallError(UserError):
-    """A policy needs guesses that the recorded trace does not have."""
-
-
 class TuneError(UserError):
     """A tuning run cannot start, continue or end."""
 

@@ -58,9 +58,5 @@ class Expansion:
             total += level
         return total
 
-    def deepened(self, depth: int) -> Expansion:
-        """Return this plan with at least `depth` levels; added levels have width 1."""
-        return Expansion((*self.widths, *[1] * (depth - self.depth)))
-
     def __str__(self) -> str:
         return ",".join(map(str, self.widths))

@@ -25,11 +25,6 @@ def test_a_plan_is_read(text: str, widths: tuple[int, ...], num_nodes: int) -> N
     assert Expansion.parse(str(plan)) == plan
 
 
-@pytest.mark.parametrize(("depth", "widths"), [(0, (2, 3)), (2, (2, 3)), (4, (2, 3, 1, 1))])
-def test_a_deepened_plan_goes_on_in_chains(depth: int, widths: tuple[int, ...]) -> None:
-    assert Expansion((2, 3)).deepened(depth).widths == widths
-
-
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "1;2", "1.5", "1,x"])
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
