@@ -18,8 +18,9 @@ grammar is compiled.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
-from specinfer.grammar.lark import lark_of
+from specinfer.grammar.lark import lark_of, unenforced_keywords
 from specinfer.grammar.library_vocabulary import LibraryVocabulary, error_of, shortened, without_positions
 from specinfer.structured_output import OutputKind, StructuredOutput
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from specinfer.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _DEAD_END = "NoExtension"  # prefix of the library's error when nothing can follow
 _Answer = TypeVar("_Answer")
 CACHED_GRAMMARS = 32
@@ -166,7 +168,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._vocabulary = LibraryVocabulary(tokenizer, vocab_size)
         self._entries: OrderedDict[StructuredOutput, _Entry] = OrderedDict()
-        self._lock = threading.Lock()  # guards the dictionary; compiling holds only the form's own lock
+        self._lock = threading.Lock()  # guards both dictionaries; compiling holds only the form's own lock
+        self.unenforced: Counter[str] = Counter()  # requests by keyword that their schema is enforced without
 
     def compile(self, spec: StructuredOutput) -> Grammar:
         """The grammar of a form; the last 32 are cached, and concurrent requests for one share the work.
@@ -193,7 +196,10 @@ class GrammarCompiler:
                     entry.grammar = Grammar(spec, self._vocabulary)
                 except RecursionError:
                     raise RequestError(f"{spec.parameter} is nested too deeply; make it flatter") from None
-            return entry.grammar
+            grammar = entry.grammar
+        with self._lock:
+            self.unenforced.update(grammar.unenforced)
+        return grammar
 
 
 class _Entry:
@@ -205,7 +211,10 @@ class _Entry:
 
 
 class Grammar:
-    """A compiled form; creates a `GrammarState` for each request. Thread-safe."""
+    """A compiled form; creates a `GrammarState` for each request. Thread-safe.
+
+    `unenforced` names the keywords that a schema in it is enforced without.
+    """
 
     def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
         self.spec = spec
@@ -219,7 +228,11 @@ class Grammar:
             if spec.kind is not OutputKind.GRAMMAR or spec.preamble:
                 error = without_positions(error)
             hint = "allowed: Lark rules with a rule preamble" if spec.preamble else _HINTS[spec.kind]
+            hint += ", or leave out strict" if spec.strict else ""
             raise RequestError(f"{self._parameter} cannot be used: {error}; {hint}", self._parameter)
+        self.unenforced = unenforced_keywords(lark, self.exact.first.get_grammar_warnings())
+        if self.unenforced:
+            _LOG.warning("%s is enforced without %s", spec.parameter, ", ".join(self.unenforced))
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         self._check_start()
 

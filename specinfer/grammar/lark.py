@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from specinfer.errors import RequestError
-from specinfer.grammar.ecma_regex import MAX_REPEAT, largest_repeat
-from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
-from specinfer.grammar.schemas.rewriter import enforced_schema
+from specinfer.grammar.gbnf import escaped, lark_of_gbnf
+from specinfer.grammar.schema import prepared_schema
 from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
 
 # Between two parts of a JSON text: nothing, one space, or a line break with indentation. Unbounded, a
@@ -21,6 +21,9 @@ _WHITESPACE: Mapping[JsonWhitespace, Mapping[str, Any]] = {
     "none": {"whitespace_flexible": False},
 }
 
+_LEFT_OUT = "not enforced: "
+# By the beginning of a warning of the library; others quote the keywords.
+_WARNINGS = {"Unknown format": "format", "oneOf": "oneOf", "min/maxProperties": "minProperties"}
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OPTIONS = re.compile(r"^[ \t]*[?!]?([\w-]+)\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 # Strings, regular expressions and comments of Lark, and the start of an embedded schema (group 1).
@@ -31,8 +34,8 @@ _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 def lark_of(spec: StructuredOutput) -> str:
     """The Lark grammar of a form, after its preamble if it has one.
 
-    Raises RequestError for a regex that repeats a part too often, a malformed GBNF grammar, and Lark rules
-    with options that do not describe the text.
+    Raises RequestError for a malformed GBNF grammar, and for Lark rules with options that do not describe the
+    text.
     """
     form = _grammar(spec) if spec.kind is OutputKind.GRAMMAR else f"start: {_body(spec)}"
     if not spec.preamble:
@@ -44,7 +47,7 @@ def lark_of(spec: StructuredOutput) -> str:
 
 def _grammar(spec: StructuredOutput) -> str:
     if _GBNF_RULE.search(spec.source):
-        return to_lark(read_gbnf(spec.source))
+        return lark_of_gbnf(spec.source)
     _refuse_options("grammar", spec.source)
     return _with_whitespace(spec.source, spec.whitespace)
 
@@ -72,22 +75,16 @@ def _body(spec: StructuredOutput) -> str:
     """The body of a rule for a form that is not a grammar."""
     match spec.kind:
         case OutputKind.REGEX:
-            repeat = largest_repeat(spec.source)
-            if repeat > MAX_REPEAT:
-                raise RequestError(
-                    f"regex repeats a part {repeat} times (nested counts are multiplied); "
-                    f"allowed: at most {MAX_REPEAT}"
-                )
             return _one_regex(spec.source)
         case OutputKind.CHOICE:
-            return _one_regex("|".join("".join(map(escaped, choice)) for choice in json.loads(spec.source)))
+            return _one_regex("|".join(map(escaped, json.loads(spec.source))))
         case OutputKind.JSON_SCHEMA:
             try:
                 return json_rule(json.loads(spec.source), strict=spec.strict, whitespace=spec.whitespace)
             except RequestError as error:
                 raise RequestError(f"{spec.parameter} cannot be used: {error}", spec.parameter) from None
         case _:
-            return json_rule({"type": "object"}, whitespace=spec.whitespace)
+            return json_rule({"type": "object"}, strict=False, whitespace=spec.whitespace)
 
 
 def json_rule(
@@ -95,15 +92,32 @@ def json_rule(
 ) -> str:
     """The body of a Lark rule for the JSON texts of a schema, in one line.
 
-    Parts of the schema that cannot be enforced are dropped (schemas/rewriter.py), or rejected if `strict`.
-    Raises RequestError for these and for a malformed schema.
+    The library refuses a `strict` schema that it cannot enforce as a whole. Of other schemas it ignores such
+    parts, and `unenforced_keywords` names them. Raises RequestError for a strict schema that it would
+    misread, and for one that is too deep.
     """
-    rewritten = enforced_schema(json.dumps(schema), strict)
-    options: dict[str, Any] = dict(_WHITESPACE[whitespace])
-    if strict and rewritten.has_other_names:
-        # An escaped letter would let the name of a described property pass as another name.
-        options["json_allowed_escapes"] = 'nrbtf\\"'
-    return f"%json {json.dumps({**json.loads(rewritten.source), 'x-guidance': options})}"
+    return _json_rule(json.dumps(schema), strict, whitespace)
+
+
+@lru_cache(maxsize=64)
+def _json_rule(source: str, strict: bool, whitespace: JsonWhitespace) -> str:
+    try:
+        written, left_out = prepared_schema(json.loads(source), strict)
+    except RecursionError:
+        raise RequestError("it is nested too deeply; make it flatter") from None
+    # An escaped letter would let a described name pass for another.
+    more: dict[str, Any] = {"json_allowed_escapes": 'nrbtf\\"'} if strict else {"lenient": True}
+    comment = {"$comment": f"{_LEFT_OUT}{' '.join(left_out)}"} if left_out else {}
+    return f"%json {json.dumps({**written, **comment, 'x-guidance': {**_WHITESPACE[whitespace], **more}})}"
+
+
+def unenforced_keywords(lark: str, warnings: Sequence[str]) -> tuple[str, ...]:
+    """The keywords that a grammar leaves out of its schemas, by its text and the library's warnings."""
+    found = [name for names in re.findall(f'"{_LEFT_OUT}([^"]*)"', lark) for name in names.split()]
+    for warning in warnings:
+        known = [name for start, name in _WARNINGS.items() if warning.startswith(start)]
+        found += known or re.findall(r'"([^"]+)"', warning)
+    return tuple(dict.fromkeys(found))
 
 
 def _one_regex(regex: str) -> str:

@@ -152,9 +152,17 @@ def fault_of(grammar: str) -> str:
 
     Thread-safe. The size of the grammar and its dead ends are found when it is compiled.
     """
+    return fault_and_warnings(grammar)[0]
+
+
+def fault_and_warnings(grammar: str) -> tuple[str, list[str]]:
+    """Like `fault_of`, with the library's warnings, which name what it ignores; none if there is an error."""
     from llguidance import LLMatcher
 
-    return _DEEP.run(lambda: LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)))
+    is_error, found = _DEEP.run(
+        lambda: LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+    )
+    return (found[0], []) if is_error else ("", found)
 
 
 def _packed(flags: list[bool]) -> NDArray[np.uint8]:

@@ -15,7 +15,6 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.grammar.lark import json_rule, lark_of
-from specinfer.grammar.schemas.negation import MAX_CHARACTERS
 from specinfer.serve.dialect.call_format import (
     ARGS,
     CALL_ID,
@@ -34,6 +33,7 @@ from specinfer.serve.dialect.tagged_calls import has_types_only, schemas_of, typ
 from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
+_MAX_EXCLUDED: Final = 400  # characters of names; another text may diverge from them at each
 _JSON: Final = (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
 
 
@@ -143,7 +143,7 @@ class _Lark:
         # Answers in other JSON must stay free: a call starts when its name is complete.
         options = []
         for index, tool in enumerate(self._tools):
-            name = "".join(map(escaped, json.dumps(tool.name)))
+            name = escaped(json.dumps(tool.name))
             begin = rf'\s{{0,8}}\{{ ?("type": ?"function", ?)?"name": ?{name}, ?"parameters":'
             self._rules[f"begin{index}[lazy]"] = f"/{begin}/"
             options.append(f'begin{index} " "? {self._arguments(index)} "}}"')
@@ -196,11 +196,12 @@ class _Lark:
         """Exclude from a JSON form the objects that would be read as calls, unless the names are too long."""
         schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
         names = [tool.name for tool in self._tools]
-        if sum(map(len, names)) > MAX_CHARACTERS:
+        if sum(map(len, names)) > _MAX_EXCLUDED:
             return form
-        name = {"enum": names}
-        call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": name}}
-        schema["allOf"] = [*schema.get("allOf", ()), {"not": call}]
+        other: list[Mapping[str, Any]] = [{"type": ["null", "boolean", "number", "array", "object"]}]
+        other.append({"type": "string", "pattern": _other_texts(names)})
+        no_call = [{"properties": {"name": {"anyOf": other}}}, {"properties": {"parameters": False}}]
+        schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": no_call}]
         return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
 
     def _functions(self) -> str:
@@ -223,7 +224,7 @@ class _Lark:
         types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
         texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if types == {"string"} and texts:
-            self._rules[name] = f"/{'|'.join(''.join(map(escaped, text)) for text in texts)}/"
+            self._rules[name] = f"/{'|'.join(map(escaped, texts))}/"
         elif "string" not in types:
             self._rules[name] = json_rule(schema, strict=tool.strict, whitespace=self._whitespace)
         elif tool.strict and not has_types_only(schema):
@@ -233,7 +234,7 @@ class _Lark:
                 "tools",
             )
         else:
-            self._rules["text[lazy]"] = f"/\\n(?s:.*)\\n{''.join(map(escaped, PARAMETER_END))}/"
+            self._rules["text[lazy]"] = f"/\\n(?s:.*)\\n{escaped(PARAMETER_END)}/"
             return 'text "\\n"'
         return f'"\\n" {name} {end}'
 
@@ -256,8 +257,21 @@ class _Lark:
         """Any text up to and including the first delimiter."""
         if delimiter in self._special:
             return f"{self._any_text()} {self._delimiter(delimiter)}"
-        self._rules[f"{name}[lazy]"] = f"/(?s:.*){''.join(map(escaped, delimiter))}/"
+        self._rules[f"{name}[lazy]"] = f"/(?s:.*){escaped(delimiter)}/"
         return name
+
+
+def _other_texts(names: Sequence[str]) -> str:
+    """An expression for all texts but the names: each option diverges from them, or stops short."""
+    following: dict[str, set[str]] = {}  # for each beginning of a name, the characters that continue it
+    for name in names:
+        for length in range(len(name) + 1):
+            following.setdefault(name[:length], set()).update(name[length : length + 1])
+    options = [escaped(beginning) for beginning in following if beginning not in names]
+    for beginning, characters in following.items():
+        others = f"[^{escaped(''.join(sorted(characters)))}]"
+        options.append(f"{escaped(beginning)}{others}[^]*")
+    return f"^(?:{'|'.join(options)})$"
 
 
 def _quoted(text: str) -> str:

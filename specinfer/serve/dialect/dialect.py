@@ -46,8 +46,8 @@ class Reasoning:
         """Return Lark rules by name: `open` is OPEN, after blanks if `blanks`; `close` is all up to CLOSE."""
         spaces = r"\s{0,8}" if blanks else ""
         rules = {
-            "open[lazy]": f"/{spaces}{''.join(map(escaped, OPEN))}/",
-            "close[lazy]": f"/(?s:.*){''.join(map(escaped, CLOSE))}/",
+            "open[lazy]": f"/{spaces}{escaped(OPEN)}/",
+            "close[lazy]": f"/(?s:.*){escaped(CLOSE)}/",
         }
         if OPEN in self.special:
             del rules["open[lazy]"]

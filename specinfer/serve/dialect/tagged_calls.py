@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from specinfer.grammar.schemas.document import type_of
 from specinfer.serve.dialect.call_format import (
     FUNCTION,
     FUNCTION_END,
@@ -21,6 +20,10 @@ from specinfer.serve.dialect.tool import Tool
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEFINITIONS: Final = ("$defs", "definitions")
 _TYPE_KEYWORDS: Final = {"type", "anyOf", "title", "description", "default", "examples", *_DEFINITIONS}
+_JSON_TYPES: Final[Mapping[type, str]] = {
+    **{str: "string", float: "number", int: "integer", bool: "boolean", type(None): "null"},
+    **{list: "array", dict: "object"},
+}
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
 
 
@@ -45,7 +48,9 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset([kind] if isinstance(kind, str) else kind)
     for key in ("enum", "const"):
         if key in schema:
-            return frozenset(map(type_of, schema[key] if key == "enum" else [schema[key]]))
+            return frozenset(
+                _JSON_TYPES[type(one)] for one in (schema[key] if key == "enum" else [schema[key]])
+            )
     for key in ("anyOf", "oneOf"):
         if key in schema:
             parts = [types_of(_resolved(part, schema)) for part in schema[key]]
@@ -57,7 +62,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
     """Return `text` unchanged if it is JSON of one of the types, else as a JSON string."""
     written = _PYTHON.get(text.strip(), text.strip())
     try:
-        found = type_of(json.loads(written, parse_constant=_refuse))
+        found = _JSON_TYPES[type(json.loads(written, parse_constant=_refuse))]
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = found in types or (found == "integer" and "number" in types) or "string" not in types

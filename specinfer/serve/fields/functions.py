@@ -68,5 +68,6 @@ def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Ma
     except RequestError as error:
         raise RequestError(f"{where} cannot be used: {error}") from None
     if fault:
-        raise RequestError(f"{where} cannot be used: {fault}; change or remove that part of the schema")
+        hint = "change or drop that part of the schema" + (", or leave out strict" if strict else "")
+        raise RequestError(f"{where} cannot be used: {fault}; {hint}")
     return schema

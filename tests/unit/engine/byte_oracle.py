@@ -40,7 +40,7 @@ BOOLEAN = {
         },
     },
 }
-IN_PART = {  # a schema that is rewritten, and enforced only in part
+IN_PART = {  # a schema that is enforced only in part
     "type": "json_schema",
     "json_schema": {
         "name": "kinds",

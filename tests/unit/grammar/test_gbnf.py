@@ -1,86 +1,64 @@
+"""GBNF grammars are written as one expression, or as rules if they are recursive, for the same texts."""
+
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import (
-    Alternation,
-    Literal,
-    Pattern,
-    Reference,
-    Repeat,
-    Sequence,
-    read_gbnf,
-    to_lark,
-)
+from specinfer.grammar.gbnf import lark_of_gbnf
+from tests.unit.grammar.vocabulary import accepts, grammar_of
+
+BODIES = [
+    # the body of a rule, texts that it matches, and texts that it does not
+    ('"a" "b"', ["ab"], ["a", "abb"]),
+    ('"a" | "b" |\n  "c"', ["a", "b", "c"], ["ab", ""]),
+    ('"a"?', ["", "a"], ["aa"]),
+    ('"a"*', ["", "aaa"], ["b"]),
+    ('"a"+', ["a", "aaa"], [""]),
+    ('"a"{3}', ["aaa"], ["aa", "aaaa"]),
+    ('"a"{2,}', ["aa", "aaaaa"], ["a"]),
+    ('"a" { 2 , 3 }', ["aa", "aaa"], ["a", "aaaa"]),
+    ('("a" | "b")+', ["abba"], [""]),
+    ("other", ["o"], ["other"]),
+    ("[a-c] [^a-c_]", ["ax", "c-"], ["xa", "a_", "ab"]),
+    (r"[-a] [b-] [\]\\^]", ["-b]", "a-\\", "a-^"], ["xb]", "ab["]),
+    (r"[\x00-\x1F\u00e9\U0001F600\-]", ["\n", "\u00e9", "\U0001f600", "-"], ["e", " "]),
+    ("[a-z&&b] [[/]", ["a[", "&/"], ["a]"]),
+    (". .", ["\n\u00e9"], ["a"]),
+    (r'"\n\t\"\\\u00e9a\x41\U0001F600"', ['\n\t"\\\u00e9aA\U0001f600'], ["n"]),
+    ('"a" # a remark\\\n', ["a"], ["ab"]),
+    ('"" "a"', ["a"], [""]),
+    ('"a" | ""', ["a", ""], ["b"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ('"yes"', Literal("yes")),
-        ('"a" "b"', Sequence((Literal("a"), Literal("b")))),
-        ('"a" | "b"\n  | "c"', Alternation((Literal("a"), Literal("b"), Literal("c")))),
-        ('"a"?', Repeat(Literal("a"), 0, 1)),
-        ('"a"*', Repeat(Literal("a"), 0, None)),
-        ('"a"+', Repeat(Literal("a"), 1, None)),
-        ('"a"{3}', Repeat(Literal("a"), 3, 3)),
-        ('"a"{3,}', Repeat(Literal("a"), 3, None)),
-        ('"a"{3,5}', Repeat(Literal("a"), 3, 5)),
-        ('"a"{,5}', Repeat(Literal("a"), 0, 5)),
-        ('"a" { 3 , 5 }', Repeat(Literal("a"), 3, 5)),
-        ("[a-z]{2}{3}", Repeat(Repeat(Pattern("[a-z]"), 2, 2), 3, 3)),
-        ('("a" | "b")+', Repeat(Alternation((Literal("a"), Literal("b"))), 1, None)),
-        ("other", Reference("other")),
-        ("[a-c]", Pattern("[a-c]")),
-        ("[^a-c_]", Pattern(r"[^a-c\x{5F}]")),
-        ("[-a]", Pattern(r"[\x{2D}a]")),
-        ("[a-]", Pattern(r"[a\x{2D}]")),
-        (r"[\]\\^]", Pattern(r"[\x{5D}\x{5C}\x{5E}]")),
-        (r"[\x00-\x1F\u00e9]", Pattern(r"[\x{0}-\x{1F}\x{E9}]")),
-        (".", Pattern("(?s:.)")),
-        (r'"\n\t\"\\\u00e9\x41\U0001F600"', Literal('\n\t"\\\u00e9A\U0001f600')),
-        ('"a" # a remark\n "b"', Sequence((Literal("a"), Literal("b")))),
-        ('""', Literal("")),
-    ],
-)
-def test_a_rule_is_read(body, expected):
-    assert read_gbnf(f'root ::= {body}\nother ::= "o"')["root"] == expected
+def test_a_grammar_matches_its_texts_and_no_others():
+    for body, good, bad in BODIES:
+        for way, start in {"/": "body", "(": 'body | "(" root ")"'}.items():
+            text = f'root ::= {start}\nother ::= "o"\nbody ::= {body}\n'
+            assert lark_of_gbnf(text).startswith(f"start: {way}"), "recursion makes rules"
+            grammar = grammar_of(grammar=text)
+            nested = [] if way == "/" else [f"(({one}))" for one in good]
+            found = {one: accepts(grammar, one) for one in [*good, *nested, *bad]}
+            assert found == {one: one not in bad for one in found}, text
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('other ::= "a"', "grammar has no rule root"),
-        ("root ::= lost", "rule root uses lost, which is not defined"),
-        ('root ::= "a', 'line 1: expected "'),
-        ('root ::= "a"\n\nroot ::= "b"', "line 3: rule root is defined twice"),
-        ('root ::= ("a"', r"line 1: expected \)"),
-        ("root ::= [a", "line 1: expected ]"),
-        ("root ::= []", "line 1: an empty character class"),
-        ("root ::= [z-a]", "line 1: the range z-a is reversed"),
-        (r'root ::= "\q"', r"line 1: '\\\\q' is not a valid escape"),
-        (r'root ::= "\ud800"', "is not a valid escape"),
-        ('root ::= "a"{3,2}', "has a minimum above its maximum"),
-        ('root ::= "a"{,}', "has no number"),
-        ('root ::= "a"{}', r"line 1: '\{' is unexpected"),
-        ('root ::= "a"{' + "9" * 5000 + "}", r"line 1: '\{' is unexpected"),
-        ('root ::= "a" $', r"line 1: '\$' is unexpected"),
-        ('root ::= "a" )', "line 1: expected a rule"),
+        ('other ::= "a"', "grammar has no rule root; add one"),
+        ("root ::= lost", "grammar has no rule lost"),
+        ('root ::= "(" root lost ")"', "grammar has no rule lost"),
+        ('root ::= "a', "Unexpected end of input at line 1"),
+        ('root ::= "b"\n\nroot ::= ("a"', r"Expected '\)' at line 3"),
+        ("root ::= [a", "Unexpected end of input"),
+        ("root ::= [z-a]", "invalid character class range"),
+        (r'root ::= "\q"', r"Invalid escape sequence \\q"),
+        (r'root ::= "\ud800"', "is half of a character"),
+        ('root ::= "a"{,}', "Expected integer"),
+        ('root ::= "a"{3,2}', "invalid repetition"),
+        ('root ::= "a" $', "Expected name"),
     ],
 )
-def test_syntax_errors_name_their_line(text, message):
+def test_malformed_grammars_are_refused_in_the_librarys_words(text, message):
     with pytest.raises(RequestError, match=message) as caught:
-        read_gbnf(text)
+        grammar_of(grammar=text)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('root ::= ("a"{1000}){101}', "rule root repeats a part 101000 times"),
-        ('root ::= a{1000}\na ::= "a"{,101}', "the grammar repeats a part 101000 times"),
-        ('root ::= "(" root{2,100001} ")"', "rule root repeats a part 100001 times"),
-    ],
-)
-def test_a_part_may_repeat_so_often_and_no_more(text, message):
-    with pytest.raises(RequestError, match=message):
-        to_lark(read_gbnf(text))

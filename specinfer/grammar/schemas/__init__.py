@@ -1,1 +1,0 @@
-"""Rewrites JSON schemas into schemas that the grammar library can enforce."""
