@@ -73,6 +73,11 @@ class Admission:
         """Names of the engine's speculators, in the order they run."""
         return self._limits.names
 
+    @property
+    def unenforced(self) -> dict[str, int]:
+        """Requests by keyword of JSON schemas that their form is enforced without."""
+        return {} if self._compiler is None else dict(self._compiler.unenforced)
+
     def admit(
         self,
         request: Request,

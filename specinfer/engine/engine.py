@@ -134,6 +134,7 @@ class Engine:
             guessed_tokens=self._speculators.guessed_tokens,
             failures=self._speculators.failures,
             speculators_paused=self._speculators.num_paused,
+            unenforced=self._admission.unenforced,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
             rank_seconds=dict(self._executor.rank_seconds),

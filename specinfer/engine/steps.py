@@ -80,6 +80,8 @@ class Statistics:
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
     failures: Mapping[str, int] = field(default_factory=dict)  # exceptions of speculators and "policy"
     speculators_paused: int = 0  # of these, those that pause now
+    # Requests by keyword of JSON schemas that their form is enforced without.
+    unenforced: Mapping[str, int] = field(default_factory=dict)
     streamed_bytes: int = 0  # bytes of weights read from the disk for passes
     stream_wait_seconds: float = 0.0  # seconds that passes waited for them
     # Seconds of ranks by activity, such as "1 computing", "1 exchanging" and "1 waiting" for rank 1.
@@ -104,6 +106,7 @@ class Statistics:
             speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
             failures=_sums(self.failures, other.failures, sign),
+            unenforced=_sums(self.unenforced, other.unenforced, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
             rank_seconds=_sums(self.rank_seconds, other.rank_seconds, sign),

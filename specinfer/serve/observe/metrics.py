@@ -93,6 +93,8 @@ class Metrics:
         self.paused = gauge("speculators_paused", "Speculators, and policies, that pause after an exception.")
         failures = "Exceptions of a speculator, or of the policy."
         self.failures = made(Gauge, "speculator_failures", failures, "speculator")
+        unenforced = "Requests whose JSON schema is enforced without a keyword."
+        self.unenforced = made(Gauge, "schema_keywords_unenforced", unenforced, "keyword")
         proposed = "Proposed draft tokens, verified or not, by speculator."
         self.guessed_by = made(Gauge, "guessed_tokens", proposed, "speculator")
         factor = "Time of a model's passes divided by the time on its cost curve."
@@ -159,6 +161,8 @@ class Metrics:
             self.paused.set(state.speculators_paused)
             for speculator, count in state.failures.items():
                 self.failures.labels(self.model, speculator).set(count)
+            for keyword, count in state.unenforced.items():
+                self.unenforced.labels(self.model, keyword).set(count)
             for speculator, count in state.guessed_tokens.items():
                 for name in _names_of(speculator):
                     self.guessed_by.labels(self.model, name).set(count)

@@ -64,6 +64,7 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         stream_wait_seconds=1.5,
         rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
         failures={"draft": 3},
+        unenforced={"oneOf": 2},
         speculators_paused=1,
     )
     second = Statistics(
@@ -78,6 +79,7 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
         stream_wait_seconds=0.25,
         rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
         failures={"policy": 1},
+        unenforced={"not": 1, "oneOf": 1},
     )
     metrics = Metrics("m")
 
@@ -92,6 +94,7 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
             "speculation_o",
             "engine_failed",
             "speculator",
+            "schema_keywords",
             "guessed_tokens",
             "pass_cost_factor",
             "stream",
@@ -131,6 +134,8 @@ def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
             'speculator_failures{,speculator="draft"}': 3,
             'speculator_failures{,speculator="policy"}': 1,
             "speculators_paused{}": 0,
+            'schema_keywords_unenforced{keyword="oneOf",}': 3,
+            'schema_keywords_unenforced{keyword="not",}': 1,
             "prefix_cache_hit_rate{}": 50 / 160,
             "speculation_off_steps{}": 7,
             "speculation_on{}": 1,
