@@ -1,8 +1,9 @@
-"""Chat templates: Jinja in a bounded sandbox, with the helpers that template authors expect.
+"""Chat templates: Jinja in its sandbox, with the helpers that template authors expect.
 
 The environment is that of transformers: trimmed blocks, loop controls,
 raise_exception, strftime_now, a tojson that keeps Unicode, and {% generation %} (which marks the assistant's
-text for training; here it renders its body).
+text for training; here it renders its body). The sandbox keeps a template from Python and from its arguments,
+but not from taking long: it is rendered in threads that no step waits for.
 
 Clients write messages in more forms than templates handle: content as parts or null, arguments of earlier
 calls as JSON text, call ids of any length. A template prints its input, so a list would appear in the prompt
@@ -26,9 +27,9 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError, shown
-from specinfer.tokenizer.bounded_environment import BoundedEnvironment
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
 
 # Fields of clients and of OpenAI's answers that templates do not read.
@@ -284,7 +285,6 @@ class ChatTemplate:
         variables: Mapping[str, Any],
     ) -> str:
         template = self._compiled
-        self._environment.budget.begin([messages, tools, variables])
         try:
             return template.render(
                 messages=messages,
@@ -357,10 +357,11 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _environment(self) -> BoundedEnvironment:
-        environment = BoundedEnvironment(
+    def _environment(self) -> ImmutableSandboxedEnvironment:
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
         )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         return environment
@@ -372,6 +373,19 @@ class _GenerationExtension(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes for HTML, which would show in the prompt.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
