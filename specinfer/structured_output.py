@@ -69,7 +69,7 @@ def structured_output(
         choice: the allowed texts.
         grammar: a Lark or EBNF grammar.
         preamble: Lark rules; the rule `preamble` matches the text before the form.
-        json_whitespace: whitespace between the parts of JSON, also in a grammar's `%json`.
+        json_whitespace: whitespace between the parts of JSON.
 
     Raises:
         RequestError: a value has the wrong type or shape, several of the first four parameters are given, or
@@ -91,7 +91,7 @@ def structured_output(
     elif grammar is not None:
         form = _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
     whitespace = _whitespace(json_whitespace)
-    if form is not None and form.kind not in (OutputKind.REGEX, OutputKind.CHOICE):
+    if form is not None and form.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA):
         form = replace(form, whitespace=whitespace)
     return form if preamble is None else _behind(preamble, form)
 

@@ -69,7 +69,7 @@ class _IsLargeError(Exception):
 def _written(node: ASTNode, refer: Callable[[str], str], space: str) -> str:
     """A body as a regular expression or, with a `space` between its parts, as the body of a rule.
 
-    A rule's characters are lexemes of their own, so that none is longer than another.
+    In a rule each character is a lexeme, so that none is longer than another.
     """
     from llguidance import gbnf_to_lark as ast
 

@@ -26,8 +26,6 @@ _LEFT_OUT = "not enforced: "
 _WARNINGS = {"Unknown format": "format", "oneOf": "oneOf", "min/maxProperties": "minProperties"}
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OPTIONS = re.compile(r"^[ \t]*[?!]?([\w-]+)\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
-# Strings, regular expressions and comments of Lark, and the start of an embedded schema (group 1).
-_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|%json\s*(?=\{)()')
 _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 
 
@@ -49,26 +47,7 @@ def _grammar(spec: StructuredOutput) -> str:
     if _GBNF_RULE.search(spec.source):
         return lark_of_gbnf(spec.source)
     _refuse_options("grammar", spec.source)
-    return _with_whitespace(spec.source, spec.whitespace)
-
-
-def _with_whitespace(lark: str, whitespace: JsonWhitespace) -> str:
-    """Set the whitespace of `%json` schemas in Lark rules; the library's default allows any."""
-    written: list[str] = []
-    at = 0
-    for found in _JSON.finditer(lark):
-        if found[1] is None or found.start() < at:
-            continue
-        try:
-            schema, end = json.JSONDecoder().raw_decode(lark, found.end(1))
-        except (ValueError, RecursionError):
-            continue  # the library reports the error
-        options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-        if isinstance(options, dict) and not any(key.startswith("whitespace") for key in options):
-            schema["x-guidance"] = {**_WHITESPACE[whitespace], **options}
-            written += [lark[at : found.end(1)], json.dumps(schema, ensure_ascii=False)]
-            at = end
-    return "".join([*written, lark[at:]])
+    return spec.source
 
 
 def _body(spec: StructuredOutput) -> str:
@@ -92,8 +71,8 @@ def json_rule(
 ) -> str:
     """The body of a Lark rule for the JSON texts of a schema, in one line.
 
-    The library refuses a `strict` schema that it cannot enforce as a whole. Of other schemas it ignores such
-    parts, and `unenforced_keywords` names them. Raises RequestError for a strict schema that it would
+    The library refuses a `strict` schema that it cannot enforce as a whole. It ignores such parts of other
+    schemas, and `unenforced_keywords` names them. Raises RequestError for a strict schema that it would
     misread, and for one that is too deep.
     """
     return _json_rule(json.dumps(schema), strict, whitespace)

@@ -1,7 +1,7 @@
 """Prepares JSON schemas for the grammar library where it reads them otherwise than JSON Schema does.
 
 The library enforces what it supports, and refuses the rest or ignores it with a warning. A few values it
-takes and misreads: integers that are no floats, patterns of JavaScript, days of February, counts of names
+takes and misreads: integers beyond the floats, patterns of JavaScript, days of February, counts of names
 that may repeat. These are written so that it reads them exactly, or count as unsupported.
 """
 
@@ -132,8 +132,9 @@ class _Preparation:
         pattern = _BESIDE.get(kind) or _INSTEAD.get(kind)
         if kind in _HINTS or kind in _INSTEAD:
             del out["format"]
-        if pattern is not None:
-            out["allOf"] = [*out.get("allOf", ()), {"pattern": pattern}]
+        parts = out.get("allOf", [])
+        if pattern is not None and isinstance(parts, list):
+            out["allOf"] = [*parts, {"pattern": pattern}]
 
     def _numbers(self, out: dict[str, Any]) -> None:
         for key in ("const", "enum"):

@@ -56,6 +56,7 @@ def test_forms_that_cannot_be_followed_are_refused(asked, message):
         ({"enum": []}, "Unsatisfiable"),
         ({"type": "text"}, "Invalid type: text"),
         ({"properties": {"a/b": {"minimum": "1"}}}, "Expected f64 for 'minimum', got \"1\""),
+        ({"format": "date", "allOf": 3}, "allOf must be an array"),
         ({"items": [3]}, "schema must be an object or boolean"),
         (json.loads('{"items":' * 150 + "{}" + "}" * 150), "recursion limit"),
         ({"$ref": "#"}, "nothing can follow ''"),

@@ -15,12 +15,9 @@ NUMBERS = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-LARK = f"start: %json {json.dumps(NUMBERS)}"
 FORMS = {
     "schema": {"response_format": schema_format(NUMBERS)},
     "strict schema": {"response_format": schema_format(NUMBERS, strict=True)},
-    "grammar": {"grammar": LARK},
-    "grammar with another in it": {"grammar": f"start: %lark {{\n{LARK}\n}} // %json {{"},
     "behind a preamble": {"response_format": schema_format(NUMBERS), "preamble": 'preamble: "="?'},
 }
 
@@ -76,16 +73,3 @@ PRETTY = {
 def test_white_space_follows_the_option(form, whitespace, taken):
     grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
     assert {name for name, text in PRETTY.items() if accepts(grammar, text)} == taken
-
-
-@pytest.mark.parametrize(
-    ("lark", "text"),
-    [
-        ('start: "%json {\\"a\\": 1}"', '%json {"a": 1}'),
-        ("start: /%json {1}/", "%json "),
-        ('start: "x" // %json {"a": 1}', "x"),
-        ('start: "x" # %json {"a": 1}', "x"),
-    ],
-)
-def test_text_that_looks_like_a_schema_is_unchanged(lark, text):
-    assert accepts(grammar_of(grammar=lark), text)
