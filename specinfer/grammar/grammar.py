@@ -192,10 +192,7 @@ class GrammarCompiler:
                 self._entries.popitem(last=False)
         with entry.lock:
             if entry.grammar is None:
-                try:
-                    entry.grammar = Grammar(spec, self._vocabulary)
-                except RecursionError:
-                    raise RequestError(f"{spec.parameter} is nested too deeply; make it flatter") from None
+                entry.grammar = Grammar(spec, self._vocabulary)
             grammar = entry.grammar
         with self._lock:
             self.unenforced.update(grammar.unenforced)

@@ -32,10 +32,13 @@ _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 def lark_of(spec: StructuredOutput) -> str:
     """The Lark grammar of a form, after its preamble if it has one.
 
-    Raises RequestError for a malformed GBNF grammar, and for Lark rules with options that do not describe the
-    text.
+    Raises RequestError for a malformed GBNF grammar, for Lark rules with options that do not describe the
+    text, and for a form that is nested too deeply.
     """
-    form = _grammar(spec) if spec.kind is OutputKind.GRAMMAR else f"start: {_body(spec)}"
+    try:
+        form = _grammar(spec) if spec.kind is OutputKind.GRAMMAR else f"start: {_body(spec)}"
+    except RecursionError:
+        raise RequestError(f"{spec.parameter} is nested too deeply; make it flatter") from None
     if not spec.preamble:
         return form
     _refuse_options("preamble", spec.preamble)

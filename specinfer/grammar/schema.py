@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
 from specinfer.errors import RequestError, shown
-from specinfer.grammar.library_vocabulary import fault_and_warnings, fault_of
+from specinfer.grammar.library_vocabulary import fault_and_warnings
 
 Schema = Mapping[str, Any] | bool
 
@@ -24,9 +24,9 @@ _MAX_NUMBER: Final = 2.0**63 - 1024  # the library counts in 64 bits
 _MIN_POSITIVE: Final = 1e-12  # in place of an excluded 0
 _MAX_STEPS: Final = 10_000  # the library follows the remainders of multipleOf one by one, for seconds
 _POWERS: Final = (100_000, 1_000_000)  # few remainders
-_MAX_TRIALS: Final = 300
 _COUNTS: Final = ("minProperties", "maxProperties")
-_TRIED: Final = ("pattern", "multipleOf", "patternProperties", "$ref")
+# The order in which keywords are left out until the library takes the rest.
+_DROP_ORDER: Final = ("pattern", "multipleOf", "$ref", "patternProperties")
 # Formats that restrict no text, and those that a pattern describes.
 _HINTS: Final = frozenset(
     ("password", "binary", "text", "string", "textarea", "multiline", "html", "markdown", "unknown")
@@ -54,12 +54,14 @@ _CLASS_PART: Final = re.compile(r"\\.|[\[&~]|(?<=-)-", re.DOTALL)
 def prepared_schema(schema: Mapping[str, Any], strict: bool) -> tuple[Mapping[str, Any], list[str]]:
     """The schema for the library, and the keywords that are left out of it.
 
-    Unless `strict`, patterns, steps and outside references that the library refuses are left out. Raises
-    RequestError for a strict schema that the library would misread.
+    Unless `strict`, all patterns are left out if the library refuses one, and so are steps, references to
+    other documents, and patterns of names. Raises RequestError for a strict schema that the library would
+    misread.
     """
-    tries, drops = False, tuple[str, ...]()
+    drops: tuple[str, ...] = ()
+    order = list(_DROP_ORDER)
     while True:
-        preparation = _Preparation(strict, tries, drops)
+        preparation = _Preparation(strict, drops)
         written = preparation.node(schema)
         if strict:
             return written, []
@@ -67,25 +69,20 @@ def prepared_schema(schema: Mapping[str, Any], strict: bool) -> tuple[Mapping[st
         fault, warnings = fault_and_warnings(lark)
         # It does not ignore counts beside optional properties, but withholds objects.
         counts = any(warning.startswith("min/maxProperties") for warning in warnings)
-        if fault and not tries:
-            tries = True
-        elif counts and not drops:
-            drops = _COUNTS
+        if counts and not set(_COUNTS) <= set(drops):
+            drops += _COUNTS
+        elif fault and order:
+            drops += (order.pop(0),)
         else:
             return written, list(preparation.left_out)
 
 
 class _Preparation:
-    """One pass over a schema.
+    """One pass over a schema, which leaves out the keywords in `drops`."""
 
-    It leaves out the keywords in `drops` and, with `tries`, those that the library refuses alone.
-    """
-
-    def __init__(self, strict: bool, tries: bool, drops: Sequence[str]) -> None:
+    def __init__(self, strict: bool, drops: Sequence[str]) -> None:
         self._strict = strict
-        self._tries = tries
         self._drops = drops
-        self._trials = 0
         self.left_out: dict[str, None] = {}
 
     def node(self, schema: Any) -> Any:
@@ -114,10 +111,7 @@ class _Preparation:
         if out.get("uniqueItems") is False:
             del out["uniqueItems"]
         for key in self._drops:
-            if key in out:
-                self._drop(key, out)
-        for key in _TRIED if self._tries else ():
-            if key in out and self._refused(key, out[key]):
+            if key in out and not (key == "$ref" and str(out[key]).startswith("#")):
                 self._drop(key, out)
                 if key == "patternProperties":
                     out.pop("additionalProperties", None)
@@ -179,15 +173,6 @@ class _Preparation:
             raise RequestError(f"{key} {why}; leave out strict, or change that part of the schema")
         self.left_out[key] = None
         del out[key]
-
-    def _refused(self, key: str, value: Any) -> bool:
-        if key == "$ref":
-            return isinstance(value, str) and not value.startswith("#")
-        self._trials += 1
-        if self._trials > _MAX_TRIALS:
-            raise RequestError("it has too many parts that cannot be enforced; make it smaller")
-        alone = dict.fromkeys(value, True) if isinstance(value, Mapping) else value
-        return bool(fault_of(f"start: %json {json.dumps({key: alone})}"))
 
 
 def rust_pattern(pattern: str) -> str:
