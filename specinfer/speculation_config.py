@@ -16,7 +16,6 @@ Quantization = Literal["none", "int8", "int4", "gguf"]
 QuantizationOption = Literal["auto", Quantization]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
-DraftTokens = Literal["auto", "shared", "text"]
 Lookup = bool | Literal["auto"]
 
 DEFAULT_EXPANSION = Expansion((1, 1, 3, 1, 1))  # default tree shape
@@ -56,13 +55,6 @@ class SpeculationConfig:
         None,
         "Reduce a draft's output layer to N common tokens, or to the token ids in a file.",
         shown="all",
-    )
-    draft_tokens: DraftTokens = option(
-        "auto",
-        "How drafts with another vocabulary guess: shared, text, or auto.",
-        more="`shared`: only tokens that both vocabularies have; `text`: the draft's text, retokenized with "
-        "the target's tokenizer. `auto`: `text` under the coupled verifier, unless `draft_vocabulary` is set "
-        "([how](losslessness.md#drafts-with-another-vocabulary)).",
     )
     draft_lora: tuple[str, ...] = option(
         (),

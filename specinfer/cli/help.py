@@ -26,7 +26,7 @@ _WORDS: Final = {
         "offload offload_folder prepared max_batch_size max_step_tokens"
     ),
     "Speculation": (
-        "drafts draft_quantization draft_vocabulary draft_tokens draft_lora speculative_config lookup "
+        "drafts draft_quantization draft_vocabulary draft_lora speculative_config lookup "
         "lookup_min lookup_depth lookup_nodes lookup_memory prediction_depth prediction_branches "
         "forced_depth expansion max_nodes tree_size clock verifier draw prediction speculation"
     ),

@@ -31,7 +31,7 @@ _MODEL: Final = (
     *("pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
     *("kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
 )
-_DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
+_DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_lora")
 _TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
 # Options that --help shows (specinfer/cli/help.py); --help-all shows the others, too.
 SHORT_MODEL: Final = ("model", "quantization", "memory")

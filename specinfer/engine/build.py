@@ -198,7 +198,7 @@ def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, 
     speculation, target = config.speculation, models.target
     drafts = [
         f"{name}: {_named(model)}, {kind}, by {speculation.draw_rule}"
-        + (f", {models.foreign[name].way} tokens" if name in models.foreign else "")
+        + (", shared tokens" if name in models.foreign else "")
         for (name, model), kind in zip(
             draft_names(speculation.drafts).items(), models.kinds.values(), strict=False
         )

@@ -182,15 +182,13 @@ def foreign_tokens_of(
     target: FoundModel,
     drafts: Mapping[str, FoundModel | FoundHead],
     tokenizer: Tokenizer,
-    speculation: SpeculationConfig,
     kept: DraftVocabulary | None,
 ) -> dict[str, ForeignTokens]:
     """Return the token conversion of each draft whose token ids differ from the target's.
 
     Models of one family may have logits for different numbers of ids if the last ones are padding (Qwen2.5's
     small and large models); these need no conversion. Heads have no tokenizer; opening one checks that its
-    vocabulary has the target's size. Raises ConfigError as `foreign_tokens` does, and if draft_tokens is set
-    although no draft needs it.
+    vocabulary has the target's size. Raises ConfigError as `foreign_tokens` does.
     """
     target_vocabulary, found = Vocabulary(target.files), dict[str, ForeignTokens]()
     for name, draft in models_among(drafts).items():
@@ -200,17 +198,10 @@ def foreign_tokens_of(
         if whole and target_vocabulary.same_ids(Vocabulary(draft.files)):
             continue
         draft_tokenizer = Tokenizer.load(draft.files)
-        found[name] = foreign_tokens(
-            tokenizer, draft_tokenizer, sizes, speculation, kept, name=draft.files.name
-        )
+        found[name] = foreign_tokens(tokenizer, draft_tokenizer, sizes, kept, name=draft.files.name)
         _LOG.info(
-            "draft %s has another vocabulary than %s: %d of its %d tokens are shared; it guesses by '%s'",
-            *(draft.files.name, target.files.name, found[name].shared, sizes[1], found[name].way),
-        )
-    if drafts and not found and speculation.draft_tokens != SpeculationConfig().draft_tokens:
-        raise ConfigError(
-            f"draft_tokens is {speculation.draft_tokens!r}, and all drafts have the target's vocabulary; "
-            "leave it out"
+            "draft %s has another vocabulary than %s: it guesses the %d of its %d tokens that both have",
+            *(draft.files.name, target.files.name, len(found[name].logit_ids), sizes[1]),
         )
     return found
 
@@ -218,9 +209,7 @@ def foreign_tokens_of(
 def check_options(speculation: SpeculationConfig, drafts: Mapping[str, FoundModel | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of the drafts uses."""
     unset = SpeculationConfig()
-    for option in (
-        *("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora"),
-    ):
+    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_lora"):
         value = getattr(speculation, option)
         if value != getattr(unset, option) and not drafts:
             raise ConfigError(

@@ -162,7 +162,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     if drafts or speculation.draft_vocabulary is not None or config.chat_template is not None:
         tokenizer = read_tokenizer.result()
         kept = draft_vocabulary(speculation.draft_vocabulary, tokenizer, target.config.vocab_size)
-        foreign = foreign_tokens_of(target, drafts, tokenizer, speculation, kept)
+        foreign = foreign_tokens_of(target, drafts, tokenizer, kept)
         named = vocabularies(target, drafts, foreign, kept)
     kinds = dict[str, Quantization]()
     for name, model in draft_names(speculation.drafts).items():

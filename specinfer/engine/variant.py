@@ -17,7 +17,7 @@ _SHARED_OPTIONS = (
     *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
 _KV_DIVISOR = 4  # a variant's part of a planned engine's KV memory is 1 over this
-_DRAFT_OPTIONS = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
+_DRAFT_OPTIONS = ("draft_quantization", "draft_vocabulary", "draft_lora")
 
 
 def variant_models(variant: EngineConfig, config: EngineConfig, models: Models) -> Models:

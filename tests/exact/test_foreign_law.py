@@ -1,6 +1,6 @@
 """A draft with another vocabulary leaves the law of the text unchanged, by exact enumeration.
 
-The production code reads the text, draws and retokenizes guesses; the enumeration replaces random numbers.
+The production code reads the text and draws guesses; the enumeration replaces random numbers.
 The target's tokens are A, B, C, D. The draft also has AB, ABC and E, counts backwards and lacks D.
 """
 
@@ -11,8 +11,6 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft_tokens import foreign_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.foreign_draft import RetokenizedTree
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
@@ -36,13 +34,12 @@ PARAMS = {
 class ForeignGuesser:
     """Draws children as a ForeignDraft does; `declared` makes something else of the tree it declares."""
 
-    def __init__(self, name, rule, widths, how, monkeypatch, declared=lambda tree, law: tree):
+    def __init__(self, name, rule, widths, monkeypatch, declared=lambda tree, law: tree):
         self.name, self.widths, self.monkeypatch, self.declared = name, widths, monkeypatch, declared
-        config = SpeculationConfig(draft_tokens=how)
         self.tokens = foreign_tokens(
-            TARGET_TOKENIZER, DRAFT_TOKENIZER, (VOCAB, DRAFT_TOKENIZER.vocab_size), config, name=name
+            TARGET_TOKENIZER, DRAFT_TOKENIZER, (VOCAB, DRAFT_TOKENIZER.vocab_size), name=name
         )
-        self.rule = self.tokens.rule(rule)
+        self.rule = rule
         self.own = World(vocab=DRAFT_TOKENIZER.vocab_size, seed=3)
 
     def grow(self, world, text, chance):
@@ -53,7 +50,7 @@ class ForeignGuesser:
         frontier = [0]
         for depth, width in enumerate(self.widths):
             first = len(builder.parents)
-            paths = [tuple(self.tokens.spelled(builder.path_tokens(node))) for node in frontier]
+            paths = [tuple(self.tokens.to_draft(builder.path_tokens(node))) for node in frontier]
             rows = [self.own.logits(self.name, (*spelled.ids, *path)) for path in paths]
             sites = [
                 Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
@@ -62,8 +59,6 @@ class ForeignGuesser:
             named = np.array([row[self.tokens.logit_ids] for row in rows], dtype=np.float32)
             draw_children(flight_of(named.reshape(len(sites), -1)), sites, self.name, self.tokens.vocabulary)
             frontier = list(range(first, len(builder.parents)))
-        if self.tokens.by_text:
-            return RetokenizedTree(self.tokens, builder, max_depth=3).tree()
         return self.declared(builder.build(), self.own.law(self.name, tuple(spelled.ids)))
 
 
@@ -73,14 +68,12 @@ def expected(world, length):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize(
-    ("how", "rule"), [("shared", IID), ("shared", WITHOUT), ("shared", POINT), ("text", IID)]
-)
-def test_the_law_of_the_text_is_the_targets(how, rule, params, monkeypatch):
+@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
+def test_the_law_of_the_text_is_the_targets(rule, params, monkeypatch):
     world = Supports(vocab=VOCAB, params=params, seed=5)
     guessers = [
-        ForeignGuesser("b", IID, (1,), "shared", monkeypatch),
-        ForeignGuesser("a", rule, (2, 1), how, monkeypatch),
+        ForeignGuesser("b", IID, (1,), monkeypatch),
+        ForeignGuesser("a", rule, (2, 1), monkeypatch),
     ]
     law = text_law(world, guessers, 2)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
@@ -90,7 +83,7 @@ def test_the_law_of_the_text_is_the_targets(how, rule, params, monkeypatch):
 def test_declaring_the_law_of_all_the_drafts_tokens_would_change_it(monkeypatch):
     # The mutant: drawn from the restricted law, declared as the draft's law, whatever the target lacks.
     world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
-    honest = ForeignGuesser("a", IID, (1,), "shared", monkeypatch)
+    honest = ForeignGuesser("a", IID, (1,), monkeypatch)
 
     def lie(tree, law):
         whole = np.zeros(VOCAB)
@@ -102,6 +95,6 @@ def test_declaring_the_law_of_all_the_drafts_tokens_would_change_it(monkeypatch)
             builder.add(draw.parent, tree.token_ids[draw.node], "a", IID, whole)
         return builder.build()
 
-    liar = ForeignGuesser("a", IID, (1,), "shared", monkeypatch, declared=lie)
+    liar = ForeignGuesser("a", IID, (1,), monkeypatch, declared=lie)
     assert distance(text_law(world, [honest], 1), expected(world, 1)) < EXACT
     assert distance(text_law(world, [liar], 1), expected(world, 1)) > 1e-3

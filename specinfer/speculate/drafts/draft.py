@@ -207,20 +207,12 @@ class LevelDraft(Draft):
             left -= len(rows.token_ids)
             if growth.started:
                 drawing.append(i)
-                sites.extend(self._sites(i))
+                sites.extend(growth.sites(self._shape))
         if parts:
             self._draw(parts, sites)
         for i in drawing:
             self._growths[i].descend()
-        return {i: ends for i in drawing if (ends := self._ends(i))}
-
-    def _sites(self, entry: int) -> list[Site]:
-        """Return a Site for each node of the frontier."""
-        return self._growths[entry].sites(self._shape)
-
-    def _ends(self, entry: int) -> Sequence[int]:
-        """Return the nodes of the entry's tree below which the draft can draw further."""
-        return self._growths[entry].ends
+        return {i: ends for i in drawing if (ends := self._growths[i].ends)}
 
     @abstractmethod
     def _read(self, entry: int, max_rows: int) -> Rows | None:

@@ -6,32 +6,23 @@ files do not give frequencies, but byte-pair merges are numbered from the most f
 are frequent ones. A user who knows the texts better can give a file of ids.
 
 A draft with another tokenizer reads the target's text in its own tokens (tokenizer/respelling.py), and
-guesses in one of two ways:
-
-    shared    only tokens that both vocabularies have. The draft's distribution is restricted to them and
-              renormalized; its draws are declared with that distribution, a valid q for every verifier
-    text      any token. The text along a path is retokenized for the target. Such guesses are functions of
-              the text without a distribution, so only coupled draws and point masses are possible
-
-`text` yields more tokens per step for the same number of nodes, so it is the default where no distribution is
-needed: with the coupled verifier.
+guesses only tokens that both vocabularies have. Its distribution is restricted to them and renormalized; its
+draws are declared with that distribution, a valid q for every verifier.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import ConfigError
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.respelling import Respelling, SharedTokens, shared_tokens
-from specinfer.tree import DrawRule
+from specinfer.tokenizer.respelling import Respelling, shared_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,107 +94,63 @@ def _read(path: Path, size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignTokens:
-    """The tokenizers of target and draft, and the names of the draft's tokens in its trees.
-
-    The name of a shared token is the target's id; that of another token is the size of the target's
-    vocabulary plus the draft's id. Draws use names, so that shared tokens share the target's noise.
-    """
+    """The tokenizers of target and draft, and the tokens that both have."""
 
     target: Tokenizer
     draft: Tokenizer
-    by_text: bool  # True if guesses are retokenized; else every name is a token of the target
-    vocabulary: DraftVocabulary  # the names of the draft's logits, ascending
-    logit_ids: NDArray[np.int64]  # [named] the draft's ids, in that order
-    shared: int  # number of shared tokens that the draft may guess
-    target_size: int  # the first name of a token that the target lacks
+    vocabulary: DraftVocabulary  # the tokens that the draft may guess, as the target's ids
+    logit_ids: NDArray[np.int64]  # the draft's ids of these tokens, in that order
     _specials: dict[int, int]  # the target's special tokens that the draft has -> the draft's id
-    _by_name: dict[int, int]  # name -> the draft's id
-    _names: dict[int, int]  # the draft's id -> name
+    _of_target: dict[int, int]  # the target's id -> the draft's
+    _of_draft: dict[int, int]  # the draft's id -> the target's
 
     def respelling(self) -> Respelling:
         """Return an empty text that converts the target's tokens to the draft's."""
         return Respelling(self.target, self.draft, self._specials)
 
-    def spelled(self, names: Sequence[int]) -> list[int]:
-        """Return the draft's ids of named tokens."""
-        return [*map(self._by_name.__getitem__, names)]
+    def to_draft(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the draft's ids of guessed tokens."""
+        return [*map(self._of_target.__getitem__, token_ids)]
 
-    def name(self, token_id: int) -> int:
-        """Return the name of one of the draft's ids; -1 if it cannot guess the token."""
-        return self._names.get(token_id, -1)
-
-    @property
-    def way(self) -> str:
-        """The way of guessing, "text" or "shared"."""
-        return "text" if self.by_text else "shared"
-
-    def rule(self, rule: DrawRule) -> DrawRule:
-        """Return the draw rule of this draft if other drafts draw by `rule`."""
-        sampled = rule in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
-        return DrawRule.POINT_MASS if self.by_text and sampled else rule
+    def to_target(self, token_id: int) -> int:
+        """Return the target's id of one of the draft's; -1 if it cannot guess the token."""
+        return self._of_draft.get(token_id, -1)
 
 
 def foreign_tokens(
     target: Tokenizer,
     draft: Tokenizer,
     sizes: tuple[int, int],
-    speculation: SpeculationConfig,
     kept: DraftVocabulary | None = None,
     *,
     name: str,
 ) -> ForeignTokens:
-    """Return the token names for a target and the draft called `name`, which have logits for `sizes` ids.
+    """Return the shared tokens of a target and the draft called `name`, which have logits for `sizes` ids.
 
     `kept` are the only tokens of the target that the draft may propose. Raises ConfigError for a draft that
-    shares no token with its target, and for options that contradict retokenized guesses.
+    shares no token with its target.
     """
     shared = shared_tokens(target, draft, *sizes)
-    by_text = speculation.draft_tokens == "text"
-    if speculation.draft_tokens == "auto":
-        by_text = speculation.verifier == "coupled" and kept is None
     specials = {
         one: other
         for one, other in zip(shared.target.tolist(), shared.draft.tolist(), strict=True)
         if target.is_special(one)
     }
-    if by_text and kept is not None:
-        raise ConfigError(
-            f"draft_vocabulary counts tokens of the target, and draft {name} writes text in its own "
-            "(draft_tokens is 'text'): leave one of the two out"
-        )
-    if by_text and speculation.draw in ("iid", "without_replacement"):
-        raise ConfigError(
-            f"draw is {speculation.draw!r}, and what draft {name} writes is spelled again in the target's "
-            "tokens, which leaves no law to sample from: draw top_k, or set draft_tokens to 'shared'"
-        )
+    ids, draft_ids = shared.target, shared.draft
     if kept is not None:
-        both = np.isin(shared.target, kept.ids)
-        shared = replace(shared, target=shared.target[both], draft=shared.draft[both])
-    if len(shared) == 0 and not by_text:
+        both = np.isin(ids, kept.ids)
+        ids, draft_ids = ids[both], draft_ids[both]
+    if not len(ids):
         raise ConfigError(
-            f"draft {name} and the target have no token in common; set draft_tokens to 'text', "
-            "or use a draft of another family"
+            f"draft {name} and the target have no token in common; use a draft of another family"
         )
-    names, ids = shared.target, shared.draft
-    if by_text:
-        others = _others(draft, sizes[1], shared)
-        names, ids = np.concatenate([names, others + sizes[0]]), np.concatenate([ids, others])
-    by_name = dict(zip(names.tolist(), ids.tolist(), strict=True))
+    of_target = dict(zip(ids.tolist(), draft_ids.tolist(), strict=True))
     return ForeignTokens(
         target,
         draft,
-        by_text,
-        DraftVocabulary(names, sum(sizes) if by_text else sizes[0]),
-        ids,
-        len(shared),
-        sizes[0],
+        DraftVocabulary(ids, sizes[0]),
+        draft_ids,
         specials,
-        by_name,
-        {token_id: name for name, token_id in by_name.items()},
+        of_target,
+        {token_id: one for one, token_id in of_target.items()},
     )
-
-
-def _others(draft: Tokenizer, size: int, shared: SharedTokens) -> NDArray[np.int64]:
-    """Return the draft's ids that are not shared and have bytes, ascending."""
-    table, known = draft.token_bytes, set(shared.draft.tolist())
-    return np.array([i for i in range(size) if i not in known and table[i]], dtype=np.int64)

@@ -9,12 +9,11 @@ new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry
-from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows, moves_along
@@ -22,12 +21,9 @@ from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome
-from specinfer.tokenizer.respelling import Respelling, complete
-from specinfer.tree import Draw, TokenTree, TreeBuilder
-from specinfer.tree.draw import draw_rule
+from specinfer.tokenizer.respelling import Respelling
 
 _ENDED = 16  # ended texts kept for requests with the same prefix
-_TOKENS_A_GUESS = 2  # target tokens allowed per draft token, on average
 
 
 @dataclass(slots=True)
@@ -62,15 +58,6 @@ class ForeignDraft(LevelDraft):
         self._blocks = TextBlocks(num_blocks, runner.block_size)
         self._spelled: dict[str, _Text] = {}  # in place of the base's, which use the target's blocks
         self._ended: list[_Text] = []  # oldest first
-        self._retokenized: list[RetokenizedTree] = []  # one per entry of the step, if guesses are retokenized
-
-    def max_nodes(self, request: Request) -> int:
-        """Return the nodes of a full tree, without its root; more for retokenized guesses."""
-        return super().max_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
-
-    def tree(self, entry: int) -> TokenTree:
-        """Return the present tree of an entry, given by its number in the plan, in the target's tokens."""
-        return self._retokenized[entry].tree() if self._tokens.by_text else super().tree(entry)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Convert committed tokens and keep their cached K and V; drop the state of requests that ended."""
@@ -95,11 +82,6 @@ class ForeignDraft(LevelDraft):
         return Growth.shaped(entry, self.name, self._shape)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        if self._tokens.by_text:
-            self._retokenized = [
-                RetokenizedTree(self._tokens, growth.builder, growth.entry.max_depth)
-                for growth in self._growths
-            ]
         unread = list[int]()
         for entry in entries:
             text, length = self._spelled.get(entry.request.request_id), len(entry.token_ids)
@@ -116,7 +98,7 @@ class ForeignDraft(LevelDraft):
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the K and V of the draft's nodes on the committed path; returns the needed moves."""
-        path = growth.path(map(self._tokens.name, text.spelled.ids[text.root + 1 :]))
+        path = growth.path(map(self._tokens.to_target, text.spelled.ids[text.root + 1 :]))
         text.cached = text.root + 1 + len(path)
         return moves_along(path, growth, text.root, text.table)
 
@@ -144,31 +126,13 @@ class ForeignDraft(LevelDraft):
 
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth = self._growths[entry]
-        if self._tokens.by_text:  # the draft's nodes that end in these nodes of the target's tree
-            nodes = self._retokenized[entry].ending(growth.ends, nodes)
         text = self._spelled[growth.entry.request.request_id]
         rows = frontier_rows(growth, nodes, text.root, text.table)
-        return replace(rows, token_ids=self._tokens.spelled(rows.token_ids))
+        return replace(rows, token_ids=self._tokens.to_draft(rows.token_ids))
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
         flight = self._runner.launch([rows for _, rows in parts])
         draw_children(flight, sites, self.name, self._tokens.vocabulary)
-
-    def _ends(self, entry: int) -> Sequence[int]:
-        ends = super()._ends(entry)
-        return self._retokenized[entry].ends(ends) if ends and self._tokens.by_text else ends
-
-    def _sites(self, entry: int) -> list[Site]:
-        growth, sites = self._growths[entry], super()._sites(entry)
-        if not self._tokens.by_text:
-            return sites
-        # Logit processors need the target's tokens; excluded tokens are pruned later instead.
-        verifier = growth.entry.request.params.speculation.verifier
-        rule = self._tokens.rule(draw_rule(verifier, self._shape.rule))
-        end, tree = growth.entry.end, self._retokenized[entry]
-        return [
-            replace(site, rule=rule, processed=None, position=end + tree.length(site.node)) for site in sites
-        ]
 
     def _text_of(self, entry: PlanEntry) -> _Text:
         """Return the entry's text up to the end of this step's tokens, in the draft's tokens."""
@@ -234,109 +198,6 @@ def common_length(some: Sequence[int], others: Sequence[int]) -> int:
         else:
             end = middle - 1
     return length
-
-
-class RetokenizedTree:
-    """One request's draft tree, retokenized into the target's tokens.
-
-    The target's tokenizer encodes the bytes along a path of the draft's tree. A deeper level may merge tokens
-    ("hel", "lo" -> "hello"); both tokenizations then remain, because a tree grown by levels may only grow.
-    `draft` is a tree of names (draft_tokens.py).
-    """
-
-    def __init__(self, tokens: ForeignTokens, draft: TreeBuilder, max_depth: int) -> None:
-        self._tokens, self._draft, self._max_depth = tokens, draft, max_depth
-        self._builder = TreeBuilder(draft.root, draft.max_nodes)
-        # For each node of `draft`: the bytes of its path (None after a special token, which ends the text),
-        # its probability, and the number of the target's tokens of its path.
-        self._bytes: list[bytes | None] = [b""]
-        self._likely = [1.0]
-        self._lengths = [0]
-        self._at = [0]  # the node of this tree where its last whole token ends
-        self._draws: dict[int, Draw] = {}
-        self._seen = 0  # number of processed draws of `draft`
-
-    def tree(self) -> TokenTree:
-        """Return the present tree."""
-        self.grow()
-        return self._builder.build()
-
-    def length(self, node: int) -> int:
-        """Return the number of the target's tokens on the path of a node of the draft's tree."""
-        self.grow()
-        return self._lengths[node]
-
-    def ending(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
-        """Return those of the draft's `nodes` that end in one of this tree's `ends`."""
-        wanted = frozenset(ends)
-        return [node for node in nodes if self._at[node] in wanted]
-
-    def ends(self, nodes: Iterable[int]) -> list[int]:
-        """Return the nodes of this tree in which the draft's `nodes` end."""
-        self.grow()
-        return sorted({self._at[node] for node in nodes})
-
-    def grow(self) -> None:
-        """Retokenize the new nodes of the draft's tree."""
-        for draw in self._draft.draws[self._seen :]:
-            self._draws.setdefault(draw.node, draw)
-        self._seen = len(self._draft.draws)
-        for node in range(len(self._bytes), len(self._draft.parents)):
-            self._add(node)
-
-    def _add(self, node: int) -> None:
-        tokens, draw = self._tokens, self._draws[node]
-        parent, name = self._draft.parents[node], self._draft.token_ids[node]
-        before = self._bytes[parent]
-        self._likely.append(self._likely[parent] * min(max(draw.confidence, 0.0), 1.0))
-        if before is None:
-            self._bytes.append(None)
-            self._lengths.append(self._lengths[parent])
-            self._at.append(self._at[parent])
-            return
-        special = name < tokens.target_size and tokens.target.is_special(name)
-        [token_id] = tokens.spelled([name])
-        spelled = before if special else before + tokens.draft.token_bytes[token_id]
-        path = tokens.target.encode_behind(complete(spelled)[0])
-        if special:
-            path.append(name)
-        self._bytes.append(None if special else spelled)
-        self._lengths.append(len(path))
-        self._at.append(self._guess(path, node, draw))
-
-    def _guess(self, path: list[int], last: int, draw: Draw) -> int:
-        """Add the new tokens of a path, with probabilities from the draft's nodes in which they end.
-
-        Returns the node in which the path ends, within the budget.
-        """
-        table = self._tokens.target.token_bytes
-        at, begin = 0, 0
-        for depth, token in enumerate(path, start=1):
-            if depth > self._max_depth:
-                break
-            end = begin + len(table[token])
-            below = self._builder.child(at, token)
-            if below is None:
-                end_likely = self._likely[self._node_at(last, end, special=not table[token])]
-                sure = end_likely / max(self._likely[self._node_at(last, begin)], 1e-12)
-                evidence = draw.evidence if depth == len(path) else ()
-                below = self._builder.add(
-                    at, token, draw.speculator, draw.rule, confidence=min(sure, 1.0), evidence=evidence
-                )
-                if below is None:
-                    break
-            at, begin = below, end
-        return at
-
-    def _node_at(self, last: int, place: int, *, special: bool = False) -> int:
-        """Return the first node on the path to `last` with `place` bytes, or `last` for a special token."""
-        node, found = last, last
-        while node > 0 and not special:
-            node = self._draft.parents[node]
-            if len(self._bytes[node] or b"") < place:
-                break
-            found = node
-        return found
 
 
 class TextBlocks:

@@ -30,10 +30,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "folder without config": (["-m", "{models}/empty", "hi"], "it has no config.json"),
     "truncated GGUF": (["-m", "{models}/cut.gguf", "hi"], "cut short or damaged"),
     "not a GGUF": (["-m", "{models}/text.gguf", "hi"], "is not a GGUF file"),
-    "draft tokens": (
-        ["--draft", "{models}/draft", "--draft-tokens", "text", "hi"],
-        "draft_tokens is 'text', and all drafts have the target's vocabulary; leave it out",
-    ),
     "empty prompt": ([""], "the prompt is empty"),
     "prompt longer than the context": (["x" * 100], "the prompt has 100 tokens; allowed: at most 63"),
     "expansion": (["--expansion", "1,0,x", "hi"], "expansion is '1,0,x'; allowed: integers >= 1"),

@@ -1,4 +1,4 @@
-"""Drafts with another vocabulary in engines: the text is the target's, whatever they guess and however."""
+"""Drafts with another vocabulary in engines: the text is the target's, whatever they guess."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any, cast
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.errors import ConfigError
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from tests.engines import ENGINE, assert_idle, engine_of
 from tests.foreign import write_foreign_llama
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_tiny_llama
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7], [49, 50, 49, 50, 30]]
 SAMPLED = {"temperature": 0.8, "seed": 5}
 WORDS = ["12", "3333", "\x02\x01", "\x00\x00\x00"]
-HOW = pytest.mark.parametrize("how", ["shared", "text"])
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "target", vocab_size=64, max_context=96, tokenizer=True, eos_token_id=63
     )
     write_foreign_llama(target, folder / "draft", words=WORDS, lacks=[30, 60])
-    write_similar_llama(target, folder / "similar", noise=0.1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def llms(folder: Path) -> dict[str, LLM]:
-    return {how: engine(folder, how) for how in ("shared", "text")}
-
-
-def engine(folder: Path, how: str, **options: Any) -> LLM:
-    drafts = {"drafts": (str(folder / "draft"),), "draft_tokens": how}
-    return LLM(str(folder / "target"), **cast(Any, {**ENGINE, **drafts, **options}))
+def guessing(folder: Path) -> LLM:
+    return LLM(str(folder / "target"), **cast(Any, {**ENGINE, "drafts": (str(folder / "draft"),)}))
 
 
 def foreign(llm: LLM) -> ForeignDraft:
@@ -47,7 +39,6 @@ def foreign(llm: LLM) -> ForeignDraft:
     return draft
 
 
-@HOW
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -59,12 +50,12 @@ def foreign(llm: LLM) -> ForeignDraft:
     ids=["chunks", "little memory", "by cost"],
 )
 def test_the_text_is_that_of_the_target_alone(
-    llms: dict[str, LLM], how: str, sampling: dict[str, Any], options: dict[str, Any]
+    guessing: LLM, sampling: dict[str, Any], options: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=24, **sampling)
     # With a size of its own a request is guessed for, whatever that costs here.
     guessed = replace(params, speculation={"expansion": (1, 2, 1)})
-    with llms[how].variant(**options) as llm, llms[how].variant(drafts=()) as plain:
+    with guessing.variant(**options) as llm, guessing.variant(drafts=()) as plain:
         alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
         for _ in range(2):  # the second run uses the first one's cache
             outputs = llm.generate(PROMPTS, guessed)
@@ -77,26 +68,13 @@ def test_the_text_is_that_of_the_target_alone(
         assert_idle(llm)
 
 
-@HOW
-def test_multistep_sampling_takes_what_they_draw(llms: dict[str, LLM], how: str) -> None:
+def test_multistep_sampling_takes_what_they_draw(guessing: LLM) -> None:
     params = SamplingParams(**SAMPLED, max_tokens=16)
-    with llms[how].variant(verifier="mss") as llm:
+    with guessing.variant(verifier="mss") as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in llm.generate(PROMPTS, params)] == [
             output.token_ids for output in outputs
         ]
         assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
     asked = SamplingParams(**SAMPLED, max_tokens=16, speculation={"verifier": "mss"})
-    assert all(output.error is None for output in llms[how].generate(PROMPTS, asked))
-
-
-def test_what_cannot_be_is_refused(folder: Path, llms: dict[str, LLM]) -> None:
-    similar = (str(folder / "similar"),)
-    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and all drafts have the target's"):
-        engine(folder, "text", drafts=similar)
-    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and no draft model is named"):
-        engine(folder, "text", drafts=())
-    with pytest.raises(ConfigError, match=r"^draft_tokens is 'words'; allowed: auto, shared, text"):
-        engine(folder, "words")
-    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and a variant shares weights"):
-        llms["shared"].variant(draft_tokens="text")
+    assert all(output.error is None for output in guessing.generate(PROMPTS, asked))

@@ -23,7 +23,6 @@ from specinfer.speculate.drafts.foreign_draft import ForeignDraft, common_length
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -48,16 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def exchange(folder: Path, how: str = "shared", kept: DraftVocabulary | None = None) -> ForeignTokens:
+def exchange(folder: Path, kept: DraftVocabulary | None = None) -> ForeignTokens:
     target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
-    config = SpeculationConfig(draft_tokens=how)  # type: ignore[arg-type]
-    return foreign_tokens(target, draft, (64, draft.vocab_size), config, kept, name="d")
+    return foreign_tokens(target, draft, (64, draft.vocab_size), kept, name="d")
 
 
-def draft(
-    folder: Path, *widths: int, how: str = "shared", max_rows: int = 96, blocks: int = 60
-) -> ForeignDraft:
-    tokens = exchange(folder, how)
+def draft(folder: Path, *widths: int, max_rows: int = 96, blocks: int = 60) -> ForeignDraft:
+    tokens = exchange(folder)
     model = load_model(folder / "draft", dtype=torch.float32, device=CPU, logit_ids=tokens.logit_ids.tolist())
     runner = ModelRunner(model, num_blocks=blocks, block_size=4)
     expansion = Expansion(widths)
@@ -98,9 +94,6 @@ def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEnt
     return [[*b"".join(table[i] for i in part.token_ids)] for part in passes[0]]
 
 
-HOW = pytest.mark.parametrize("how", ["shared", "text"])
-
-
 class Last(SpeculationPolicy):
     """Goes on below the last of the ends alone."""
 
@@ -114,9 +107,8 @@ class Last(SpeculationPolicy):
         return [nodes[-1:] for nodes in ends]
 
 
-@HOW
-def test_only_ends_that_are_chosen_are_run(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = draft(folder, 3, 2, 1, how=how), list[int]()
+def test_only_ends_that_are_chosen_are_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = draft(folder, 3, 2, 1), list[int]()
     launch = model._runner.launch
     monkeypatch.setattr(
         model._runner, "launch", lambda parts: (rows.append(len(parts[0].token_ids)), launch(parts))[1]
@@ -126,16 +118,15 @@ def test_only_ends_that_are_chosen_are_run(folder: Path, how: str, monkeypatch: 
 
 
 @pytest.mark.few(6)
-@HOW
 @pytest.mark.parametrize("node", range(1, 13))
-def test_after_any_path_the_cache_is_as_good_as_new(folder: Path, how: str, node: int) -> None:
-    model = draft(folder, 3, 2, 2, how=how)
+def test_after_any_path_the_cache_is_as_good_as_new(folder: Path, node: int) -> None:
+    model = draft(folder, 3, 2, 2)
     [tree] = guesses(model, entry(TEXT))
     assert tree.num_nodes > node
     committed = (*tree.path_tokens(node), 17)
     model.observe([outcome(*committed)])
     text = [*TEXT, *committed]
-    [again], [new] = guesses(model, entry(text)), guesses(draft(folder, 3, 2, 2, how=how), entry(text))
+    [again], [new] = guesses(model, entry(text)), guesses(draft(folder, 3, 2, 2), entry(text))
     assert (again.token_ids, again.parents) == (new.token_ids, new.parents)
 
 
@@ -165,10 +156,10 @@ def test_what_the_draft_has_no_token_for_is_never_guessed(folder: Path) -> None:
     shared = exchange(folder)
     assert set(range(64)) - set(shared.vocabulary.ids.tolist()) == set(LACKS)
     [word] = shared.draft.encode("12")
-    assert shared.name(word) == -1
+    assert shared.to_target(word) == -1
     kept = exchange(folder, kept=DraftVocabulary(np.array([3, 9, 30]), 64))
     assert kept.vocabulary.ids.tolist() == [3, 9]
-    assert kept.spelled([3, 9]) == [kept.draft.encode("\x03")[0], kept.draft.encode("\t")[0]]
+    assert kept.to_draft([3, 9]) == [kept.draft.encode("\x03")[0], kept.draft.encode("\t")[0]]
 
 
 A, B = b"hash of block 0", b"another"
@@ -216,31 +207,10 @@ def test_a_text_that_fills_the_drafts_context_is_not_guessed_for(folder: Path) -
     assert guesses(draft(folder, 1, 1), entry(long))[0].num_nodes == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "kept", "line"),
-    [
-        ({"draft_tokens": "text"}, True, "draft_vocabulary counts tokens of the target, and draft d writes"),
-        (
-            {"draft_tokens": "text", "verifier": "mss", "draw": "iid"},
-            False,
-            "draw is 'iid', and what draft d",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    folder: Path, options: dict[str, Any], kept: bool, line: str
-) -> None:
-    target, draft = (Tokenizer.load(folder / name) for name in ("target", "draft"))
-    some = exchange(folder).vocabulary if kept else None
-    with pytest.raises(ConfigError, match=f"^{line}"):
-        foreign_tokens(target, draft, (64, 65), SpeculationConfig(**options), some, name="d")
-
-
 def test_a_draft_that_shares_no_token_is_refused() -> None:
     one, other = (Tokenizer(byte_level(singles, []), eos_token_ids=[]) for singles in ([65], [66]))
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
-        foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), name="d")
-    assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), name="d").by_text
+        foreign_tokens(one, other, (1, 1), name="d")
 
 
 def test_the_common_length_of_two_texts_is_found_without_comparing_each_token() -> None:
