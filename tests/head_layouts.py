@@ -23,10 +23,9 @@ from tests.heads import (
     eagle_config,
     tiny_body,
     tiny_head,
-    write_early_eagle,
     write_tiny_head,
 )
-from tests.published_configs import EAGLE_LAYERS, LAYERS, Json
+from tests.published_configs import Json
 
 
 @dataclass(frozen=True)
@@ -45,39 +44,12 @@ PLAIN = {
     "draft_vocab_size": VOCAB,
 }
 OF_SPECFORGE = block_config(taps=(1, 4), causal=False, draft_vocab_size=VOCAB, own_head=False)
-PARALLEL = eagle_config(
-    body=tiny_body(num_layers=2),
-    taps=(2, 4, 5),
-    depth=8,
-    mask_token_id=7,
-    norm_before_residual=True,
-    own_embedding=True,
-)
 MIDLAYER = {"layers.0.": "midlayer."}
 IN_MODEL = {
     name: f"model.{name}" for name in ("layers.", "fc.", "norm.", "embed_tokens.", "fc_norm.", "input_norm.")
 }
 USUAL = eagle_config(taps=(2, 4, 5), depth=5)
 QWEN2_BODY = replace(tiny_body(bias=True), family=Family.QWEN2, o_bias=False)
-EARLY = eagle_config(
-    taps=(LAYERS,), depth=5, draft_vocab_size=VOCAB, own_head=False, fc_reads_token=True, fc_bias=True
-)
-NAME_NO_LAYERS = (  # so they have EAGLE-3's default layers
-    "EAGLE-1",
-    "EAGLE-1 with layers of Qwen2",
-    "EAGLE-1 of vLLM",
-    "EAGLE-3",
-    "EAGLE-3 of its authors",
-    "EAGLE-3 of Vicuna",
-    "AngelSlim",
-    "NVIDIA",
-    "Automodel",
-    "Automodel's P-EAGLE",
-    "EAGLE-3 with layers of Qwen2",
-    "EAGLE-3 with layers of Qwen3",
-    "EAGLE-3 beside Phi",
-    "SpecForge's P-EAGLE",
-)
 LAYOUTS: dict[str, Layout] = {
     "EAGLE-3": Layout(eagle_config(taps=(2, 4, 5), depth=5), published.eagle, MIDLAYER),
     "EAGLE-3 of its authors": Layout(USUAL, published.eagle_of_authors, MIDLAYER),
@@ -86,7 +58,6 @@ LAYOUTS: dict[str, Layout] = {
     "NVIDIA": Layout(USUAL, published.nvidia, MIDLAYER),
     "NVIDIA with layers": Layout(eagle_config(taps=(1, 2, 5), depth=5), published.nvidia_with_layers),
     "Automodel": Layout(replace(USUAL, own_embedding=True), published.automodel, IN_MODEL),
-    "Automodel's P-EAGLE": Layout(PARALLEL, published.parallel_automodel, IN_MODEL),
     "EAGLE-3 with layers of Qwen2": Layout(
         replace(USUAL, body=QWEN2_BODY), published.eagle_of_qwen, MIDLAYER
     ),
@@ -94,19 +65,12 @@ LAYOUTS: dict[str, Layout] = {
         replace(USUAL, body=tiny_body(qk_norm=True)), published.eagle_of_qwen, MIDLAYER
     ),
     "EAGLE-3 beside Phi": Layout(USUAL, published.eagle_of_phi, MIDLAYER),
-    "EAGLE-1": Layout(replace(EARLY, own_embedding=True), published.early_eagle),
-    "EAGLE-1 with layers of Qwen2": Layout(
-        replace(EARLY, body=QWEN2_BODY, fc_bias=False), published.early_eagle_of_qwen
-    ),
-    "EAGLE-1 of vLLM": Layout(EARLY, published.early_eagle_of_vllm),
     "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), published.eagle_with_taps, MIDLAYER),
     "SpecForge 3.1": Layout(
         eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True),
         published.eagle_with_layers,
         MIDLAYER,
     ),
-    "SpecForge's P-EAGLE": Layout(PARALLEL, published.parallel_eagle),
-    "vLLM's P-EAGLE": Layout(PARALLEL, published.parallel_eagle_of_vllm, MIDLAYER),
     "DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.dflash),
     "newer DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.newer_dflash),
     "DFlash with every field": Layout(
@@ -119,11 +83,6 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "SpecForge's DSpark": Layout(OF_SPECFORGE, published.nested_dspark),
     "SpecForge's DSpark for SGLang": Layout(OF_SPECFORGE, published.nested_dspark_for_sglang),
-    "SpecForge's first DSpark": Layout(
-        OF_SPECFORGE,
-        published.first_dspark,
-        {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."},
-    ),
 }
 
 
@@ -132,12 +91,8 @@ def write_layout(
 ) -> EagleHead | BlockHead:
     """Write a random head in its author's layout, with a change to its config.json; return the head."""
     head = tiny_head(layout.config)
-    if isinstance(layout.config, EagleConfig) and layout.config.fc_reads_token:
-        write_early_eagle(head, folder)
-        written = {"transformer_layer_config": json.loads((folder / "config.json").read_text())}
-    else:
-        write_tiny_head(head, folder)
-        written = json.loads((folder / "config.json").read_text())
+    write_tiny_head(head, folder)
+    written = json.loads((folder / "config.json").read_text())
     described = layout.described(written)
     change(described)
     (folder / "config.json").write_text(json.dumps(described))
@@ -162,16 +117,3 @@ def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:
             head.embed_tokens.weight.copy_(target_embedding(target))
         if not head.config.own_head:
             head.lm_head.weight.copy_(target_head(target, head.ids.tolist()))
-
-
-def name_next_layers(described: Json) -> None:
-    """Make a config.json name the layers after those it names."""
-    lists = [
-        (place, name)
-        for place in (described, described.get("eagle_config", {}), described.get("dflash_config", {}))
-        for name in (EAGLE_LAYERS, "target_layer_ids")
-        if name in place
-    ]
-    assert lists
-    for place, name in lists:
-        place[name] = [layer + 1 for layer in place[name]]

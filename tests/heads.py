@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.heads.block import BlockHead
-from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import initialise
-from specinfer.heads.medusa import MedusaHead
-from specinfer.heads.speculators import body_to_hf, write_head
+from specinfer.heads.speculators import write_head
 from specinfer.models.config import Family, ModelConfig, QkNorm
 from specinfer.models.positions import Rope
 
@@ -74,69 +73,6 @@ def block_config(**changes: object) -> BlockConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-def medusa_config(**changes: object) -> MedusaConfig:
-    """Return a config for a target of three layers."""
-    config = MedusaConfig(
-        taps=(3,), target_hidden_size=SIZE, vocab_size=VOCAB, draft_vocab_size=VOCAB, depth=4
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
-
-
-def tiny_medusa(config: MedusaConfig, *, seed: int = 0, spread: float = 0.3) -> MedusaHead:
-    """Return random Medusa heads."""
-    heads = MedusaHead(config, IDS if config.draft_vocab_size == NAMED else range(config.vocab_size))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(0.0, spread, generator=generator)
-    return heads.eval()
-
-
-def write_medusa(heads: MedusaHead, folder: Path, *, vllm: bool = False) -> Path:
-    """Write Medusa's own layout, or vLLM's, which also has heads over a part of the vocabulary."""
-    config, tensors = heads.config, dict(heads.state_dict())
-    described: dict[str, object] = {"medusa_num_heads": config.depth, "medusa_num_layers": config.num_layers}
-    if vllm:
-        described = {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "num_heads": config.depth,
-            "num_hidden_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "original_lm_head": config.shared_head,
-        }
-        if config.draft_vocab_size < VOCAB:
-            described["truncated_vocab_size"] = config.draft_vocab_size
-            tensors["token_map"] = torch.tensor(IDS)
-    else:
-        assert config.draft_vocab_size == config.vocab_size
-        assert not config.shared_head
-        tensors = {
-            name.replace("blocks.", "").replace("layers.", "").replace(".weight", ".linear.weight")
-            if name.startswith("blocks.") and name.endswith("weight")
-            else name.replace("blocks.", "").replace("layers.", "").replace(".bias", ".linear.bias")
-            if name.startswith("blocks.")
-            else f"{name.split('.')[1]}.{config.num_layers}.weight": tensor
-            for name, tensor in tensors.items()
-        }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described))
-    name = "model.safetensors" if vllm else "medusa_lm_head.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / name)
-    return folder
-
-
-def write_any(config: HeadConfig, folder: Path, *, seed: int = 0) -> Path:
-    """Write a random head of any kind to a folder."""
-    if isinstance(config, MedusaConfig):
-        return write_medusa(tiny_medusa(config, seed=seed), folder)
-    head = tiny_head(config, seed=seed)
-    if isinstance(config, EagleConfig) and config.fc_reads_token:
-        return write_early_eagle(head, folder)
-    return write_tiny_head(head, folder)
-
-
 def tiny_head(
     config: EagleConfig | BlockConfig, *, seed: int = 0, spread: float = 0.3
 ) -> EagleHead | BlockHead:
@@ -152,16 +88,6 @@ def tiny_head(
             elif not parameter.requires_grad or name.endswith("bias"):
                 parameter.normal_(0.0, spread, generator=generator)
     return head.eval()
-
-
-def write_early_eagle(head: EagleHead | BlockHead, folder: Path) -> Path:
-    """Write an EAGLE-1 in its authors' layout, which the layout of speculators does not cover."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {"embed_tokens.weight": head.config.own_embedding, "lm_head.weight": head.config.own_head}
-    tensors = {name: tensor for name, tensor in head.state_dict().items() if own.get(name, True)}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(body_to_hf(head.config.body)))
-    return folder
 
 
 def write_tiny_head(head: EagleHead | BlockHead, folder: Path) -> Path:

@@ -49,22 +49,6 @@ def eagle_of_authors(written: Json) -> Json:
     }
 
 
-def early_eagle(written: Json) -> Json:
-    """SafeAILab's EAGLE-1 and 2 (yuhuili/EAGLE-llama2-chat-7B): only tensors show the kind."""
-    described = eagle_of_authors(written | {"draft_vocab_size": None})
-    return {name: value for name, value in described.items() if name != "draft_vocab_size"}
-
-
-def early_eagle_of_qwen(written: Json) -> Json:
-    """The same with layers of Qwen2 and the target's number of layers."""
-    return early_eagle(written) | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": LAYERS}
-
-
-def early_eagle_of_vllm(written: Json) -> Json:
-    """vLLM's converter: nested fields."""
-    return {"model_type": "eagle", "model": early_eagle(written) | {"model_type": "eagle"}}
-
-
 def eagle_of_vicuna(written: Json) -> Json:
     """The same with the target's number of layers: yuhuili/EAGLE3-Vicuna1.3-13B."""
     return eagle_of_authors(written) | {"num_hidden_layers": LAYERS}
@@ -112,13 +96,6 @@ def automodel(written: Json) -> Json:
     }
 
 
-def parallel_automodel(written: Json) -> Json:
-    return automodel(written) | {
-        "mask_token_id": written["mask_token_id"],
-        "norm_before_residual": written["norm_before_residual"],
-    }
-
-
 def eagle_of_qwen(written: Json) -> Json:
     """Layers of Qwen's kind and the target's fields, with a sliding window."""
     return eagle(written) | {
@@ -133,20 +110,6 @@ def eagle_of_qwen(written: Json) -> Json:
 def eagle_of_phi(written: Json) -> Json:
     """SpecForge for Phi-4: layers are Llama's, whatever model_type is."""
     return eagle(written) | {"model_type": "phi3", "tie_word_embeddings": True}
-
-
-def parallel_eagle(written: Json) -> Json:
-    """SpecForge's P-EAGLE with the mask token, which its author has to add."""
-    names = ("draft_vocab_size", "norm_before_residual", "mask_token_id")
-    return flat(written, *names) | {"architectures": ["PEagleDraftModel"], "model_type": "llama"}
-
-
-def parallel_eagle_of_vllm(written: Json) -> Json:
-    names = ("draft_vocab_size", "norm_before_residual", EAGLE_LAYERS)
-    return flat(written, *names) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "ptd_token_id": written["mask_token_id"],
-    }
 
 
 def layers_of_block(written: Json) -> list[int]:
@@ -238,10 +201,3 @@ def nested_dspark_for_sglang(written: Json) -> Json:
         **CONFIDENCE,
         **{name: written[name] for name in MARKOV},
     }
-
-
-def first_dspark(written: Json) -> Json:
-    """SpecForge's first format: only the projector shows the kind, and a weight the confidence head."""
-    config = nested_dspark(written) | {"architectures": ["DFlashDraftModel"]}
-    del config["dflash_config"]["enable_confidence_head"]
-    return config

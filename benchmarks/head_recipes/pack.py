@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import torch
 
 from specinfer.heads.checkpoint import open_head
-from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.speculators import write_head
 from specinfer.hub import resolve
 from specinfer.models.fingerprint import fingerprint
@@ -50,8 +49,6 @@ def main() -> None:
     card = card_of(args.tuned, args.seed, init)
     opened = open_model(args.target)
     head = open_head(args.tuned, opened).module(opened)
-    if isinstance(head, MedusaHead):
-        raise SystemExit(f"{args.tuned} holds Medusa's heads, which tune does not make")
     with TemporaryDirectory(dir=args.out.parent) as packed:
         write_head(
             head,

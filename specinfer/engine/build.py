@@ -26,7 +26,6 @@ from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
-from specinfer.heads.runner import HeadModel
 from specinfer.hub.model_files import hash_of, local_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
@@ -94,10 +93,9 @@ def build_engine(
             f"max_context is {limits.max_context}; allowed: at most {own_limit}, the context of "
             f"{config.model}; lower it"
         )
-    drafts = models.drafts.values()
     executor = LocalExecutor.within_memory(
         models.target,
-        [draft for draft in drafts if not isinstance(draft, HeadModel) or draft.head.body is not None],
+        [*models.drafts.values()],
         block_size=config.cache.block_size,
         wanted_positions=min(limits.max_batch_size, _LONG_REQUESTS) * (max_context + speculation.node_limit),
         needed_positions=min(max_context, 128),

@@ -11,8 +11,7 @@ import torch
 
 from specinfer.config import EngineConfig, ModelImpl
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.hub.pool import is_pool, member_folders, read_pool
@@ -71,8 +70,8 @@ class FoundHead:
     head: HeadFolder
 
     @property
-    def config(self) -> ModelConfig | None:
-        """Config of its layers with attention, or None without them."""
+    def config(self) -> ModelConfig:
+        """Config of its layers."""
         return self.head.config.body
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:

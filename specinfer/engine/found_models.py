@@ -108,7 +108,7 @@ class FoundModels:
             else sizes[name]
             for name, draft in drafts.items()
         )
-        caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
+        caches = [(draft.config, dtype) for draft in drafts.values()]
         may = config.offload == "auto" and config.kind != "int4" and config.speculation.node_limit > 1
         added = needs.self_drafts() if may and not names else []
         return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])

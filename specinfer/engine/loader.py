@@ -18,8 +18,7 @@ from specinfer.engine.drafts import AnyDraft, FoundHead, FoundModel
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
-from specinfer.heads.checkpoint import load_head
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel, load_head
 from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import release_free_memory

@@ -227,12 +227,11 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         library = self.kernels.library
         return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
 
-    def guess(self, texts: Sequence[BlockText], cache: HeadCache | None) -> HeadPass:
+    def guess(self, texts: Sequence[BlockText], cache: HeadCache) -> HeadPass:
         """See HeadModel. Reads tokens of these texts and guesses the blocks after them.
 
         The state of a text is the fused state of its last token read, [D], or None if no token was read.
         """
-        assert cache is not None
         native, attention = self.native, cache.attention
         if native is not None and isinstance(attention, NativeCache):
             native.reach(max(text.shift + text.begin + text.count + text.rows for text in texts))
@@ -379,6 +378,11 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
     def logits(self, h_RD: Tensor) -> Tensor:
         """Return logits over the draft vocabulary, [R, U], without the Markov term."""
         return self._head(h_RD)
+
+    def wait_for(self, made: HeadPass) -> None:
+        """See HeadModel."""
+        assert made.logits_RU is not None
+        made.logits_RU[0].cpu()
 
 
 def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:

@@ -9,8 +9,7 @@ unusable head is refused with a one-line error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.config import check_target
-from specinfer.heads.kinds import DEFAULT_READER, KINDS, AnyHeadModel, HeadModule, head_shapes, reader_of
+from specinfer.heads.block import BlockHead, BlockModel
+from specinfer.heads.config import EagleConfig, HeadConfig, check_target
+from specinfer.heads.eagle import EagleHead, EagleModel
+from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
 from specinfer.heads.speculators import FINGERPRINT, SCALE
-from specinfer.heads.vocabulary import ChosenRows, Entries
+from specinfer.heads.vocabulary import Entries, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.hub.pool import FINGERPRINT as FORM
 from specinfer.kernels.choice import TORCH, Kernels
@@ -33,10 +34,12 @@ from specinfer.models.language_model import LayeredModel
 from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
+from specinfer.models.weight_memory import Weights
 from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
+AnyHeadModel = EagleModel | BlockModel
 _DTYPES: Final = {
     **FLOATS,
     "I64": torch.int64,
@@ -58,7 +61,7 @@ def is_head(folder: Path) -> bool:
     if not file.is_file():
         return False
     described = read_json(file)
-    return reader_of(described) is not None or head_kind(tensor_names(weight_files(folder))) is not None
+    return is_head_config(described) or head_kind(tensor_names(weight_files(folder))) is not None
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
@@ -91,14 +94,11 @@ class HeadFolder:
         self.verifier = _verifier(described)  # the target's name, for messages
         # The target's fingerprint, or None if not given.
         self.fingerprint = _fingerprint(files.path, described)
-        reader = reader_of(described) or DEFAULT_READER
-        entries: Entries = _renamed(
-            files.path, read_entries(files.weights, _DTYPES), partial(reader.tensor_name, described)
-        )
+        entries = _renamed(files.path, read_entries(files.weights, _DTYPES))
         shapes = {name: entry.shape for name, entry in entries.items()}
-        self.config = config = reader.config(described, target.num_layers, shapes)
+        self.config = config = head_config(described, target.num_layers, shapes)
         check_target(config, target, files.name)
-        self.ids, entries = reader.tokens(files.path, config, entries)
+        self.ids = read_vocabulary(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
@@ -123,15 +123,15 @@ class HeadFolder:
             )
         return rows
 
-    def module(self, target: OpenModel) -> HeadModule:
+    def module(self, target: OpenModel) -> EagleHead | BlockHead:
         """Return the head as a float32 module; the target supplies tables that the head does not have."""
         config = self.config
-        module = KINDS[config.kind].module(config, self.ids)
+        module = _module(config, self.ids)
         state = {name: self._tensor(name) for name in self._entries}
         if not config.own_embedding:
             state["embed_tokens.weight"] = target_embedding(target)
         if not config.own_head:
-            state[f"{config.output}.weight"] = target_head(target, self.ids)
+            state["lm_head.weight"] = target_head(target, self.ids)
         module.load_state_dict(state, strict=False)
         return module
 
@@ -174,12 +174,27 @@ def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _renamed(
-    path: Path, entries: Mapping[str, TensorEntry], name_here: Callable[[str], str | None]
-) -> dict[str, TensorEntry]:
+def _module(config: HeadConfig, ids: Sequence[int]) -> EagleHead | BlockHead:
+    return EagleHead(config, ids) if isinstance(config, EagleConfig) else BlockHead(config, ids)
+
+
+def head_shapes(config: HeadConfig) -> Shapes:
+    """Return the shapes of a head's own tensors; tables of the target are left out.
+
+    Raises ModelError if a size is too large for a tensor.
+    """
+    try:
+        with torch.device("meta"):  # a module without memory
+            module = _module(config, range(config.draft_vocab_size))
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ModelError(f"a head's config asks for tensors that are too large: {error}") from error
+    return {name: tuple(tensor.shape) for name, tensor in own_tensors(module).items()}
+
+
+def _renamed(path: Path, entries: Entries) -> dict[str, TensorEntry]:
     renamed = dict[str, TensorEntry]()
     for name, entry in entries.items():
-        here = name_here(name)
+        here = tensor_name(name)
         if here is None:
             continue
         if here in renamed:
@@ -190,9 +205,7 @@ def _renamed(
     return renamed
 
 
-def _checked(
-    path: Path, entries: Entries, wanted: Mapping[str, tuple[int, ...]]
-) -> dict[str, TensorEntry | ChosenRows]:
+def _checked(path: Path, entries: Entries, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
     """Return the tensors named in `wanted`. Raises ModelFileError unless exactly these have these shapes."""
     missing = [name for name in wanted if name not in entries]
     if missing:
@@ -216,7 +229,7 @@ def _checked(
     return {name: entries[name] for name in wanted}
 
 
-def _scales_rows(scale: TensorEntry | ChosenRows | None, matrix: TensorEntry | ChosenRows) -> bool:
+def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
     """Return whether a tensor holds one factor for each row of a matrix."""
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]
 
@@ -236,8 +249,7 @@ class _Tensors:
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows start..stop of a tensor to the CPU, in any floating dtype."""
-        config = self._head.config
-        if not config.own_head and name == f"{config.output}.weight":
+        if not self._head.config.own_head and name == "lm_head.weight":
             return target_head(self._target, self._head.ids[start:stop])
         return self._head.read_rows(name, start, stop)
 
@@ -262,9 +274,14 @@ def load_head(
     tensors = _Tensors(head, target_files)
     config = head.config
 
+    def build(weights: Weights) -> AnyHeadModel:
+        if isinstance(config, EagleConfig):
+            return EagleModel(config, weights, target, head.ids)
+        return BlockModel(config, weights, target, head.ids)
+
     return load_parts(
         tensors,
-        lambda weights: KINDS[config.kind].model(config, weights, target, head.ids),
+        build,
         tensors=tensors.shapes,
         dtype=target.dtype,
         device=target.device,
@@ -283,7 +300,7 @@ def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
     config = head.config
     if config.own_head:
         return head.shapes
-    return {**head.shapes, f"{config.output}.weight": (config.draft_vocab_size, config.hidden_size)}
+    return {**head.shapes, "lm_head.weight": (config.draft_vocab_size, config.hidden_size)}
 
 
 def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
@@ -293,6 +310,6 @@ def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization 
         if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
-            narrow = quantization == "int4" and not name.startswith(head.config.output)
+            narrow = quantization == "int4" and not name.startswith("lm_head")
             size += (int4_bytes if narrow else int8_bytes)(*shape)
     return size

@@ -1,6 +1,6 @@
 """Configurations of draft heads, independent of any file format.
 
-speculators.py and foreign_config.py convert the published formats to these classes.
+layouts.py converts the published formats to these classes.
 
 A *tap* is a point of the target where a head reads hidden states: tap i is the input of layer i, and tap L is
 the output of the last of L layers. A head reads the hidden states of every token at a few taps.
@@ -9,7 +9,6 @@ the output of the last of L layers. A head reads the hidden states of every toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
@@ -17,9 +16,7 @@ from specinfer.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersConfig:
-    """Fields of all heads that have transformer layers."""
-
-    output: ClassVar[str] = "lm_head"  # the output layer in a checkpoint, if it has one
+    """Fields of all heads."""
 
     body: ModelConfig
     taps: tuple[int, ...]
@@ -41,56 +38,22 @@ class LayersConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(LayersConfig):
-    """An EAGLE head: one pass for each level, whose input is the hidden state from the pass before.
+    """An EAGLE-3 head: one pass for each level, whose input is the hidden state from the pass before.
 
     The first layer reads the embedding of the next token beside the hidden state: its q, k and v projections
     take both, concatenated.
     """
-
-    kind: ClassVar[str] = "eagle"
 
     depth: int = 5
     norm_before_residual: bool = False  # the residual stream starts with the normed hidden state
     norm_before_fc: bool = False  # one RMSNorm over all taps together
     fc_norm: bool = False  # an RMSNorm for each tap (EAGLE-3.1)
     norm_output: bool = False  # the hidden state is normed before the next pass reads it (EAGLE-3.1)
-    # P-EAGLE computes all levels in one pass: the rows after the first read this token and learned hidden
-    # states. None: one pass for each level.
-    mask_token_id: int | None = None
-    # EAGLE-1 and 2: fc projects the token's embedding and the target's last hidden state, after its norm, to
-    # one vector. The first layer and the output layer have no norm before them.
-    fc_reads_token: bool = False
-    fc_bias: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
-        _check_layers(self.body)
-        others = self.norm_before_residual, self.norm_before_fc, self.fc_norm, self.norm_output
-        if self.fc_reads_token and (len(self.taps) > 1 or any(others) or self.mask_token_id is not None):
-            raise ModelError(
-                "an EAGLE-1 or EAGLE-2 head reads one hidden state and has no norms except before its MLPs"
-            )
-        if self.fc_bias and not self.fc_reads_token:
-            raise ModelError("fc_bias is true; only EAGLE-1 and EAGLE-2 heads may have it")
-        if self.mask_token_id is not None:
-            _check_mask(self.mask_token_id, self.body.vocab_size)
         if self.norm_before_fc and self.fc_norm:
             raise ModelError("a head has norm_before_fc and fc_norm; at most one of them is allowed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRows:
-    """Layout of a block head's rows."""
-
-    block_size: int  # rows of a block, including the anchor
-    skipped: int  # leading rows without a guess
-    causal: bool  # True: a row attends to earlier rows only; False: to the whole block
-    reads_last: bool  # each row starts from the hidden state of the token before the anchor
-
-    @property
-    def depth(self) -> int:
-        """Tokens of a block that are guessed."""
-        return self.block_size - self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +64,6 @@ class BlockConfig(LayersConfig):
     a block are the last token (the *anchor*) and mask tokens after it. With `reads_last`, which no published
     head has, mask tokens carry a position only.
     """
-
-    kind: ClassVar[str] = "block"
 
     block_size: int  # rows of a block, including the anchor
     mask_token_id: int
@@ -118,8 +79,11 @@ class BlockConfig(LayersConfig):
         if not smallest <= self.block_size <= 64:
             raise ModelError(f"block_size is {self.block_size}; allowed: {smallest} to 64")
         _check(self)
-        _check_layers(self.body)
-        _check_mask(self.mask_token_id, self.body.vocab_size)
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ModelError(
+                f"mask_token_id is {self.mask_token_id}; allowed: 0 to {self.vocab_size - 1}, the tokens of "
+                "the target"
+            )
         if not 0 <= self.markov_rank <= 4096:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
 
@@ -129,72 +93,12 @@ class BlockConfig(LayersConfig):
         return 0 if self.sample_from_anchor else 1
 
     @property
-    def block(self) -> BlockRows:
-        """Layout of the rows of a block."""
-        return BlockRows(
-            block_size=self.block_size,
-            skipped=self.skipped,
-            causal=self.causal,
-            reads_last=self.reads_last,
-        )
-
-    @property
     def depth(self) -> int:
         """Tokens of a block that are guessed."""
         return self.block_size - self.skipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaConfig:
-    """Medusa heads: one head for each level, all reading the same hidden state.
-
-    That is the target's last hidden state after its final norm, at the token before the tree's root. The tap
-    is the state before the norm. A Medusa head reads no tokens.
-    """
-
-    kind: ClassVar[str] = "medusa"
-    output: ClassVar[str] = "lm_heads.0"  # the output layer in a checkpoint, if it has one
-
-    taps: tuple[int]  # the output of the target's last layer
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    depth: int  # number of heads, one for each level
-    num_layers: int = 1  # layers of a head, each x + silu(W x + b)
-    bias: bool = True  # layers have the bias b
-    shared_head: bool = False  # one output layer for all levels
-    own_head: bool = True
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if not 0 <= self.num_layers <= 64:
-            raise ModelError(f"a Medusa head has {self.num_layers} layers; allowed: 0 to 64")
-        if not (self.own_head or self.shared_head):
-            raise ModelError(
-                "Medusa heads without an output layer use the target's, so shared_head must be true"
-            )
-
-    @property
-    def output_layers(self) -> int:
-        """Number of output layers."""
-        return 1 if self.shared_head else self.depth
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the target."""
-        return self.target_hidden_size
-
-    @property
-    def own_embedding(self) -> bool:
-        """True: Medusa heads read no tokens and need no embedding."""
-        return True
-
-    @property
-    def body(self) -> None:
-        """None: Medusa heads have no attention layers and no KV cache."""
-
-
-HeadConfig = EagleConfig | BlockConfig | MedusaConfig
+HeadConfig = EagleConfig | BlockConfig
 
 
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
@@ -234,12 +138,8 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
         )
 
 
-def _check_mask(token: int, vocab: int) -> None:
-    if not 0 <= token < vocab:
-        raise ModelError(f"mask_token_id is {token}; allowed: 0 to {vocab - 1}, the tokens of the target")
-
-
 def _check(head: HeadConfig) -> None:
+    body = head.body
     if not head.taps or any(tap < 0 for tap in head.taps) or len(set(head.taps)) != len(head.taps):
         raise ModelError(f"a head reads layers {list(head.taps)}; allowed: different layers, each 0 or more")
     if not 0 < head.draft_vocab_size <= head.vocab_size:
@@ -250,9 +150,6 @@ def _check(head: HeadConfig) -> None:
         raise ModelError(f"target_hidden_size is {head.target_hidden_size}; allowed: 1 or more")
     if not 1 <= head.depth <= 64:
         raise ModelError(f"a head guesses {head.depth} tokens; allowed: 1 to 64")
-
-
-def _check_layers(body: ModelConfig) -> None:
     if body.window is not None:
         raise ModelError(
             f"a head's layers have a sliding window of {body.window}; only full attention is supported"

@@ -4,9 +4,6 @@ Row t of a text reads token t + 1 and the target's hidden states of token t, and
 has further steps: step s reads one more token and, in place of the target's hidden states, the output of step
 s - 1. It attends to the rows of the text up to its own and to the earlier steps of its row.
 
-P-EAGLE guesses all levels in one pass: its steps read a mask token and learned hidden states. EAGLE-1 and 2
-read one hidden state, after the target's last norm.
-
 In the engine the rows of all texts form one batch, attention follows paths of token trees, and the tokens
 after a row are nodes of a tree.
 
@@ -17,7 +14,7 @@ draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -30,7 +27,7 @@ from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, s
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
-from specinfer.models.language_model import LayeredModel, Residual
+from specinfer.models.language_model import LayeredModel
 from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding
 from specinfer.models.weight_memory import Weights
@@ -55,22 +52,14 @@ class EagleHead(HeadVocabulary):
             self.input_norm = HeadNorm(taps * size, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(HeadNorm(size, eps) for _ in range(taps))
-        early = config.fc_reads_token
-        width = taps * size + (body.hidden_size if early else 0)
-        self.fc = nn.Linear(width, body.hidden_size, bias=config.fc_bias)
+        self.fc = nn.Linear(taps * size, body.hidden_size, bias=False)
         self.layers = nn.ModuleList(
-            HeadLayer(body, reads_token=number == 0 and not early, input_norm=number > 0 or not early)
-            for number in range(body.num_layers)
+            HeadLayer(body, reads_token=number == 0) for number in range(body.num_layers)
         )
-        if not early:
-            self.norm = HeadNorm(body.hidden_size, eps)
-        if config.mask_token_id is not None:
-            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, taps * size))
+        self.norm = HeadNorm(body.hidden_size, eps)
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
         """Project the target's hidden states to the features of step 0, [B, T, D]."""
-        if self.config.fc_reads_token:
-            return taps_BTND.squeeze(-2)
         if self.config.fc_norm:
             parts = [norm(taps_BTND[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             taps_BTND = torch.stack(parts, dim=-2)
@@ -82,8 +71,7 @@ class EagleHead(HeadVocabulary):
         """Return the input of the output layer for every step of every row, [B, T, S, D].
 
         `token_ids_BTS[:, t, s]` is the token of step s of row t: in training, token t + 1 + s of the text.
-        Sequences may be padded at their ends, because attention is causal. A head that guesses all levels in
-        one pass uses the tokens of step 0 only.
+        Sequences may be padded at their ends, because attention is causal.
         """
         body = self.config.body
         assert body.rope is not None
@@ -93,27 +81,19 @@ class EagleHead(HeadVocabulary):
         seen = [_Seen() for _ in self.layers]
         read: list[Tensor] = []
         for step in range(steps):
-            token_ids_BT = token_ids_BTS[:, :, step]
-            if step and self.config.mask_token_id is not None:
-                token_ids_BT = torch.full_like(token_ids_BT, self.config.mask_token_id)
-                masked_11ND = self.mask_hidden.view(1, 1, *taps_BTND.shape[2:])
-                feature = self.fused(masked_11ND).expand_as(feature)
-            embedded = self.embed_tokens(token_ids_BT)
+            embedded = self.embed_tokens(token_ids_BTS[:, :, step])
             rotation = rotation_at(places + step, body.rope, body.head_dim)
             feature = self._layers(embedded, feature, rotation, seen)
-            normed = feature if self.config.fc_reads_token else self.norm(feature)
+            normed = self.norm(feature)
             read.append(normed)
             if self.config.norm_output:
                 feature = normed
         return torch.stack(read, dim=2)
 
-    def _layers(self, embedded: Tensor, feature: Tensor, rotation: Rotation, seen: Sequence[_Seen]) -> Tensor:
-        x = self.fc(torch.cat((embedded, feature), dim=-1)) if self.config.fc_reads_token else feature
+    def _layers(self, embedded: Tensor, x: Tensor, rotation: Rotation, seen: Sequence[_Seen]) -> Tensor:
         for number, (layer, before) in enumerate(zip(self.layers, seen, strict=True)):
             assert isinstance(layer, HeadLayer)
-            if number == 0 and self.config.fc_reads_token:
-                given = x
-            elif number == 0:
+            if number == 0:
                 normed = layer.hidden_norm(x)
                 if self.config.norm_before_residual:
                     x = normed
@@ -163,14 +143,12 @@ class EagleText:
     shift: int
     states: Sequence[TappedRows] = ()  # the target's hidden states, one for each row; or
     fed_TD: Tensor | None = None  # the head's output at the parent rows
-    masks: int = 0  # rows of mask tokens after the text's rows, each with a guess
 
 
 class EagleModel(HeadModel[EagleConfig, EagleText]):
     """An EAGLE head computed with the kernels.
 
     The q, k and v projections of the first layer read a token's embedding and the hidden state, concatenated.
-    In EAGLE-1 and 2 the first layer reads the output of fc for both, without a norm.
     """
 
     def __init__(self, head: EagleConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
@@ -185,31 +163,25 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         self._head = weights.linear("lm_head")
         self._input_norm = norm("input_norm") if head.norm_before_fc else None
         self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(head.taps))] if head.fc_norm else []
-        self._fc = weights.linear("fc", bias=head.fc_bias)
+        self._fc = weights.linear("fc")
         self._first = DecoderLayer(0, body, weights, "layers.0", input_norm=False)
-        self._of_token = None if head.fc_reads_token else norm("layers.0.input_layernorm")
-        self._of_hidden = None if head.fc_reads_token else norm("layers.0.hidden_norm")
+        self._of_token = norm("layers.0.input_layernorm")
+        self._of_hidden = norm("layers.0.hidden_norm")
         self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
-        self._norm = None if head.fc_reads_token else norm("norm")
+        self._norm = norm("norm")
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
-        self._masked_1D: Tensor | None = None  # the feature of every row of a mask token
-        if head.mask_token_id is not None:
-            taps_1ND = weights.tensor("mask_hidden").view(1, len(head.taps), head.target_hidden_size)
-            self._masked_1D = self.fused(taps_1ND)
 
-    def guess(self, texts: Sequence[EagleText], cache: HeadCache | None) -> HeadPass:
-        """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D].
-
-        Logits are returned if one pass guesses all levels.
-        """
-        assert cache is not None
-        rows = [self._with_masks(text) for text in texts]
+    def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
+        """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D]."""
+        rows = [text.rows for text in texts]
         batch = build_batch(rows, block_size=cache.block_size, device=self.device)
         positions_T = batch.positions_T
         if any(text.shift for text in texts):
             shifts = np.repeat([text.shift for text in texts], [len(part.token_ids) for part in rows])
             positions_T = positions_T + torch.from_numpy(shifts).to(self.device)
-        feature_TD = torch.cat([part_TD for text in texts for part_TD in self._features(text)])
+        feature_TD = torch.cat(
+            [self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD for text in texts]
+        )
         attend = cache.attention.bind(batch.paths)
         read_TD, fed_TD = self.run(batch.token_ids_T, feature_TD, positions_T, attend)
         ends = accumulate(len(part.token_ids) for part in rows)
@@ -218,27 +190,10 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
             for part, end in zip(rows, ends, strict=True)
         ]
         read_RD = read_TD if batch.logit_rows is None else read_TD.index_select(0, batch.logit_rows)
-        return HeadPass(made, read_RD, None if self._masked_1D is None else self.logits(read_RD))
-
-    def _with_masks(self, text: EagleText) -> Rows:
-        rows, mask = text.rows, self.head.mask_token_id
-        if not text.masks:
-            return rows
-        assert mask is not None
-        return replace(rows, token_ids=[*rows.token_ids, *[mask] * text.masks])
-
-    def _features(self, text: EagleText) -> list[Tensor]:
-        """Return the features of a text's rows as parts of [rows, D]."""
-        fed_TD = self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD
-        if not text.masks:
-            return [fed_TD]
-        assert self._masked_1D is not None
-        return [fed_TD, self._masked_1D.expand(text.masks, -1)]
+        return HeadPass(made, read_RD)
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """Project the target's hidden states to features, [T, D]."""
-        if self.head.fc_reads_token:
-            return self._target.final_norm(Residual(taps_TND.squeeze(1).contiguous()))
         if self._fc_norms:
             parts = [norm(taps_TND[:, i].contiguous()) for i, norm in enumerate(self._fc_norms)]
             flat = torch.cat(parts, dim=-1)
@@ -255,20 +210,12 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         """
         rope = self._rope.at(positions_T)
         embedded_TD = self.embedded(token_ids_T, positions_T)
-        if self.head.fc_reads_token:
-            feature_TD = self._fc(torch.cat((embedded_TD, feature_TD), dim=-1))
-        x_TD = given_TC = feature_TD
-        if self._of_token is not None and self._of_hidden is not None:
-            hidden_TD = self._of_hidden(feature_TD)
-            given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
-            if self.head.norm_before_residual:
-                x_TD = hidden_TD
+        hidden_TD = self._of_hidden(feature_TD)
+        given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
+        x_TD = hidden_TD if self.head.norm_before_residual else feature_TD
         y_TD = self._first.of_normed(x_TD, given_TC, rope, attend)
         for layer in self._others:
             y_TD = layer(x_TD, y_TD, rope, attend)
-        if self._norm is None:
-            x_TD = Residual(x_TD, y_TD).summed()
-            return x_TD, x_TD
         read_TD = self._norm(x_TD, y_TD)
         return read_TD, read_TD if self.head.norm_output else x_TD
 
@@ -281,19 +228,10 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return HostFlight(read_RD, self.logits, len(self.ids), self.kernels.scan)
 
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
-        """See HeadModel. A head that guesses all levels in one pass reads two rows of each text."""
-        if self.head.mask_token_id is None:
-            return [
-                EagleText(
-                    probe_rows(rows, block_size, self._target.config.vocab_size), 0, self.zero_states(rows)
-                )
-            ]
-        part = replace(probe_rows(1 + self.head.depth, block_size, 1), token_ids=[0, 0])
-        return [EagleText(part, 0, self.zero_states(2), masks=self.head.depth - 1)] * -(-rows // 2)
+        """See HeadModel."""
+        part = probe_rows(rows, block_size, self._target.config.vocab_size)
+        return [EagleText(part, 0, self.zero_states(rows))]
 
     def wait_for(self, made: HeadPass) -> None:
         """See HeadModel."""
-        if made.logits_RU is None:
-            self.flight(made.read_RD).row(0)
-        else:
-            super().wait_for(made)
+        self.flight(made.read_RD).row(0)

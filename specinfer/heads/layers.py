@@ -81,12 +81,11 @@ class HeadMLP(nn.Module):
 class HeadLayer(nn.Module):
     """The parts of a decoder layer except attention, which each head computes itself."""
 
-    def __init__(self, body: ModelConfig, *, reads_token: bool = False, input_norm: bool = True) -> None:
+    def __init__(self, body: ModelConfig, *, reads_token: bool = False) -> None:
         """`reads_token`: q, k and v project a token's normed embedding concatenated with the hidden state."""
         super().__init__()
         size = body.hidden_size
-        if input_norm:
-            self.input_layernorm = HeadNorm(size, body.norm_eps)
+        self.input_layernorm = HeadNorm(size, body.norm_eps)
         if reads_token:
             self.hidden_norm = HeadNorm(size, body.norm_eps)
         self.self_attn = SelfAttention(body, 2 * size if reads_token else size)

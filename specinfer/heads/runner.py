@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import CacheAttention
 from specinfer.errors import ensure
-from specinfer.heads.config import HeadConfig
+from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LayeredModel
@@ -27,7 +27,7 @@ from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import inference
 from specinfer.runtime.kv_cache import KvCache
 
-Config = TypeVar("Config", bound=HeadConfig)
+Config = TypeVar("Config", EagleConfig, BlockConfig)
 Text = TypeVar("Text")  # input of one text; each head kind has its own type
 
 
@@ -75,7 +75,7 @@ class HeadModel(ABC, Generic[Config, Text]):
     def __init__(self, head: Config, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
         """`target` embeds tokens if the head has no embeddings. `ids` is the draft vocabulary."""
         self.head: Config = head
-        self.config: ModelConfig = head.body or target.config  # config of the head's layers, or the target's
+        self.config: ModelConfig = head.body
         self.ids = ids
         self.dtype = weights.dtype
         self.device = weights.device
@@ -83,24 +83,23 @@ class HeadModel(ABC, Generic[Config, Text]):
         self._target = target
         self.markov: MarkovTerm | None = None
         self._embedding_VD: Tensor | None = None
-        if head.body is not None and head.own_embedding:
+        if head.own_embedding:
             self._embedding_VD = weights.tensor("embed_tokens.weight")
 
     @abstractmethod
-    def guess(self, texts: Sequence[Text], cache: HeadCache | None) -> HeadPass:
+    def guess(self, texts: Sequence[Text], cache: HeadCache) -> HeadPass:
         """Run one pass over these texts; writes K and V of all their rows to `cache`."""
 
     @abstractmethod
     def probe(self, rows: int, block_size: int) -> Sequence[Text]:
         """Return the input of a pass that reads `rows` tokens, for timing."""
 
+    @abstractmethod
     def wait_for(self, made: HeadPass) -> None:
         """Wait until the logits of a pass are computed."""
-        assert made.logits_RU is not None
-        made.logits_RU[0].cpu()
 
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the tokens' embeddings [T, D]; only for heads with layers."""
+        """Return the tokens' embeddings [T, D]."""
         if self._embedding_VD is None:
             return self._target.embed(token_ids_T, positions_T).summed()
         return self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
@@ -115,16 +114,13 @@ Model = TypeVar("Model", bound=HeadModel[Any, Any])
 
 
 class HeadRunner(Generic[Model]):
-    """Runs passes of one head with its KV cache; a head without attention has no cache."""
+    """Runs passes of one head with its KV cache."""
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        self.cache: HeadCache | None = None
-        if model.head.body is not None:
-            kv = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
-            attention = model.kernels.attention.over(kv.keys, kv.values)
-            self.cache = HeadCache(block_size, kv, attention)
+        kv = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
+        self.cache = HeadCache(block_size, kv, model.kernels.attention.over(kv.keys, kv.values))
 
     @inference
     def guess(self, texts: Sequence[Any]) -> HeadPass:

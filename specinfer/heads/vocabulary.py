@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig
+from specinfer.heads.config import HeadConfig
 from specinfer.models.quantized.pieces import TensorEntry
 
 
@@ -33,9 +33,7 @@ class HeadVocabulary(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(
-        self, config: EagleConfig | BlockConfig, ids: Sequence[int] | None, tables: Tables | None
-    ) -> None:
+    def __init__(self, config: HeadConfig, ids: Sequence[int] | None, tables: Tables | None) -> None:
         """`ids` is the draft vocabulary, ascending; None: all tokens. `tables` None: random tables.
 
         Raises ModelError if the sizes of ids or tables differ from the config's.
@@ -109,52 +107,24 @@ def own_tensors(head: nn.Module) -> dict[str, Tensor]:
     if not config.own_embedding:
         others.add("embed_tokens.weight")
     if not config.own_head:
-        others.add(f"{config.output}.weight")
+        others.add("lm_head.weight")
     return {name: tensor for name, tensor in head.state_dict().items() if name not in others}
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenRows:
-    """A tensor made of chosen rows of another, in any order."""
-
-    entry: TensorEntry
-    rows: Sequence[int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in the file."""
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape with only the chosen rows."""
-        return (len(self.rows), *self.entry.shape[1:])
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """As TensorEntry."""
-        wanted = self.rows[start:stop]
-        parts = [torch.empty(0, *self.entry.shape[1:], dtype=self.dtype)]
-        first = 0
-        for i in range(1, len(wanted) + 1):
-            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:  # rows that follow each other at once
-                parts.append(self.entry.read_rows(wanted[first], wanted[i - 1] + 1))
-                first = i
-        return torch.cat(parts)
+Entries = Mapping[str, TensorEntry]
 
 
-Entries = Mapping[str, TensorEntry | ChosenRows]
-
-
-def vocabulary_from_offsets(
-    path: Path, config: EagleConfig | BlockConfig, entries: Entries
-) -> tuple[Sequence[int], Entries]:
-    """Return the draft vocabulary from d2t, checked against t2d if present, and the tensors."""
+def read_vocabulary(path: Path, config: HeadConfig, entries: Entries) -> Sequence[int]:
+    """Return the draft vocabulary from d2t, checked against t2d if present."""
     named, vocab = config.draft_vocab_size, config.body.vocab_size
     if "d2t" not in entries:
         if named == vocab:
-            return range(vocab), entries
+            return range(vocab)
         raise ModelFileError(f"{path} has a draft vocabulary of {named} of {vocab} tokens but lacks 'd2t'")
-    ids = (whole_numbers(path, entries, "d2t", named) + torch.arange(named)).tolist()
+    offsets = _whole(path, entries, "d2t", named)
+    if offsets.is_floating_point() or offsets.dtype in (torch.bool, torch.uint8):
+        raise ModelFileError(f"{path}: tensor 'd2t' is of {offsets.dtype}; expected whole numbers")
+    ids = (offsets.to(torch.int64) + torch.arange(named)).tolist()
     try:
         _, kept = id_maps(ids, vocab)
     except ModelError as error:
@@ -163,15 +133,7 @@ def vocabulary_from_offsets(
         raise ModelFileError(
             f"{path}: tensors 'd2t' and 't2d' name different tokens; download the head again"
         )
-    return [int(i) for i in ids], entries
-
-
-def whole_numbers(path: Path, entries: Entries, name: str, length: int) -> Tensor:
-    """Return a tensor of `length` integers as int64; raises ModelFileError if it is anything else."""
-    numbers = _whole(path, entries, name, length)
-    if numbers.is_floating_point() or numbers.dtype in (torch.bool, torch.uint8):
-        raise ModelFileError(f"{path}: tensor {name!r} is of {numbers.dtype}; expected whole numbers")
-    return numbers.to(torch.int64)
+    return [int(i) for i in ids]
 
 
 def _whole(path: Path, entries: Entries, name: str, length: int) -> Tensor:

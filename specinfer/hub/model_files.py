@@ -17,7 +17,7 @@ from specinfer.hub.gguf_choice import choose_gguf
 from specinfer.hub.gguf_header import GgufHeader, check_complete, part_files, read_gguf
 
 _MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
-_SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the second is for Medusa heads
+_SINGLE = "model.safetensors"
 TEMPLATES: Final = "additional_chat_templates"  # folder with more templates, as transformers writes them
 PICKLES = (".bin", ".pt", ".pth")  # suffixes of pickled weights, which are refused
 _PIECES, _PIECE = 256, 4096  # hashed pieces per file, and bytes per piece
@@ -82,11 +82,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         )
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        for name in _SINGLE:
-            if (folder / name).is_file():
-                return (folder / name,)
+        if (folder / _SINGLE).is_file():
+            return (folder / _SINGLE,)
         advice = instead(_names(folder))
-        raise ModelFileError(f"{folder} has neither {_SINGLE[0]} nor {index.name}; {advice}")
+        raise ModelFileError(f"{folder} has neither {_SINGLE} nor {index.name}; {advice}")
     names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -24,10 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import ModelError, TuneError
-from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
-from specinfer.heads.config import EagleConfig, MedusaConfig
-from specinfer.heads.eagle import EagleHead
 from specinfer.hub import resolve
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.models.fingerprint import is_of
@@ -151,15 +148,10 @@ def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[tupl
 def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
     """Open the head or small model in a folder, with the target's tokens; reads no weights.
 
-    Raises ModelError or a subclass if it cannot be used, or cannot be measured along known texts.
+    Raises ModelError or a subclass if it cannot be used.
     """
     if is_head(folder):
-        head = open_head(folder, target.model)
-        if isinstance(head.config, MedusaConfig):
-            raise ModelError(f"{folder} holds Medusa's heads, which cannot be measured; name another draft")
-        if isinstance(head.config, EagleConfig) and head.config.fc_reads_token:
-            raise ModelError(f"{folder} holds an EAGLE-1 or 2, which cannot be measured; name another draft")
-        return head
+        return open_head(folder, target.model)
     files = resolve(str(folder))
     small = open_model(files)
     sizes = small.config.vocab_size, target.config.vocab_size
@@ -180,7 +172,6 @@ def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
     if not isinstance(opened, HeadFolder):
         return read_small(opened, depth)
     head = opened.module(target.model)
-    assert isinstance(head, BlockHead | EagleHead)  # checked by open_draft
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
     return wrap_head(head, scale_ND)
 

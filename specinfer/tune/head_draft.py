@@ -123,10 +123,7 @@ class EagleHeadDraft(HeadDraft):
     """An EAGLE head: a step computes every position of a text."""
 
     head: EagleHead
-
-    def __init__(self, head: EagleHead, scale_ND: Tensor) -> None:
-        super().__init__(head, scale_ND)
-        self.one_pass = head.config.mask_token_id is not None  # P-EAGLE's
+    one_pass = False
 
     def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """The rows of each step, gathered at the anchors."""
@@ -183,7 +180,6 @@ def read_initial_head(
     """Read the weights of `open_initial_head` for training with scaled hidden states; raises as it does."""
     opened = open_initial_head(name, wanted, None, target.config)
     head = opened.module(target)
-    assert isinstance(head, BlockHead | EagleHead)  # by its config
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head

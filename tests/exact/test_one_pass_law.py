@@ -15,11 +15,8 @@ import torch
 
 from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder, load_head
-from specinfer.heads.config import MedusaConfig
-from specinfer.heads.medusa import MedusaModel, MedusaText
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
-from specinfer.runtime.features import TappedRows
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -29,17 +26,7 @@ from specinfer.verify import noise
 from specinfer.verify.coupled import Acceptance
 from tests import plans
 from tests.flights import flight_of
-from tests.heads import (
-    NAMED,
-    SIZE,
-    VOCAB,
-    block_config,
-    medusa_config,
-    tiny_head,
-    tiny_medusa,
-    write_medusa,
-    write_tiny_head,
-)
+from tests.heads import SIZE, VOCAB, block_config, tiny_head, write_tiny_head
 from tests.oracles import best_first
 from tests.tiny_models import write_tiny_llama
 
@@ -55,7 +42,6 @@ CPU = torch.device("cpu")
 HEADS = {
     "pairs": block_config(),
     "no pairs": block_config(markov_rank=0),
-    "Medusa's": medusa_config(depth=LEVELS, draft_vocab_size=NAMED),
 }
 
 
@@ -72,13 +58,8 @@ class Head:
     def __init__(self, folder, name, params):
         target = open_model(folder / "target")
         model = load_model(folder / "target", dtype=torch.float32, device=CPU)
-        config = HEADS[name]
-        if isinstance(config, MedusaConfig):
-            written = write_medusa(tiny_medusa(config, seed=3), folder / name, vllm=True)
-        else:
-            written = write_tiny_head(tiny_head(config, seed=3), folder / name)
+        written = write_tiny_head(tiny_head(HEADS[name], seed=3), folder / name)
         self.model = load_head(HeadFolder(written, target.config), target, model)
-        named = named_tokens(self.model.ids, VOCAB)
         named = named_tokens(self.model.ids, VOCAB)
         self.trees = best_first.plain_one_pass_trees("head", self.model, SHAPE, named)
         self.params = params
@@ -89,13 +70,8 @@ class Head:
         growth = Growth.of(entry, "head", LEVELS)
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
         with torch.no_grad():
-            if isinstance(self.model, MedusaModel):
-                state = TappedRows(torch.randn(1, 1, SIZE, generator=row), [0])
-                _, _, logits_TU = self.model.guess([MedusaText(state, LEVELS)])
-            else:
-                read_TD = torch.randn(LEVELS, SIZE, generator=row)
-                logits_TU = self.model.logits(read_TD)
-            self.trees.grow([self.trees.open(growth, 0, LEVELS)], logits_TU)
+            read_TD = torch.randn(LEVELS, SIZE, generator=row)
+            self.trees.grow([self.trees.open(growth, 0, LEVELS)], self.model.logits(read_TD))
         return growth.tree()
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.block import BlockModel
 from specinfer.heads.runner import MarkovTerm
 from specinfer.runtime.flight import HostFlight
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
@@ -117,7 +117,7 @@ def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
 class PlainTrees:
     """Best-first trees without native code."""
 
-    def __init__(self, name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(self, name: str, model: BlockModel, vocabulary: DraftVocabulary | None) -> None:
         self._name = name
         self._scan = model.kernels.scan
         self._markov = model.markov
@@ -208,7 +208,7 @@ class _Levels:
 
 
 def plain_one_pass_trees(
-    name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
+    name: str, model: BlockModel, shape: Shape, vocabulary: DraftVocabulary | None
 ) -> OnePassTrees:
     """Make OnePassTrees like OnePassTrees.of, with the oracle's best-first trees."""
     return OnePassTrees(

@@ -8,48 +8,37 @@ Row i of an EAGLE head has token i + 1 and the target's hidden states of token i
     pass 2                           | 3 4        nodes of depth 1: (node, output of the root's row)
 
 The n-th node that is run has position end - 2 + n. After a step the rows of accepted tokens are read again
-with the target's hidden states instead of the head's outputs, so nothing is moved in its cache. A head that
-guesses all levels in one pass (P-EAGLE) has rows of mask tokens after the root's, one for each level after
-the first, at the positions of the tokens they represent. They are overwritten in every step.
+with the target's hidden states instead of the head's outputs, so nothing is moved in its cache.
 
     text      t0 .. t(end-2)     root          |
     cache     K, V from the      a block's rows: the anchor, which is the root, and mask tokens
               target's states    at positions end - 1, end, ...
 
 A block head makes the text's keys and values once from the target's hidden states. The block's own are
-overwritten in every step.
-
-    text      ... t(end-3)  t(end-2)   root   |
-    heard                      h              |   Medusa's head i guesses the token at position end + i
-
-Medusa keeps only the last hidden state of a text. If a request starts after cached blocks up to its last
-token, there is no state yet, and its first tree has only the root.
+overwritten in every step. Its trees are complete after the first call: one pass guesses all levels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specinfer.heads.block import BlockText
-from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
+from specinfer.heads.block import BlockModel, BlockText
+from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.heads.eagle import EagleModel, EagleText
-from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.medusa import MedusaText
-from specinfer.heads.runner import HeadPass, HeadRunner
+from specinfer.heads.runner import HeadRunner
 from specinfer.plan import PlanEntry
+from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.features import TappedRows, TextFeatures
-from specinfer.speculate.drafts.draft import CachedText, CachedTexts, Draft, LevelDraft, frontier_rows
+from specinfer.speculate.drafts.draft import CachedText, Draft, LevelDraft, frontier_rows
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.speculate.drafts.one_pass import OnePassDraft
-
-_MEDUSA_ROWS: Final = 2  # rows that a text counts as for the cost of passes (MedusaModel.probe)
+from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_first
+from specinfer.speculate.drafts.one_pass import OnePassTrees
+from specinfer.tree import TokenTree
 
 
 class EagleDraft(LevelDraft):
@@ -81,7 +70,18 @@ class EagleDraft(LevelDraft):
         return super()._unread(entries)
 
     def _read(self, entry: int, max_rows: int) -> Rows | None:
-        return _eagle_rows(self._texts, self._seen[entry], self._growths[entry], max_rows)
+        """See LevelDraft. The rows' hidden states are the first unread ones of the text."""
+        text, growth = self._seen[entry], self._growths[entry]
+        planned, start = growth.entry, text.cached
+        count = min(text.unread.end - start, max_rows)
+        if count <= 0:
+            return None
+        self._texts.claim(text, planned)
+        text.cached = end = start + count
+        growth.started = end == planned.end - 1 and growth.limit > 0
+        table = planned.block_table[text.origin // self._texts.block_size :]
+        tokens = planned.token_ids[start + 1 : end + 1]
+        return chain_rows(tokens, start - text.origin, table, logits=growth.started)
 
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth, origin = self._growths[entry], self._seen[entry].origin
@@ -107,44 +107,65 @@ class EagleDraft(LevelDraft):
                 self._fed[i] = torch.cat((self._fed[i], new)) if i in self._fed else new
 
 
-class ParallelEagleDraft(OnePassDraft):
-    """Draft of an EAGLE head that guesses all levels in one pass."""
-
-    def _growth(self, entry: PlanEntry) -> Growth:
-        # The rows of the root and of masks use the blocks reserved for the tree.
-        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth, entry.max_nodes))
-
-    def _text(self, entry: int, max_rows: int) -> tuple[EagleText, int, int] | None:
-        text, growth = self._seen[entry], self._growths[entry]
-        rows = _eagle_rows(self._texts, text, growth, max_rows)
-        if rows is None:
-            return None
-        count, levels = len(rows.token_ids), growth.limit if growth.started else 0
-        states = text.unread.take(count)
-        return EagleText(rows, text.origin, states=states, masks=max(0, levels - 1)), count, levels
-
-
-def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, max_rows: int) -> Rows | None:
-    """Return at most `max_rows` unread rows of a text; the root's row has logits.
-
-    Their hidden states are the first unread ones of the text. None if the step has no rows left, or none is
-    unread.
-    """
-    entry, start = growth.entry, text.cached
-    count = min(text.unread.end - start, max_rows)
-    if count <= 0:
-        return None
-    texts.claim(text, entry)
-    text.cached = end = start + count
-    growth.started = end == entry.end - 1 and growth.limit > 0
-    table = entry.block_table[text.origin // texts.block_size :]
-    return chain_rows(entry.token_ids[start + 1 : end + 1], start - text.origin, table, logits=growth.started)
-
-
-class BlockDraft(OnePassDraft):
+class BlockDraft(Draft):
     """Draft of a block head."""
 
-    def _text(self, entry: int, max_rows: int) -> tuple[BlockText, int, int] | None:
+    def __init__(
+        self,
+        name: str,
+        runner: HeadRunner[BlockModel],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """Make a draft with logits for `vocabulary` (None: all); the other arguments are those of Draft."""
+        head = runner.model.head
+        self._trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
+        super().__init__(
+            name, self._trees.shape, max_rows=max_rows, block_size=runner.block_size, taps=head.taps
+        )
+        self._runner = runner
+        self._head = head
+
+    def max_nodes(self, request: Request) -> int:
+        """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
+        return self._trees.max_nodes(request)
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Adjust the size of trees to the number of verified nodes."""
+        self._trees.see_choices(guessed, chosen)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Read these entries' texts, and grow each tree completely; returns no nodes to extend."""
+        asked: list[int] = []
+        texts: list[BlockText] = []
+        growing: list[GuessedTree] = []
+        left, first = self._max_rows, 0
+        for i in trees_first(self._growths, below):
+            if (text := self._text(i, left)) is None:
+                continue
+            asked.append(i)
+            texts.append(text)
+            left -= text.count
+            if (levels := text.rows - self._head.skipped) > 0:
+                growing.append(self._trees.open(self._growths[i], first, levels))
+                first += levels
+        if texts:
+            made = self._runner.guess(texts)
+            for i, last_D in zip(asked, made.made, strict=True):
+                if last_D is not None:
+                    self._seen[i].last_D = last_D
+            if growing:
+                assert made.logits_RU is not None
+                self._trees.grow(growing, made.logits_RU)
+        return {}
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
+
+    def _text(self, entry: int, max_rows: int) -> BlockText | None:
+        """Return an entry's part of the pass, which reads at most `max_rows` tokens; None: it has none."""
         text, growth = self._seen[entry], self._growths[entry]
         planned = growth.entry
         table = planned.block_table[text.origin // self._texts.block_size :]
@@ -155,16 +176,7 @@ class BlockDraft(OnePassDraft):
             text.cached += count
         part.rows = self._block(text, growth, read=count > 0)
         part.anchor = planned.token_ids[planned.end - 1]
-        if not (part.count or part.rows):
-            return None
-        return part, part.count, max(0, part.rows - self._head.skipped)
-
-    def _guess(self, entries: Sequence[int], texts: Sequence[BlockText]) -> HeadPass:
-        made = super()._guess(entries, texts)
-        for i, last_D in zip(entries, made.made, strict=True):
-            if last_D is not None:
-                self._seen[i].last_D = last_D
-        return made
+        return part if part.count or part.rows else None
 
     def _block(self, text: CachedText, growth: Growth, *, read: bool) -> int:
         """Return the number of rows of an entry's block; 0 without a tree, or if its text is not read."""
@@ -178,58 +190,11 @@ class BlockDraft(OnePassDraft):
         return count if count > head.skipped else 0
 
 
-class MedusaDraft(OnePassDraft):
-    """Draft of Medusa heads, which have no cache."""
-
-    def __init__(self, *args: Any, **limits: Any) -> None:
-        """See OnePassDraft."""
-        super().__init__(*args, **limits)
-        self._last: dict[str, tuple[int, TappedRows]] = {}  # end and last state of each text
-
-    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
-        """Keep the last hidden state of each text."""
-        for features in texts:
-            count = len(features.states)
-            last = features.states.part(count - 1, count).compact()
-            self._last[features.entry.request.request_id] = features.end, last
-
-    def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """See Draft; each entry with a tree counts as the rows of one text."""
-        return [_MEDUSA_ROWS * (self._state(entry) is not None) for entry in entries]
-
-    def _forget(self, request_id: str) -> None:
-        self._last.pop(request_id, None)
-
-    def _text(self, entry: int, max_rows: int) -> tuple[MedusaText, int, int] | None:
-        growth = self._growths[entry]
-        state = self._state(growth.entry)
-        if growth.limit < 1 or state is None:
-            return None
-        return MedusaText(state, self._head.depth), 0, self._head.depth
-
-    def _state(self, entry: PlanEntry) -> TappedRows | None:
-        """Return the hidden state of the token before the entry's root; None without a tree or a state."""
-        end, state = self._last.get(entry.request.request_id, (0, None))
-        return state if entry.has_tree and end == entry.end - 1 else None
-
-
-def _eagle(name: str, runner: HeadRunner[EagleModel], shape: Shape, **limits: Any) -> Draft:
-    one_pass = runner.model.head.mask_token_id is not None
-    return (ParallelEagleDraft.of if one_pass else EagleDraft)(name, runner, shape, **limits)
-
-
-# By the names of heads/kinds.py. Each takes the arguments of EagleDraft.
-HEAD_DRAFTS: Final[Mapping[str, Callable[..., Draft]]] = {
-    EagleConfig.kind: _eagle,
-    BlockConfig.kind: BlockDraft.of,
-    MedusaConfig.kind: MedusaDraft.of,
-}
-
-
 def head_draft(
     name: str, model: AnyHeadModel, shape: Shape, *, num_blocks: int, block_size: int, max_rows: int
-) -> tuple[HeadRunner[AnyHeadModel], Draft]:
+) -> tuple[HeadRunner[Any], Draft]:
     """Return the runner of a loaded head, with its own cache of `num_blocks` blocks, and its draft."""
-    runner = HeadRunner(model, num_blocks=num_blocks, block_size=block_size)
+    runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size)
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
-    return runner, HEAD_DRAFTS[model.head.kind](name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
+    kind = EagleDraft if isinstance(model, EagleModel) else BlockDraft
+    return runner, kind(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)

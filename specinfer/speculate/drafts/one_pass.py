@@ -1,4 +1,4 @@
-"""OnePassDraft: drafts whose levels are all guessed by one pass of a head.
+"""OnePassTrees: trees whose levels are all guessed by one pass of a head.
 
 A level's guesses depend on the previous token only by the Markov term, if there is one. So with native
 kernels trees of point masses and coupled draws are grown best first. Other trees are drawn level by level, as
@@ -15,27 +15,23 @@ logits.
 from __future__ import annotations
 
 import ctypes
-from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, cast
+from collections.abc import Callable, Sequence
+from typing import Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.runner import HeadPass, HeadRunner
+from specinfer.heads.block import BlockModel
 from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.kernels.structures import TREE_REQUEST, TYPES, GrownArgs, GuesserArgs
-from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight, inference
-from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_first
+from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs, as_runs
 
@@ -51,13 +47,13 @@ GrowTrees = Callable[[Sequence[GuessedTree], Tensor, int], None]
 DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
 
 
-def grow_best_first(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> GrowTrees | None:
+def grow_best_first(name: str, model: BlockModel, vocabulary: DraftVocabulary | None) -> GrowTrees | None:
     """Return the function that grows a head's best-first trees, or None without native kernels."""
     library = model.kernels.library
     return None if library is None else NativeTrees(name, model, vocabulary, library).grow
 
 
-def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
+def level_drawer(name: str, model: BlockModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
     """Return the function that draws a level from a head's logits."""
 
     def draw_level(
@@ -87,7 +83,7 @@ class OnePassTrees:
 
     @classmethod
     def of(
-        cls, name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
+        cls, name: str, model: BlockModel, shape: Shape, vocabulary: DraftVocabulary | None
     ) -> OnePassTrees:
         """Return the grower of a head; `vocabulary` are the tokens of its logits (None: all)."""
         return cls(
@@ -163,102 +159,13 @@ def _is_best_first(growth: Growth, root: Site) -> bool:
     return bool(root.candidates) and growth.entry.request.params.speculation.expansion is None
 
 
-class OnePassDraft(Draft):
-    """A draft whose trees are complete after the first call: one pass guesses all levels."""
-
-    def __init__(
-        self,
-        name: str,
-        guess: Callable[[Sequence[Any]], HeadPass],
-        head: Any,
-        trees: OnePassTrees,
-        *,
-        max_rows: int,
-        block_size: int,
-        taps: tuple[int, ...],
-    ) -> None:
-        """Make a draft; `guess` runs a pass of the head over a cache with blocks of `block_size` positions.
-
-        `head` is its config, or the fields that the kind needs; its `depth` is the maximum number of levels.
-        `trees` grows the trees of these passes. The other arguments are those of Draft.
-        """
-        super().__init__(name, trees.shape, max_rows=max_rows, block_size=block_size, taps=taps)
-        self._pass = guess
-        self._head = head
-        self._trees = trees
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        runner: HeadRunner[Any],
-        shape: Shape,
-        *,
-        max_rows: int,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> Self:
-        """Return the draft of the runner's head, with logits for `vocabulary` (None: all)."""
-        head, trees = runner.model.head, OnePassTrees.of(name, runner.model, shape, vocabulary)
-        return cls(
-            *(name, runner.guess, head, trees),
-            max_rows=max_rows,
-            block_size=runner.block_size,
-            taps=head.taps,
-        )
-
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
-
-    def max_nodes(self, request: Request) -> int:
-        """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
-        return self._trees.max_nodes(request)
-
-    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Adjust the size of trees to the number of verified nodes."""
-        self._trees.see_choices(guessed, chosen)
-
-    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Read these entries' texts, and grow each tree completely; returns no nodes to extend."""
-        asked: list[int] = []
-        texts: list[Any] = []
-        growing: list[GuessedTree] = []
-        left, first = self._max_rows, 0
-        for i in trees_first(self._growths, below):
-            if (share := self._text(i, left)) is None:
-                continue
-            text, read, levels = share
-            asked.append(i)
-            texts.append(text)
-            left -= read
-            if levels:
-                growing.append(self._trees.open(self._growths[i], first, levels))
-                first += levels
-        if texts:
-            made = self._guess(asked, texts)
-            if growing:
-                assert made.logits_RU is not None
-                self._trees.grow(growing, made.logits_RU)
-        return {}
-
-    @abstractmethod
-    def _text(self, entry: int, max_rows: int) -> tuple[Any, int, int] | None:
-        """Return an entry's part of the pass, its read tokens (at most `max_rows`), and its levels.
-
-        Levels are 0 without a tree, or if the text is not read to the end. None: it is not in the pass.
-        """
-
-    def _guess(self, entries: Sequence[int], texts: Sequence[Any]) -> HeadPass:
-        """Run the pass over the parts of these entries."""
-        return self._pass(texts)
-
-
 class NativeTrees:
     """Grows best-first trees with the native library."""
 
     def __init__(
         self,
         name: str,
-        model: AnyHeadModel,
+        model: BlockModel,
         vocabulary: DraftVocabulary | None,
         library: Library,
     ) -> None:

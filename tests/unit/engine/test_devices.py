@@ -21,7 +21,7 @@ from specinfer.progress import NoProgress
 from specinfer.speculate import table
 from tests.engines import ENGINE
 from tests.gguf_blocks import write_blocks
-from tests.heads import block_config, write_any
+from tests.heads import block_config, tiny_head, write_tiny_head
 from tests.kernels import kernels, library_or_skip
 from tests.offloading import OPTIONS, count_models_alone, write_large
 from tests.tiny_models import write_pair
@@ -65,7 +65,7 @@ def without_kernels(progress: object = None) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Targets, a draft, a head and a GGUF file."""
     made = write_pair(tmp_path_factory.mktemp("devices"))
-    write_any(block_config(), made / "head")
+    write_tiny_head(tiny_head(block_config()), made / "head")
     write_blocks(made / "gguf", {}, "Q4_0")
     write_large(made / "large")
     return made

@@ -90,24 +90,17 @@ def eagle_logits(
     feature = np.zeros(body.hidden_size)
     tokens = [*text[1:], *path]
     for row, token in enumerate(tokens):
-        known = row < len(text) - 1
-        if known or config.mask_token_id is not None:
-            taps = taps_TND[row] if known else weights["mask_hidden"].reshape(taps_TND.shape[1:])
-            token = token if known or config.mask_token_id is None else config.mask_token_id
+        if row < len(text) - 1:
+            taps = taps_TND[row]
             if config.fc_norm:
                 taps = np.stack([norm(t, weights[f"fc_norm.{i}.weight"], eps) for i, t in enumerate(taps)])
             flat = taps.reshape(-1)
             if config.norm_before_fc:
                 flat = norm(flat, weights["input_norm.weight"], eps)
-            feature = flat if config.fc_reads_token else weights["fc.weight"] @ flat
+            feature = weights["fc.weight"] @ flat
         x = feature
-        if config.fc_reads_token:
-            x = np.concatenate([weights["embed_tokens.weight"][token], feature])
-            x = weights["fc.weight"] @ x + (weights["fc.bias"] if config.fc_bias else 0)
         for number, layer in enumerate(layers):
-            if number == 0 and config.fc_reads_token:
-                given = x
-            elif number == 0:
+            if number == 0:
                 hidden = layer.normed("hidden_norm", x)
                 if config.norm_before_residual:
                     x = hidden
@@ -117,7 +110,7 @@ def eagle_logits(
                 given = layer.normed("input_layernorm", x)
             seen[number].append(layer.seen(given, row))
             x = layer.out(x, given, row, seen[number])
-        read = x if config.fc_reads_token else norm(x, weights["norm.weight"], eps)
+        read = norm(x, weights["norm.weight"], eps)
         feature = read if config.norm_output else x
         logits.append(weights["lm_head.weight"] @ read)
     return np.array(logits)

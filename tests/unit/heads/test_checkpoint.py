@@ -21,7 +21,6 @@ CONFIGS = {
     "EAGLE-3.1": eagle_config(fc_norm=True, norm_output=True, own_head=False),
     "gpt-oss": eagle_config(norm_before_fc=True, norm_before_residual=True, own_embedding=True),
     "two layers, biases": eagle_config(body=tiny_body(num_layers=2, bias=True), draft_vocab_size=VOCAB),
-    "P-EAGLE": eagle_config(body=tiny_body(num_layers=4), mask_token_id=7, depth=8),
     "DSpark": block_config(),
     "behind the last state": block_config(reads_last=True, own_head=False),
     "bidirectional": block_config(causal=False),

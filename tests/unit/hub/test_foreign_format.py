@@ -73,7 +73,6 @@ def test_a_folder_is_described_in_one_line(files: tuple[str, ...], tmp_path: Pat
         ("config.json", "model.safetensors", "onnx/model.onnx", "openvino/openvino_model.xml"),
         ("config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors"),
         ("config.json", "model.safetensors.index.json", "tf_model.h5", "flax_model.msgpack"),
-        ("config.json", "medusa_lm_head.safetensors"),
         ("config.json", "model.safetensors", "quantize_config.json", "onnx/model_quantized.onnx"),
         ("config.json", "pytorch_model.bin", "tf_model.h5"),  # reported as pickled
         (),

@@ -275,7 +275,7 @@ def test_missing_gated_and_unsupported_repositories_have_different_errors(hub):
     hub.repositories["org/none"] = {"pytorch_model.bin": b"x", "tokenizer.json": b"{}"}
     with pytest.raises(ModelError, match=r"neither config\.json with \*\.safetensors"):
         resolve("org/none")
-    for name in ("pytorch_model.bin", "medusa_lm_head.pt"):
+    for name in ("pytorch_model.bin", "head.pt"):
         hub.repositories["org/old"] = {"config.json": b"{}", name: b"x", "README.md": b"x"}
         with pytest.raises(ModelError, match=rf"no \*\.safetensors; convert {name} to safetensors"):
             resolve("org/old")

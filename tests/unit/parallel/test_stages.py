@@ -25,7 +25,7 @@ from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.stages import StageTimes, cut_rows
 from specinfer.speculation_config import Quantization
-from tests.heads import eagle_config, write_any
+from tests.heads import eagle_config, tiny_head, write_tiny_head
 from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_similar_llama, write_tiny_llama
@@ -83,7 +83,9 @@ def test_texts_are_those_of_one_process_whoever_guesses(
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
     draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))
     opened = open_model(llama)
-    head_folder = open_head(write_any(eagle_config(own_head=False), tmp_path / "head"), opened)
+    head_folder = open_head(
+        write_tiny_head(tiny_head(eagle_config(own_head=False)), tmp_path / "head"), opened
+    )
 
     def texts(target: LanguageModel, who: str, **options: Any) -> list[tuple[int, ...]]:
         head = None

@@ -29,7 +29,7 @@ from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
-from tests.heads import eagle_config, write_any
+from tests.heads import eagle_config, tiny_head, write_tiny_head
 from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_similar_llama, write_tiny_llama
@@ -170,7 +170,7 @@ def test_texts_are_those_of_one_process_whoever_guesses(
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
     draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))
-    folder = write_any(eagle_config(own_head=False), tmp_path / "head")
+    folder = write_tiny_head(tiny_head(eagle_config(own_head=False)), tmp_path / "head")
     opened = open_model(llama)
     head_folder = open_head(folder, opened)
 

@@ -14,7 +14,6 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.open_model import open_model
 from specinfer.tune.evaluation import Incumbent, replace_folder
 from specinfer.tune.tuning import Tuning
-from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, run
@@ -87,16 +86,6 @@ def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> Non
     write_pool(tmp_path / "empty", Pool("target", fingerprint(source.model), (Member("member1", "ssm"),)))
     with pytest.raises(ModelFileError, match="has no folder member1"):
         Incumbent(tmp_path / "empty", source)
-    config = source.config
-    heads = medusa_config(
-        taps=(config.num_layers,),
-        target_hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-    )
-    write_medusa(tiny_medusa(heads), tmp_path / "medusa")
-    with pytest.raises(ModelError, match="Medusa's heads, which cannot be measured"):
-        Incumbent(tmp_path / "medusa", source)
 
 
 def test_a_head_of_another_target_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:

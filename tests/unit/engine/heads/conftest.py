@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.heads.checkpoint import HeadFolder, load_head
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, write_tiny
-from tests.heads import write_any
+from tests.heads import tiny_head, write_tiny_head
 from tests.unit.engine.heads.head_engines import HEADS, AnyHead
 
 
@@ -30,7 +29,7 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     target = open_model(folder / "target")
     loaded = {}
     for number, (name, config) in enumerate(HEADS.items()):
-        written = write_any(config, folder / f"head{number}", seed=number)
+        written = write_tiny_head(tiny_head(config, seed=number), folder / f"head{number}")
         head = HeadFolder(written, target.config)
         loaded[name] = load_head(
             head, target, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0])

@@ -11,10 +11,9 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
 from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.heads.config import HeadConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.medusa import MedusaHead
 from specinfer.llm import LLM
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -22,25 +21,18 @@ from specinfer.sampling_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import ENGINE, Tiny
-from tests.heads import VOCAB, block_config, eagle_config, medusa_config, tiny_body
+from tests.heads import block_config, eagle_config, tiny_body
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
-AnyHead = EagleHead | BlockHead | MedusaHead
+AnyHead = EagleHead | BlockHead
 HEADS: dict[str, HeadConfig] = {
     "eagle": eagle_config(own_head=False),
     "eagle 3.1, two layers": eagle_config(
         body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True
     ),
-    "eagle in one pass": eagle_config(
-        body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
-    ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
     "block, bidirectional": block_config(causal=False, sample_from_anchor=False, markov_rank=0),
-    "medusa": medusa_config(num_layers=2),
-    "eagle of the first kind": eagle_config(
-        fc_reads_token=True, taps=(3,), draft_vocab_size=VOCAB, own_head=False
-    ),
 }
 SAMPLED = {"temperature": 0.8, "seed": 5}
 
@@ -58,18 +50,11 @@ def shaped(max_tokens: int) -> SamplingParams:
 
 
 def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
-    """Return the inputs of all layers, the last output, and its final norm: [T, 2 + layers, D]."""
+    """Return the inputs of all layers and the last output: [T, 1 + layers, D]."""
     runner = ModelRunner(tiny.target, num_blocks=1, block_size=128)
     layers = range(tiny.target.config.num_layers + 1)
     flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
-    states_TND = torch.stack([flight.tapped([layer])[:, 0] for layer in layers], dim=1)
-    return torch.cat((states_TND, normed(tiny, states_TND[:, -1:])), dim=1)
-
-
-def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
-    """Apply the target's final norm."""
-    weight_D = tiny.target._final_norm.parts.weight_D  # type: ignore[attr-defined]
-    return x / (x.square().mean(-1, keepdim=True) + tiny.target.config.norm_eps).sqrt() * weight_D
+    return torch.stack([flight.tapped([layer])[:, 0] for layer in layers], dim=1)
 
 
 @torch.no_grad()
@@ -78,12 +63,8 @@ def module_logits(
 ) -> torch.Tensor:
     """Return the module's logits after the text and `above`; `shift` moves the layers that it reads."""
     end = len(text)
-    if isinstance(head, MedusaHead):  # a shift of one gives the state before the final norm
-        return head(hidden_TND[end - 2, -1 - shift])[len(above)]
     taps_TND = hidden_TND[None, : end - 1, [tap + shift for tap in head.config.taps]]
     if isinstance(head, EagleHead):
-        if head.config.fc_reads_token:  # a shift of one gives the state before the final norm
-            taps_TND = hidden_TND[None, : end - 1, [-1 - shift]]
         tokens = torch.zeros(1, end - 1, 1 + len(above), dtype=torch.int64)
         tokens[0, :, 0] = torch.tensor(text[1:])
         tokens[0, -1, 1:] = torch.tensor(above)

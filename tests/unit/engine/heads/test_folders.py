@@ -11,7 +11,7 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.llm import LLM
 from specinfer.runtime.cost_curve import CostCurve
 from tests.engines import ENGINE, Tiny

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, assert_idle

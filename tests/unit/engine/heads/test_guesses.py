@@ -10,8 +10,7 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
-from specinfer.heads.checkpoint import HeadFolder, load_head
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.tree.distribution import Distribution

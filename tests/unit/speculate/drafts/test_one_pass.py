@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.block import BlockModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -22,7 +22,7 @@ from tests.unit.speculate.drafts.test_native_trees import loaded
 LEVELS = 4
 
 
-Loaded = tuple[AnyHeadModel, DraftVocabulary | None]
+Loaded = tuple[BlockModel, DraftVocabulary | None]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def trees(head: Loaded) -> OnePassTrees:
     return OnePassTrees.of("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
 
 
-def grown(trees: OnePassTrees, head: AnyHeadModel) -> int:
+def grown(trees: OnePassTrees, head: BlockModel) -> int:
     """The nodes of a tree that is grown now."""
     entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
     growth = Growth.of(entry, "head", LEVELS)
