@@ -22,7 +22,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.engine.variant import variant_models
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.kernels.machine import release_free_memory
-from specinfer.progress import NoProgress, Progress, default_progress
+from specinfer.progress import Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
 from specinfer.sampling_params import SamplingParams, usual_sampling
 from specinfer.speculate.speculator import Speculator
@@ -84,7 +84,7 @@ class LLM:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
         # Replaces each pool by its drafts: these are loaded, and `variant` compares its drafts with them.
-        config = with_pool_members(config, show)
+        config = with_pool_members(config)
         models = load_models(config, show)
         self._start(models.settled(config), models, speculators, show)
 
@@ -98,7 +98,7 @@ class LLM:
     ) -> LLM:
         """Return an LLM over models that are already loaded; raises as `LLM` does."""
         llm = cls.__new__(cls)
-        llm._start(with_pool_members(config, progress or NoProgress()), models, speculators, progress)
+        llm._start(with_pool_members(config), models, speculators, progress)
         return llm
 
     def _start(
@@ -140,8 +140,7 @@ class LLM:
             ConfigError: an option needs other weights.
             CapacityError: the KV cache does not fit into memory.
         """
-        show = default_progress() if progress is None else progress
-        config = with_pool_members((config or self.config).with_options(options), show)
+        config = with_pool_members((config or self.config).with_options(options))
         return LLM.from_models(
             config, variant_models(config, self.config, self.models), speculators, progress
         )

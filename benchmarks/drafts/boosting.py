@@ -1,4 +1,4 @@
-"""Compares pools of boosted drafts by boost, members, size, kind and loss at equal training time.
+"""Compares single drafts and boosted pools by kind, size and members at equal training time.
 
     python -m benchmarks.drafts.boosting --model TARGET --prompts PROMPTS.jsonl --work DIR --minutes 5
 
@@ -14,9 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,21 +24,17 @@ from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress, ProgressBar
-from specinfer.report.files import dress, new_figure, save
-from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import TokenRanks, held_out_texts, rank_tokens, read_draft
 from specinfer.tune.head_kinds import BlockKind, EagleKind
-from specinfer.tune.losses import Loss
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.selection import MeasuredDraft, Selection, candidates_of, measured_costs
 from specinfer.tune.small_model import SsmKind
-from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning, member_name
 
-_VERSION = 4  # version of the cells; others are refused
+_VERSION = 5  # version of the cells; others are refused
 _TIMED = "timed"  # suffix of the cells with pass times
 
 
@@ -49,28 +44,18 @@ class Variant:
 
     kind: Kind
     members: int = 1
-    boost: Boost | None = None
-    loss: Loss = "hybrid"
-    warm: bool = False  # members start from the one before them
 
 
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
     """Return the compared variants; one small model has `layers` layers, one has as many as a whole pool."""
     ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
-    forms: tuple[Boost, ...] = ("none", "sequence", "discount")
-    warm: tuple[Boost, ...] = ("none", "discount")
-    large = members * layers
     return {
         "1 ssm": Variant(ssm),
+        f"1 ssm of {members * layers} layers": Variant(SsmKind(layers=members * layers, depth=depth)),
+        f"{members} ssm": Variant(ssm, members),
         "1 block": Variant(block),
-        **{f"{members} ssm, {form}": Variant(ssm, members, form) for form in forms},
-        **{f"{members} ssm, {form}, warm": Variant(ssm, members, form, warm=True) for form in warm},
-        f"{members + 2} ssm, sequence": Variant(ssm, members + 2, "sequence"),
-        f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
+        f"{members} block": Variant(block, members),
         "1 eagle": Variant(EagleKind(depth=depth)),
-        "1 block, loss kl": Variant(block, loss="kl"),
-        **{f"{members} block, {form}": Variant(block, members, form) for form in forms},
-        **{f"{members} block, {form}, warm": Variant(block, members, form, warm=True) for form in warm},
     }
 
 
@@ -84,10 +69,6 @@ def main() -> None:
     known.add_argument("--layers", type=int, default=2, help="layers of a small model (default 2)")
     known.add_argument("--depth", type=int, default=5, help="tokens proposed in a row (default 5)")
     known.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
-    known.add_argument(
-        "--only", action="append", metavar="ROW", help="row of the table; repeatable (default all)"
-    )
-    known.add_argument("--picture", type=Path, metavar="FILE", help="(default: beside the page, .png)")
     args = known.parse_args()
 
     engine = EngineConfig.from_options(
@@ -105,28 +86,17 @@ def main() -> None:
         "depth": args.depth,
     }
     study = Study("boosting", args.out, settings)
-    compared = chosen(variants(args.layers, args.depth, args.members), args.only)
-    folders = {name: args.work / name.replace(", ", "-").replace(" ", "-") for name in compared}
+    compared = variants(args.layers, args.depth, args.members)
+    folders = {name: args.work / name.replace(" ", "-") for name in compared}
     for name, variant in compared.items():
         if name not in study.cells:
             train(engine, variant, folders[name], corpus, args.minutes)
             study.keep(name, measured(Members(engine, variant, folders[name], args.depth)))
-            print(f"{name}: {study.cells[name]}", flush=True)
             study.write(page(study))
-    draw(study.cells, args.picture or study.out.with_suffix(".png"))
-    study.write(page(study))
     for name, variant in compared.items():
         if (timed := f"{name}: {_TIMED}") not in study.cells:
             study.keep(timed, reckoned(engine, Members(engine, variant, folders[name], args.depth)))
-            print(f"{timed}: {study.cells[timed]}", flush=True)
             study.write(page(study))
-
-
-def chosen(known: dict[str, Variant], only: list[str] | None) -> dict[str, Variant]:
-    """Return only those rows; raises SystemExit for an unknown name."""
-    if unknown := set(only or ()) - known.keys():
-        raise SystemExit(f"got --only {sorted(unknown)[0]!r}; allowed: {', '.join(map(repr, known))}")
-    return {name: variant for name, variant in known.items() if not only or name in only}
 
 
 def collected(engine: EngineConfig, args: Any) -> Corpus:
@@ -163,8 +133,6 @@ def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, min
         collect_minutes=0.0,
         kind=variant.kind,
         members=variant.members,
-        boost=None if variant.boost is None else BoostConfig(form=variant.boost, warm=variant.warm),
-        training=TrainConfig(loss=variant.loss),
         resume=(out / "work" / "tuning.json").exists(),
     )
     Tuning(config, clock=time.process_time, say=lambda line: print(line, flush=True)).train([])
@@ -188,28 +156,15 @@ class Members:
 
 
 def measured(members: Members) -> dict[str, Any]:
-    """Return counts of correct proposals of a row's drafts, and their sizes."""
-    states = [read_checkpoint(path).state for path in members.checkpoints]
+    """Return counts of correct proposals of a row's drafts."""
     all_ranks = [one.ranks for one in members.trained]
     widths = (1,) * members.depth
-    chains = [accepted(all_ranks[:count], widths) for count in range(1, len(all_ranks) + 1)]
     return {
-        "steps": [state.steps for state in states],
-        "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member,
-        "learnt": [row["tokens_per_pass"] for row in states[0].history],  # drawn only for single drafts
-        "blocks": [state.blocks for state in states],
+        "steps": [read_checkpoint(path).state.steps for path in members.checkpoints],
         "places": len(all_ranks[0].texts_P),
         "own": [accepted([one], widths) for one in all_ranks],
-        "pool": chains,
+        "pool": [accepted(all_ranks[:count], widths) for count in range(1, len(all_ranks) + 1)],
         "wide": accepted(all_ranks[:1], (3, *widths[1:])),
-        "second_choice": conditional(all_ranks[0], all_ranks[0], 2),
-        "second_member": conditional(all_ranks[0], all_ranks[1], 1) if len(all_ranks) > 1 else None,
-        "weights": sum(
-            parameter.numel()
-            for one in members.trained
-            for parameter in one.draft.module.parameters()
-            if parameter.requires_grad
-        ),
     }
 
 
@@ -232,102 +187,48 @@ def accepted(all_ranks: Sequence[TokenRanks], widths: Sequence[int]) -> float:
     return 1.0 + float(longest.double().mean())
 
 
-def conditional(first: TokenRanks, other: TokenRanks, width: int) -> float:
-    """Return how often the other's `width` likeliest hold the next token where the first's likeliest is
-    wrong.
-    """
-    wrong_P = first.token_ranks_PL[:, 0] > 0
-    return float((other.token_ranks_PL[wrong_P, 0] < width).double().mean())
-
-
 def page(study: Study) -> list[str]:
     settings, cells = study.settings, study.cells
     learnt, held_out = settings["texts"]
     rows = {name: cell for name, cell in cells.items() if not name.endswith(_TIMED)}
+    timed = {name: cells[f"{name}: {_TIMED}"] for name in rows if f"{name}: {_TIMED}" in cells}
     places = max((cell["places"] for cell in rows.values()), default=0)
     return [
         f"# Boosted pools of drafts: {settings['model']}",
         "",
-        *(
-            [f"![What was learnt]({picture.name})", ""]
-            if (picture := study.out.with_suffix(".png")).exists()
-            else []
-        ),
         f"Each row is trained for {settings['minutes']:g} minutes of one thread's CPU time in all, which its "
         f"members share, on the same {settings['tokens']} tokens of {learnt} answers; small models have "
         f"{settings['layers']} layers of the target's size where nothing else is said. Measured at {places} "
         f"places of {held_out} held-out greedy answers: tokens a pass of the target's, with chains of "
-        f"{settings['depth']} guesses, one for each member. Weights are those that were trained.",
+        f"{settings['depth']} guesses, one for each member.",
         "",
-        "| | steps | weights, millions | members alone | pool of 1, 2, ... | first member alone, tree of "
-        f"<3{',1' * (settings['depth'] - 1)}> | where the first choice is wrong: second choice right | "
-        "second member right |",
-        "|" + "---|" * 8,
-        *(row(name, *_counted(cell)) for name, cell in rows.items()),
+        "| | steps | members alone | pool of 1, 2, ... | first member alone, tree of "
+        f"<3{',1' * (settings['depth'] - 1)}> |",
+        "|" + "---|" * 5,
+        *(
+            row(name, " ".join(map(str, cell["steps"])), *map(_decimals, (cell["own"], cell["pool"])))
+            + f" {cell['wide']:.3f} |"
+            for name, cell in rows.items()
+        ),
         "",
-        "A pool of three chains verifies as many nodes as that tree of the first member's. Where the second "
-        "member is right less often than the first one's second choice, a node of the first is worth more.",
-        *_timed({name: cells[f"{name}: {_TIMED}"] for name in rows if f"{name}: {_TIMED}" in cells}),
-    ]
-
-
-def draw(cells: dict[str, Any], path: Path) -> None:
-    """Draw single drafts during training, and pools by their members, if matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        return
-    figure = new_figure(11, 4.4)
-    left, right = figure.subplots(1, 2)
-    for name, cell in cells.items():
-        if name.endswith(_TIMED):
-            continue
-        if len(cell["pool"]) > 1:
-            right.plot(range(1, 1 + len(cell["pool"])), cell["pool"], marker="o", label=name)
-        else:
-            left.plot(cell["minutes"], cell["learnt"], marker=".", label=name)
-    dress(left, "One draft", "minutes of training", "tokens a pass, chain")
-    dress(right, "Pools", "members, which share the time", "tokens a pass, a chain each")
-    right.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
-    save(figure, path)
-
-
-def _timed(cells: dict[str, Any]) -> list[str]:
-    if not cells:
-        return []
-    return [
+        "A pool of three chains verifies as many nodes as that tree of the first member's.",
         "",
         "## At what passes take here",
         "",
-        "Target and drafts in int8, one request. Of every row the quickest pools of 1, 2, ... members "
-        "with the trees that make the most of them, as a tuning selects; over no speculation.",
+        "Target and drafts in int8, one request. Of every row the first 1, 2, ... members with the trees "
+        "that make the most of them, as a tuning selects; over no speculation.",
         "",
         "| | over none | tokens a step | ms a step |",
         "|---|---|---|---|",
         *(
-            row(
-                name,
-                " ".join(f"{value:.3f}" for value in cell["ratios"]),
-                " ".join(f"{value:.2f}" for value in cell["tokens"]),
-                " ".join(f"{value:.1f}" for value in cell["milliseconds"]),
-            )
-            for name, cell in cells.items()
+            row(name, *(_decimals(cell[key]) for key in ("ratios", "tokens", "milliseconds")))
+            for name, cell in timed.items()
         ),
     ]
 
 
-def _counted(cell: dict[str, Any]) -> list[str]:
-    second = cell["second_member"]
-    return [
-        " ".join(str(steps) for steps in cell["steps"]),
-        f"{cell['weights'] / 1e6:.3g}",
-        " ".join(f"{value:.3f}" for value in cell["own"]),
-        " ".join(f"{value:.3f}" for value in cell["pool"]),
-        f"{cell['wide']:.3f}",
-        f"{cell['second_choice']:.3f}",
-        "" if second is None else f"{second:.3f}",
-    ]
+def _decimals(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,8 @@ from specinfer.hub.pool import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from specinfer.tune.draft import Kind
-    from specinfer.tune.head_kinds import Layout
-    from specinfer.tune.losses import Loss
     from specinfer.tune.prompts import Prompts
 
-_LOSSES: Final = ("hybrid", "kl")
-_FORMS: Final = ("discount", "sequence", "none")
 _SSM_LAYERS: Final = 4
 _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     *("minutes", "collect_minutes", "resume", "replace", "chat", "max_tokens", "init", "members"),
@@ -71,13 +67,6 @@ _SHORT: Final = (
 )
 @click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
 @click.option(
-    "--loss",
-    type=click.Choice(_LOSSES),
-    default="hybrid",
-    show_default=True,
-    help="kl: the KL divergence; hybrid: the KL divergence, later the total variation.",
-)
-@click.option(
     "--kind",
     type=click.Choice(("block", "eagle", "ssm")),
     default="block",
@@ -87,14 +76,8 @@ _SHORT: Final = (
 @click.option(
     "--init",
     metavar="target|random|DRAFT",
-    show_default="target; eagle and dspark: random",
+    show_default="target; eagle: random",
     help="Initial weights: layers of the target, random numbers, or a trained draft.",
-)
-@click.option(
-    "--layout",
-    type=click.Choice(("specinfer", "dspark")),
-    show_default="specinfer",
-    help="Format of block heads: other engines read dspark, which learns far more slowly.",
 )
 @click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Layers.")
 @click.option(
@@ -119,18 +102,6 @@ _SHORT: Final = (
     help="Drafts of a pool, which share the time.",
 )
 @click.option(
-    "--boost",
-    type=click.Choice(_FORMS),
-    show_default="discount",
-    help="Weighting of later members toward tokens that the pool does not guess.",
-)
-@click.option(
-    "--warm/--cold",
-    default=None,
-    show_default="warm",
-    help="Initial weights of later members: the member before, or --init.",
-)
-@click.option(
     "--chat/--raw",
     default=None,
     show_default="--chat, if there is a template",
@@ -149,14 +120,10 @@ def tune(
     out: Path,
     files: tuple[Path, ...],
     traffic: Path | None,
-    loss: Loss,
     kind: str,
-    layout: Layout | None,
     layers: int | None,
     depth: int,
     vocabulary: int | None,
-    boost: str | None,
-    warm: bool | None,
     seed: int,
     **options: Any,
 ) -> None:
@@ -173,19 +140,15 @@ def tune(
     if traffic is not None and files:
         raise TuneError("--prompts and --traffic are both given; give one of them")
     from specinfer.progress import ProgressBar
-    from specinfer.tune.boosting import BoostConfig
     from specinfer.tune.trainer import TrainConfig
     from specinfer.tune.tuning import TuneConfig, Tuning
 
-    given: dict[str, Any] = {"form": boost, "warm": warm}
-    boosting = {name: value for name, value in given.items() if value is not None}
     tuning = Tuning(
         TuneConfig(
             target=config,
             out=out,
-            kind=_kind(kind, layout, layers, depth, vocabulary),
-            boost=BoostConfig(**boosting) if boosting else None,
-            training=TrainConfig(loss=loss, seed=seed),
+            kind=_kind(kind, layers, depth, vocabulary),
+            training=TrainConfig(seed=seed),
             **fields,
         ),
         progress=ProgressBar(),
@@ -205,19 +168,11 @@ def tune(
     )
 
 
-def _kind(
-    kind: str,
-    layout: Layout | None,
-    layers: int | None,
-    depth: int,
-    vocabulary: int | None,
-) -> Kind:
+def _kind(kind: str, layers: int | None, depth: int, vocabulary: int | None) -> Kind:
     """The kind of draft; raises TuneError for an option that does not apply to it."""
     from specinfer.tune.head_kinds import BlockKind, EagleKind
     from specinfer.tune.small_model import SsmKind
 
-    if kind != "block" and layout is not None:
-        raise TuneError(f"layout is {layout} with kind {kind}; it is for block heads: leave it out")
     if kind == "ssm":
         if vocabulary is not None:
             raise TuneError(
@@ -228,7 +183,7 @@ def _kind(
         return SsmKind(layers=layers or 2, depth=depth)
     if kind == "eagle":
         return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
-    return BlockKind(layout=layout or "specinfer", layers=layers or 1, depth=depth, vocabulary=vocabulary)
+    return BlockKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

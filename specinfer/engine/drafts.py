@@ -14,11 +14,10 @@ from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
-from specinfer.hub.pool import is_pool, member_folders, read_pool
+from specinfer.hub.pool import pool_members
 from specinfer.kernels.choice import Kernels
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
-from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
@@ -79,29 +78,17 @@ class FoundHead:
         return head_bytes(self.head, dtype, quantization)
 
 
-def with_pool_members(config: EngineConfig, progress: Progress) -> EngineConfig:
+def with_pool_members(config: EngineConfig) -> EngineConfig:
     """Return the config with each pool replaced by its drafts, in order.
 
-    A pool is a folder with a pool.json. Raises ModelError or a subclass if it is damaged or was tuned for
-    another target.
+    A pool is a folder with a pool.json. Raises ModelFileError if it is damaged.
     """
-    if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
-        return config
-    target = open_model(resolve(config.model, progress=progress))
     drafts: list[str] = []
     for name in config.speculation.drafts:
-        folder = Path(name).expanduser()
-        if not is_pool(folder):
-            drafts.append(name)
-            continue
-        pool = read_pool(folder)
-        if not is_of(pool.fingerprint, target):
-            raise ModelError(
-                f"the pool {name} was tuned for {pool.target}, whose weights differ from those of "
-                f"{Path(config.model).name}; name that model, or a pool of this one. A draft of the pool "
-                "that is a small model can be named by itself"
-            )
-        drafts += [str(path) for path in member_folders(folder, pool)]
+        members = pool_members(Path(name).expanduser())
+        drafts += [str(path) for path in members] or [name]
+    if tuple(drafts) == config.speculation.drafts:
+        return config
     return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
 
 

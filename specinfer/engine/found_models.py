@@ -116,7 +116,7 @@ class FoundModels:
 
 def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> FoundModels:
     """Find, open and check the models of a config, and choose their quantizations; raises as load_models."""
-    config = with_pool_members(config, show)
+    config = with_pool_members(config)
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
     if isinstance(target.model, HostedFolder):

@@ -9,6 +9,7 @@ unusable head is refused with a one-line error.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,6 @@ from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import Entries, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
-from specinfer.hub.pool import FINGERPRINT as FORM
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
@@ -48,6 +48,7 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
 }
+_FORM: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")  # of fingerprints
 _LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight")  # lookup tables, which are never quantized
 _ROWS: Final = 1 << 8  # rows of a table that are read at a time
 
@@ -149,7 +150,7 @@ def _verifier(described: Mapping[str, object]) -> str:
 
 def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
     found = described.get(FINGERPRINT)
-    if found is not None and not (isinstance(found, str) and FORM.fullmatch(found)):
+    if found is not None and not (isinstance(found, str) and _FORM.fullmatch(found)):
         raise ModelFileError(
             f"{path} has {FINGERPRINT} {str(found)[:60]!r}; expected 64 hexadecimal digits, 2: and digits, "
             "or none"

@@ -1,11 +1,8 @@
 """Training sets of the later members of a pool, which make each member guess different tokens.
 
-    sequence   the texts that the pool predicts best are left out (the paper's collective boost-tuning)
-    discount   tokens that the pool proposes keep a part of their probability in the learned distribution, and
-    a
-               position counts less the more probability the pool's tokens have there. So a member agrees with
-               the pool where the target is certain of the pool's token, and guesses another token elsewhere
-    none       no boosting: members that all start from scratch differ by their seeds alone
+Tokens that the members so far propose keep a part of their probability in the learned distribution, and a
+position counts less the more probability these tokens have there. So a member agrees with the pool where the
+target is certain of the pool's token, and guesses another token elsewhere.
 
 A member proposes its likeliest token at each position of the answers.
 
@@ -15,57 +12,40 @@ Shapes: R tokens of an answer, K labels, M members, each proposing one token at 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from specinfer.errors import TuneError
 from specinfer.progress import Progress
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import EVERY_ANCHOR, TrainableDraft
 from specinfer.tune.initial_head import frequent_tokens
 from specinfer.tune.prompts import temperature_of
 
-Boost = Literal["discount", "sequence", "none"]
-FORMS: Final[tuple[Boost, ...]] = get_args(Boost)
-DROPPED: Final = 0.5  # sequence: fraction of a member's texts that the next member does not learn from
-KEPT: Final = 0.3  # discount: fraction of its probability that a proposed token keeps
+KEPT: Final = 0.3  # fraction of its probability that a proposed token keeps
 _MIN_MASS: Final = 1e-4  # probability left over after discounting
 _MAX_CANDIDATES: Final = 8192  # number of candidate tokens, for a member that can propose every token
 Proposals = Sequence[Tensor]  # one member's tokens, int64 [R] for each text; -1: no proposal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoostConfig:
-    """How each member of a pool is boosted.
+class DiscountedSet(TrainingSet):
+    """All texts, with the probability of proposed tokens and the weight of their positions reduced."""
 
-    The defaults made the best pools of small models (docs/boost-tuning.md). The paper's setting is
-    `sequence`, not warm.
-    """
+    def __init__(self, corpus: Corpus, known: Sequence[Proposals]) -> None:
+        """`known` holds the proposals of the earlier members; without any, texts are as collected."""
+        super().__init__(corpus)
+        self._known = known
 
-    form: Boost = "discount"
-    warm: bool = True  # each member starts from the previous member, not as the first one did
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise TuneError(f"boost is {self.form!r}; allowed: {', '.join(FORMS)}")
-
-    def facts(self) -> dict[str, object]:
-        """Settings that must not change when a tuning is resumed."""
-        facts: dict[str, object] = {"form": self.form, "width": 1, "dropped": DROPPED}
-        facts |= {"kept": KEPT} if self.form == "discount" else {}
-        return facts | ({"warm": True} if self.warm else {})
-
-
-def dataset_of(corpus: Corpus, form: Boost, known: Sequence[Proposals]) -> TrainingSet:
-    """Return the training set of a member; `known` holds the proposals of the earlier members, in order."""
-    if not known or form == "none":
-        return TrainingSet(corpus)
-    if form == "sequence":
-        return TrainingSet(corpus, _left(corpus, known))
-    return _Discounted(corpus, known)
+    def text(self, number: int) -> TunedText:
+        """Read a text."""
+        text = super().text(number)
+        if not self._known:
+            return text
+        proposed_RM = torch.stack([one[number] for one in self._known], dim=1)
+        counts_R = 1 - (1 - KEPT) * hit_probabilities(text, proposed_RM)
+        return replace(text, counts_R=counts_R, label_logprobs_RK=discounted(text, proposed_RM))
 
 
 def hit_probabilities(text: TunedText, proposed_RM: Tensor) -> Tensor:
@@ -85,45 +65,13 @@ def hit_probabilities(text: TunedText, proposed_RM: Tensor) -> Tensor:
     return (probs_RK * there_RK).sum(dim=1).clamp(max=1.0)
 
 
-def discounted(text: TunedText, proposed_RM: Tensor, kept: float) -> Tensor:
-    """Log-probabilities of the labels after scaling proposed tokens by `kept` and renormalizing, [R, K]."""
+def discounted(text: TunedText, proposed_RM: Tensor) -> Tensor:
+    """Log-probabilities of the labels after scaling proposed tokens by KEPT and renormalizing, [R, K]."""
     there_RK = _among(text.label_ids_RK, proposed_RM)
-    taken_R = (1 - kept) * (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
+    taken_R = (1 - KEPT) * (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
     left_R = (1 - taken_R).clamp(min=_MIN_MASS)
-    factors_RK = torch.where(there_RK, kept, 1.0)
+    factors_RK = torch.where(there_RK, KEPT, 1.0)
     return text.label_logprobs_RK + factors_RK.log() - left_R.log()[:, None]
-
-
-class _Discounted(TrainingSet):
-    """All texts, with the probability of proposed tokens and the weight of their positions reduced."""
-
-    def __init__(self, corpus: Corpus, known: Sequence[Proposals]) -> None:
-        super().__init__(corpus)
-        self._known = known
-
-    def text(self, number: int) -> TunedText:
-        """Read a text."""
-        text = super().text(number)
-        proposed_RM = _proposed(self._known, number)
-        counts_R = 1 - (1 - KEPT) * hit_probabilities(text, proposed_RM)
-        return replace(text, counts_R=counts_R, label_logprobs_RK=discounted(text, proposed_RM, KEPT))
-
-
-def _left(corpus: Corpus, known: Sequence[Proposals]) -> list[int]:
-    """Numbers of the texts that remain after each member's best predicted texts are dropped."""
-
-    def share(number: int, members: int) -> float:
-        """Mean hit probability over a text, in [0, 1]. Its first token is skipped: no draft guesses it."""
-        text = corpus.text(number, held_out=False)
-        hits_R = hit_probabilities(text, _proposed(known[:members], number))[1:]
-        return float(hits_R.mean()) if len(hits_R) else 1.0
-
-    numbers = [*range(corpus.count(held_out=False))]
-    for members in range(1, len(known) + 1):
-        hits = {number: share(number, members) for number in numbers}
-        numbers.sort(key=lambda number: (hits[number], number))
-        numbers = numbers[: len(numbers) - int(DROPPED * len(numbers))]
-    return sorted(numbers)
 
 
 def proposals(draft: TrainableDraft, corpus: Corpus, progress: Progress) -> Proposals:
@@ -155,10 +103,6 @@ def proposed(draft: TrainableDraft, text: TunedText, among_S: Tensor | None = No
     ids = draft.ids if among_S is None else draft.ids[among_S]
     found_R[anchors + 1 - text.prompt] = ids[logits.topk(1, dim=-1).indices[:, 0]]
     return found_R
-
-
-def _proposed(known: Sequence[Proposals], number: int) -> Tensor:
-    return torch.stack([one[number] for one in known], dim=1)
 
 
 def _among(ids_RK: Tensor, proposed_RM: Tensor) -> Tensor:

@@ -55,9 +55,7 @@ class TrainingMaterial:
         return cls(target.name, licence, sources, *counts, corpus.tokens, corpus.seconds)
 
 
-def card(
-    draft: Description, material: TrainingMaterial, trainer: Trainer, loss: str, figures: Figures
-) -> str:
+def card(draft: Description, material: TrainingMaterial, trainer: Trainer, figures: Figures) -> str:
     """Return a README.md with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
     state = trainer.state
@@ -81,7 +79,7 @@ It {draft.does}. It changes no text.
 | vocabulary | {len(trainer.draft.ids)} of {trainer.draft.vocab} tokens |
 | training data | {describe_material(material)} |
 | collecting | {material.collecting_seconds / 60:.0f} minutes |
-| training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |
+| training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks |
 | made | {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION} |
 
 On {figures.places} places of {material.held_out} held-out greedy answers:

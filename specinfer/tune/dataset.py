@@ -208,19 +208,17 @@ def _whole(entry: TensorEntry) -> Tensor:
 
 
 class TrainingSet:
-    """Texts of a corpus to learn from, as collected; may be empty."""
+    """Texts of a corpus that are not held out, as collected; may be empty."""
 
-    def __init__(self, corpus: Corpus, numbers: Sequence[int] | None = None) -> None:
-        """`numbers` selects texts that are not held out; None: all."""
+    def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
-        self._numbers = range(corpus.count(held_out=False)) if numbers is None else numbers
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self.corpus.count(held_out=False)
 
     def text(self, number: int) -> TunedText:
         """Read a text."""
-        return self.corpus.text(self._numbers[number], held_out=False)
+        return self.corpus.text(number, held_out=False)
 
 
 def first_texts(dataset: TrainingSet, limit: int) -> Sequence[TunedText]:

@@ -26,8 +26,7 @@ from torch import Tensor
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
 from specinfer.hub import resolve
-from specinfer.hub.pool import is_pool, member_folders, read_pool
-from specinfer.models.fingerprint import is_of
+from specinfer.hub.pool import pool_members
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
@@ -219,14 +218,9 @@ class Incumbent:
             hint = f"; {before} is there: rename it" if before.is_dir() else "; give --out alone"
             raise TuneError(f"the folder of the draft to replace, {folder}, does not exist{hint}")
         self.folder = folder
-        self.members = [folder]
+        self.members = pool_members(folder) or [folder]
         self._target = target
-        if is_pool(folder):
-            pool = read_pool(folder)
-            if not is_of(pool.fingerprint, target.model):
-                raise ModelError(f"the pool {folder} was tuned for {pool.target}; name that model")
-            self.members = member_folders(folder, pool)
-        elif not (folder / "config.json").is_file():
+        if self.members == [folder] and not (folder / "config.json").is_file():
             raise TuneError(f"{folder} holds neither a draft nor a pool to replace; give --out alone")
         for member in self.members:
             open_draft(member, target)  # fail before training starts

@@ -73,16 +73,15 @@ class HeadDraft(TrainableDraft):
             fingerprint=fingerprint(target.model),
         )
 
-    def _description(self, tag: str, kind: str, does: str, *, ours: bool) -> Description:
+    def _description(self, library: str, tag: str, kind: str, does: str) -> Description:
         config = self.head.config
         body = config.body
-        layout = "that only specinfer reads" if ours else f"`speculators` layout, {tag}"
         return Description(
-            library="specinfer" if ours else "speculators",  # the library that reads it
-            tag="block-head" if ours else tag,
+            library=library,  # that reads it
+            tag=tag,
             title="draft head",
             does=f"reads the hidden states of its target and {does}",
-            kind=f"{kind} ({layout}), {body.num_layers} layer(s) of {body.hidden_size}",
+            kind=f"{kind}, {body.num_layers} layer(s) of {body.hidden_size}",
             reads=f"the inputs of the target's layers {', '.join(str(tap) for tap in config.taps)}",
             of_target="matrices and norms initialized from its own by default, then trained",
         )
@@ -114,9 +113,9 @@ class BlockHeadDraft(HeadDraft):
 
     def description(self) -> Description:
         """Description for the model card."""
-        config = self.head.config
-        does = f"guesses {config.depth} tokens in one pass"
-        return self._description("dspark", "causal block head", does, ours=config.reads_last)
+        does = f"guesses {self.head.config.depth} tokens in one pass"
+        kind = "causal block head (that only specinfer reads)"
+        return self._description("specinfer", "block-head", kind, does)
 
 
 class EagleHeadDraft(HeadDraft):
@@ -136,9 +135,8 @@ class EagleHeadDraft(HeadDraft):
 
     def description(self) -> Description:
         """Description for the model card."""
-        return self._description(
-            "eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass", ours=False
-        )
+        does = "guesses a level of a tree in each pass"
+        return self._description("speculators", "eagle3", "EAGLE-3 head (`speculators` layout)", does)
 
 
 def wrap_head(
@@ -168,7 +166,7 @@ def open_initial_head(
     if opened.config != replace(wanted, draft_vocab_size=opened.config.draft_vocab_size):
         raise TuneError(
             f"the head {name} differs in shape from the configured one; give --kind, --layers, "
-            "--depth and --layout as it was trained, or leave --init out"
+            "and --depth as it was trained, or leave --init out"
         )
     _vocabulary_size(len(opened.ids), vocabulary, target.vocab_size)
     return opened

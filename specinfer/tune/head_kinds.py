@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import ClassVar, Final
 
 from torch import Tensor
 
@@ -35,7 +35,6 @@ from specinfer.tune.initial_head import (
     new_head,
 )
 
-Layout = Literal["specinfer", "dspark"]
 _INIT_TEXTS: Final = 1000  # texts used to initialize a head from its target
 
 
@@ -48,10 +47,8 @@ class TrainableHeadKind(Kind):
     # maximum number of tokens in its vocabulary; None: the default, or as the head in `init`
     vocabulary: int | None = None
 
-    @property
-    def begins_as_target(self) -> bool:
-        """True if it can be initialized from its target's layers, which is then the default."""
-        return False
+    # True if it can be initialized from its target's layers, which is then the default.
+    begins_as_target: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> BlockConfig | EagleConfig:
@@ -65,8 +62,7 @@ class TrainableHeadKind(Kind):
         """Raises as Kind."""
         if init == "target" and not self.begins_as_target:
             raise TuneError(
-                "init is target, which is for block heads of layout specinfer and for small models; allowed: "
-                "random, or a head"
+                "init is target, which is for block heads and for small models; allowed: random, or a head"
             )
         config = self.config(target, default_taps(target))
         if init not in (None, "target", "random"):
@@ -109,19 +105,12 @@ class TrainableHeadKind(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockKind(TrainableHeadKind):
-    """A causal block head."""
+    """A causal block head: rows begin with the target's last hidden state, and its output layer is used."""
 
     name = "block"
-    # specinfer: rows begin with the target's last hidden state, and the head uses the target's output layer.
-    # dspark (vLLM): rows begin with embeddings, and the head has its own output layer.
-    layout: Layout = "specinfer"
+    begins_as_target = True
     markov_rank: int = 64  # rank of the term that conditions a guess on the token before it
     anchors: int = DEFAULT_ANCHORS  # maximum anchors per text in a step
-
-    @property
-    def begins_as_target(self) -> bool:
-        """True for the layout that reads the target's last hidden state."""
-        return self.layout == "specinfer"
 
     def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
         """The head as a draft."""
@@ -148,8 +137,8 @@ class BlockKind(TrainableHeadKind):
             block_size=self.depth,
             mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
             markov_rank=self.markov_rank,
-            reads_last=self.layout == "specinfer",
-            own_head=self.layout != "specinfer",
+            reads_last=True,
+            own_head=False,
         )
         check_target(config, target, "to be trained")
         return config

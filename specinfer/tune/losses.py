@@ -1,13 +1,12 @@
-"""Losses between a draft's distribution and the target's, position by position.
+"""The loss between a draft's distribution and the target's, position by position.
 
 The target's distribution p is known for its K likeliest tokens; the rest is one lumped mass. The draft's
 distribution q is over its vocabulary, and a shortlist of it is computed: the tokens with most
 label mass in the batch, and a sample of all others. The sampled logits are raised to compensate, so that the
 sum over all tokens is right in expectation.
 
-    kl       sum p log(p / q)       every choice of the target counts in proportion
-    hybrid   w kl + (1 - w) tv      w = e^(-3 sum min(p, q)): kl where p and q differ much, else total
-                                    variation, tv = 1 - sum min(p, q)
+    w kl + (1 - w) tv      w = e^(-3 sum min(p, q)): kl = sum p log(p / q) where p and q differ much, else
+                           total variation, tv = 1 - sum min(p, q)
 
 Losses are sums, so the parts of a step add up. All parts share one shortlist, so that the gradient does not
 depend on the number of parts.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from specinfer.kernels.machine import is_quick_in_bfloat16
 from specinfer.tune.dataset import BlockBatch
 from specinfer.tune.draft import TrainableDraft
 
-Loss = Literal["hybrid", "kl"]
-LOSSES: Final[tuple[Loss, ...]] = get_args(Loss)
 _DRAWN: Final = 0.25  # fraction of a shortlist that is sampled from the remaining tokens
 
 
@@ -80,7 +77,7 @@ def shortlist(
     return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), probs_RK * unsampled)
 
 
-def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
+def losses(logits_RS: Tensor, short: Shortlist) -> Tensor:
     """The loss of each position, [R], from the head's logits for a shortlist, before `raised_S` is added.
 
     A position without a label in the vocabulary has a constant loss, hence no gradient.
@@ -90,8 +87,6 @@ def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
     p_RK = short.probs_RK
     log_p_RK = p_RK.clamp(min=1e-9).log()
     kl_R = (p_RK * (log_p_RK - log_q_RK)).sum(dim=1)
-    if kind == "kl":
-        return kl_R
     overlap_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
     w_R = torch.exp(-3 * overlap_R.detach())
     return w_R * kl_R + (1 - w_R) * (1 - overlap_R)
@@ -129,10 +124,10 @@ def shortlists(
     return short.parts([len(of_part) for of_part in entries])
 
 
-def summed_losses(draft: TrainableDraft, places: GuessBatch, short: Shortlist, kind: Loss) -> Tensor:
+def summed_losses(draft: TrainableDraft, places: GuessBatch, short: Shortlist) -> Tensor:
     """Weighted sum of the losses of the guesses."""
     valid = places.batch.valid_BAL
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
         h_RD = draft.level_states(places.batch, valid.shape[2])[valid]
         logits = draft.logits(h_RD, places.before_R, short.entries_S)
-    return (losses(kind, logits.float(), short) * places.weights_R).sum()
+    return (losses(logits.float(), short) * places.weights_R).sum()

@@ -1,9 +1,10 @@
-"""Selection of the pool members that pay, by tokens/s of their merged trees along held-out answers.
+"""Selection of the members that pay, by tokens/s of their merged trees along held-out answers.
 
 A step verifies one tree in which the members' trees are merged. It costs a target pass over its nodes and the
-members' passes, as measured on this machine (runtime/cost_curve.py). Each member's tree has a few guesses per
-level, and these widths are chosen together with the members: a policy's choice per step is made here once for
-all steps. Members are added greedily, best first, and those after the best pool size are dropped.
+members' passes, as measured on this machine (runtime/cost_curve.py). All members have trees of one shape, a
+few guesses per level, which is chosen with the number of members: a policy's choice per step is made here
+once for all steps. Each member of a pool learned the tokens that those before it miss, so the first ones
+are kept, as many as make the most tokens/s.
 
 A guess is right if it equals the next token. Right guesses of several members are one node. Whether their
 wrong guesses coincide is unknown, so these are counted separately.
@@ -11,7 +12,7 @@ wrong guesses coincide is unknown, so these are counted separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,23 +26,30 @@ from specinfer.engine.costs import Curves, measure_curves
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.models import load_models
 from specinfer.files import write_text
-from specinfer.hub.pool import Member, Pool, write_pool
-from specinfer.models.fingerprint import fingerprint
+from specinfer.hub.pool import write_pool
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.card import TrainingMaterial, describe_material, front_matter, licence_section
-from specinfer.tune.draft import Target, TrainableDraft
-from specinfer.tune.evaluation import Figures, TokenRanks, figures_of
+from specinfer.tune.draft import TrainableDraft
+from specinfer.tune.evaluation import Figures, TokenRanks
 from specinfer.version import VERSION
 
 _MIN_ROWS: Final = 256  # minimum rows of the largest measured pass
 Widths = tuple[int, ...]  # guesses per node, level by level
 _FIRST: Final = ((1, 1), (2, 1), (3, 1), (2, 2))  # first two levels; deeper levels have one guess each
 _READ: Final = 2  # tokens that a draft usually reads in a step
-_ROUNDS: Final = 3  # rounds of choosing each member's shape again
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], Curves]
 _MS: Final = 1e3
-_SPEED_SECTION: Final = "\n## What it is worth\n"  # the last section of a single draft's card
+_SPEED_SECTION: Final = "\n## What it is worth\n"  # the last section of a card
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredDraft:
+    """A member in its folder."""
+
+    folder: Path
+    draft: TrainableDraft
+    ranks: TokenRanks  # held-out answers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,15 +61,6 @@ class Candidate:
     curve: CostCurve
     one_pass: bool  # predicts all levels in one pass; else one pass per level
 
-    def shapes(self) -> list[Widths]:
-        """The tree shapes that are tried."""
-        depth = self.ranks.token_ranks_PL.shape[1]
-        return list(
-            dict.fromkeys(
-                (*first, *[1] * (levels - 2))[:levels] for levels in range(1, depth + 1) for first in _FIRST
-            )
-        )
-
     def seconds(self, widths: Widths) -> float:
         """Time of its passes in a step of one text."""
         rows = [_READ] if self.one_pass else [_READ, *level_sizes(widths)[:-1]]
@@ -70,12 +69,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speed:
-    """Speed of some members along held-out answers, each with its tree shape."""
+    """Speed of some members along held-out answers, with trees of one shape."""
 
-    members: tuple[int, ...]  # in the order they were chosen
-    widths: tuple[Widths, ...]
+    names: tuple[str, ...]  # of the members
+    widths: Widths
     tokens_P: NDArray[np.float64]  # per step, at each position
     seconds_P: NDArray[np.float64]
+    drafting_seconds: float  # the time of the members' passes in a step
 
     @property
     def tokens_per_step(self) -> float:
@@ -107,70 +107,27 @@ def level_sizes(widths: Widths) -> list[int]:
     return [int(size) for size in np.cumprod(widths)]
 
 
-def speed_of(candidates: Sequence[Candidate], target: CostCurve, shapes: Mapping[int, Widths]) -> Speed:
-    """Speed of the members, keys of `shapes` that index `candidates`, with trees of these shapes."""
-    places = len(candidates[0].ranks.texts_P)
-    accepted = [_accepted(candidates[member], widths) for member, widths in shapes.items()]
-    tokens_P = np.ones(places) + (np.max(accepted, axis=0) if accepted else 0.0)
-    nodes_P = np.ones(places, dtype=np.int64)
-    for widths in shapes.values():
-        nodes_P += sum(level_sizes(widths))
-    for level in range(1, 1 + max((len(widths) for widths in shapes.values()), default=0)):
-        together_P = np.sum([accepted_P >= level for accepted_P in accepted], axis=0)
-        nodes_P -= np.maximum(together_P - 1, 0)
-    asked = sum(candidates[member].seconds(widths) for member, widths in shapes.items())
-    return Speed(tuple(shapes), tuple(shapes.values()), tokens_P, target.seconds(nodes_P) + asked)
+def speed_of(members: Sequence[Candidate], target: CostCurve, widths: Widths) -> Speed:
+    """Speed of these members, each with a tree of this shape, as far as it has levels."""
+    shapes = [widths[: member.ranks.token_ranks_PL.shape[1]] for member in members]
+    accepted_MP = np.stack(
+        [member.ranks.accepted(shape).numpy() for member, shape in zip(members, shapes, strict=True)]
+    )
+    nodes_P = np.full(accepted_MP.shape[1], 1 + sum(sum(level_sizes(shape)) for shape in shapes))
+    for level in range(1, 1 + len(widths)):
+        nodes_P -= np.maximum((accepted_MP >= level).sum(axis=0) - 1, 0)
+    drafting = sum(member.seconds(shape) for member, shape in zip(members, shapes, strict=True))
+    names = tuple(member.name for member in members)
+    return Speed(names, widths, 1.0 + accepted_MP.max(axis=0), target.seconds(nodes_P) + drafting, drafting)
 
 
-def best_shapes(candidates: Sequence[Candidate], target: CostCurve, members: Sequence[int]) -> Speed:
-    """The fastest shapes of these members, by coordinate ascent over members."""
-    shapes: dict[int, Widths] = {}
-    best: Speed | None = None
-    for _ in range(_ROUNDS):
-        before = best
-        for member in members:
-            for widths in candidates[member].shapes():
-                now = {**shapes, member: widths}
-                tried = {one: now[one] for one in members if one in now}
-                speed = speed_of(candidates, target, tried)
-                if member not in shapes or best is None or speed.tokens_per_second > best.tokens_per_second:
-                    shapes, best = tried, speed
-        if best is before:
-            break
-    assert best is not None
-    return best
-
-
-def selected(candidates: Sequence[Candidate], target: CostCurve) -> list[Speed]:
-    """The fastest pools of one member, of two, and so on; each extends the one before by a member."""
-    chosen: list[int] = []
-    found: list[Speed] = []
-    while len(chosen) < len(candidates):
-        left = [number for number in range(len(candidates)) if number not in chosen]
-        tried = [best_shapes(candidates, target, [*chosen, number]) for number in left]
-        best = max(range(len(left)), key=lambda i: (tried[i].tokens_per_second, -left[i]))
-        chosen.append(left[best])
-        found.append(tried[best])
-    return found
-
-
-def fastest(pools: Sequence[Speed]) -> Speed:
-    """The pool with the most tokens/s; of equal ones the smaller."""
-    return max(pools, key=lambda pool: pool.tokens_per_second)
-
-
-def _accepted(candidate: Candidate, widths: Widths) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = candidate.ranks.accepted(widths).numpy()
-    return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MeasuredDraft:
-    """A member in its folder."""
-
-    folder: Path
-    draft: TrainableDraft
-    ranks: TokenRanks  # held-out answers
+def best_shape(members: Sequence[Candidate], target: CostCurve) -> Speed:
+    """The speed of these members with trees of the best shape."""
+    depth = max(member.ranks.token_ranks_PL.shape[1] for member in members)
+    shapes = dict.fromkeys(
+        (*first, *[1] * (levels - 2))[:levels] for levels in range(1, depth + 1) for first in _FIRST
+    )
+    return max((speed_of(members, target, one) for one in shapes), key=lambda speed: speed.tokens_per_second)
 
 
 def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candidate]:
@@ -183,52 +140,31 @@ def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candi
 
 
 class Selection:
-    """Result of selecting among candidates."""
+    """Result of selecting among candidates; the first ones are kept."""
 
     def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
-        self.candidates = candidates
-        self.pools = selected(candidates, target)  # by size, from one member on
-        self._target = target
-
-    @property
-    def best(self) -> Speed:
-        """The pool that is kept."""
-        return fastest(self.pools)
+        # By size, from one member on.
+        self.pools = [best_shape(candidates[: count + 1], target) for count in range(len(candidates))]
+        self.best = max(self.pools, key=lambda pool: pool.tokens_per_second)  # of equal ones the smallest
+        self.dropped = [one.name for one in candidates[len(self.best.names) :]]
+        self.plain_seconds = target.expected(1)  # time of a step without a draft
 
     @property
     def pays(self) -> bool:
         """True if the best pool makes more tokens/s than no draft."""
         return self.ratio(self.best) > 1
 
-    @property
-    def plain_seconds(self) -> float:
-        """Time of a step without a draft."""
-        return self._target.expected(1)
-
-    @property
-    def plain_tokens_per_second(self) -> float:
-        """Tokens/s without a draft."""
-        return 1 / self.plain_seconds
-
-    @property
-    def dropped(self) -> list[str]:
-        """The members left out of the best pool."""
-        return [one.name for number, one in enumerate(self.candidates) if number not in self.best.members]
-
-    def names(self, pool: Speed) -> str:
-        """Its members, in the order they were chosen."""
-        return ", ".join(self.candidates[number].name for number in pool.members)
-
     def lines(self) -> list[str]:
         """Report lines: pass costs, the speed of each pool size, and the members left out."""
         lines = [
             f"a pass of the target takes {_MS * self.plain_seconds:.2f} ms for one token: "
-            f"{self.plain_tokens_per_second:.1f} tokens/s without a draft"
+            f"{1 / self.plain_seconds:.1f} tokens/s without a draft"
         ]
         lines += [
-            f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens per step of "
-            f"{_MS * pool.step_seconds:.2f} ms, {_MS * self.guessing_seconds(pool):.2f} ms for drafting, "
-            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} times no speculation)"
+            f"{', '.join(pool.names)}: {pool.tokens_per_step:.3f} tokens per step of "
+            f"{_MS * pool.step_seconds:.2f} ms, {_MS * pool.drafting_seconds:.2f} ms for drafting, "
+            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} times no speculation), with "
+            f"trees of <{','.join(map(str, pool.widths))}> guesses per node"
             for pool in self.pools
         ]
         lines += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
@@ -241,17 +177,12 @@ class Selection:
         does = "pays" if self.pays else "does not pay"
         return (
             f"{does} on this machine ({self.best.tokens_per_second:.1f} tokens/s expected with it, "
-            f"{self.plain_tokens_per_second:.1f} without: {self.ratio(self.best):.2f} times)"
+            f"{1 / self.plain_seconds:.1f} without: {self.ratio(self.best):.2f} times)"
         )
-
-    def guessing_seconds(self, pool: Speed) -> float:
-        """Time of its members' passes in a step."""
-        shapes = zip(pool.members, pool.widths, strict=True)
-        return sum(self.candidates[number].seconds(widths) for number, widths in shapes)
 
     def ratio(self, pool: Speed) -> float:
         """Its speed over the speed without a draft."""
-        return pool.tokens_per_second / self.plain_tokens_per_second
+        return pool.tokens_per_second * self.plain_seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,104 +194,38 @@ class TuneResult:
 
 
 def add_speed_section(folder: Path, selection: Selection) -> None:
-    """Write the measured speed of a single draft at the end of its card, replacing an earlier section.
-
-    Raises OSError.
-    """
+    """Write the measured speed at the end of a card, replacing an earlier section; raises OSError."""
     readme = folder / "README.md"
     before = readme.read_text(encoding="utf-8").partition(_SPEED_SECTION)[0]
-    write_text(readme, f"{before}{_SPEED_SECTION}{_speed_section(selection)}")
+    measured = "\n".join(f"- {line}" for line in selection.lines())
+    write_text(
+        readme,
+        f"{before}{_SPEED_SECTION}\nAlong the same answers, with pass times of the machine that tuned it:\n\n"
+        f"{measured}\n\nIt {selection.verdict()}.\n",
+    )
 
 
 def make_pool(
-    out: Path,
-    target: Target,
-    members: Sequence[MeasuredDraft],
-    kind: str,
-    selection: Selection,
-    material: TrainingMaterial,
+    out: Path, members: Sequence[MeasuredDraft], kind: str, selection: Selection, material: TrainingMaterial
 ) -> None:
     """Write the pool of the selected members into the folder above theirs; raises OSError."""
-    best = selection.best
-    listed = [
-        Member(
-            members[number].folder.name,
-            kind,
-            {"tokens_per_pass": figures_of(members[number].ranks).tokens_per_pass},
-        )
-        for number in best.members
-    ]
-    figures = {
-        "tokens_per_step": best.tokens_per_step,
-        "step_milliseconds": _MS * best.step_seconds,
-        "tokens_per_second": best.tokens_per_second,
-        "plain_tokens_per_second": selection.plain_tokens_per_second,
-    }
-    write_text(out / "README.md", _card(selection, members, kind, material))
-    write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
-
-
-def _speed_section(selection: Selection) -> str:
-    best = selection.best
-    [widths] = best.widths
-    return f"""
-Its trees along the same answers, with pass times of the machine that tuned it:
-
-| | |
-|---|---|
-| tokens per step | {best.tokens_per_step:.3f}, with trees of {_shown(widths)} guesses per node, by level |
-| a step | {_MS * best.step_seconds:.2f} ms, {_MS * selection.guessing_seconds(best):.2f} ms for drafting |
-| a step without it | {_MS * selection.plain_seconds:.2f} ms, for one token |
-| speed over no speculation | {selection.ratio(best):.3f} |
-
-It {selection.verdict()}.
-"""
-
-
-def _table(selection: Selection) -> str:
-    """A table of the speed of each pool size."""
-    rows = [
-        f"| {selection.names(pool)} | {pool.tokens_per_step:.3f} | {_MS * pool.step_seconds:.2f} | "
-        f"{selection.ratio(pool):.3f} | {' '.join(_shown(widths) for widths in pool.widths)} |"
-        for pool in selection.pools
-    ]
-    header = (
-        "| members | tokens per step | ms per step | speed over no speculation | guesses per node, by level |"
-    )
-    return "\n".join((header, "|---|---|---|---|---|", *rows))
-
-
-def _card(
-    selection: Selection, members: Sequence[MeasuredDraft], kind: str, material: TrainingMaterial
-) -> str:
-    left = ", ".join(selection.dropped)
-    verdict = f"Left out, since they do not pay: {left}." if left else "Every member pays and is in the pool."
-    places = len(members[0].ranks.texts_P)
-    return f"""---
+    text = f"""---
 tags: [speculative-decoding, draft-pool]
 {front_matter(material.licence)}
 ---
 
 # A pool of drafts for {material.target}
 
-{len(selection.best.members)} of {len(members)} drafts of kind {kind}, tuned together. They change no text.
+{len(selection.best.names)} of {len(members)} drafts of kind {kind}, tuned together. They change no text.
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
-They were trained on {describe_material(material)}.
-
-Merged trees of these members, along {material.held_out} held-out greedy answers ({places} positions), with
-pass times of the machine that tuned them:
-
-{_table(selection)}
-
-{verdict} Each member's folder has a card of its own. The pool {selection.verdict()}.
-Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
+They were trained on {describe_material(material)}; {material.held_out} greedy answers were held out. Each
+member's folder has a card of its own. Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
 {licence_section(material, members[0].draft.description().of_target)}"""
-
-
-def _shown(widths: Sequence[int]) -> str:
-    return f"<{','.join(str(width) for width in widths)}>"
+    write_text(out / "README.md", text)
+    add_speed_section(out, selection)
+    write_pool(out, selection.best.names)
 
 
 def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:

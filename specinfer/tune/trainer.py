@@ -26,7 +26,7 @@ from torch import Tensor
 from specinfer.errors import TuneError
 from specinfer.tune.dataset import TrainingSet, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import TrainableDraft, entries_of
-from specinfer.tune.losses import LOSSES, GuessBatch, Loss, Shortlist, shortlists, summed_losses
+from specinfer.tune.losses import GuessBatch, Shortlist, shortlists, summed_losses
 
 # Names of glibc's malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
@@ -52,15 +52,10 @@ _MIN_WEIGHT: Final = 1e-6  # minimum total weight
 class TrainConfig:
     """Training options common to all kinds of draft."""
 
-    loss: Loss = "hybrid"
     rate: float | None = None  # learning rate; None: by the width of the draft
     texts: int = 4  # per step
     shortlist: int = 768  # tokens of the draft whose logits a step computes
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise TuneError(f"loss is {self.loss!r}; allowed: {', '.join(LOSSES)}")
 
 
 @dataclass(slots=True)
@@ -135,7 +130,7 @@ class Trainer:
             )
 
         def gradients(part: tuple[GuessBatch, Shortlist]) -> tuple[Tensor, Sequence[Tensor | None]]:
-            loss = summed_losses(draft, *part, config.loss)
+            loss = summed_losses(draft, *part)
             return loss.detach(), torch.autograd.grad(loss / weight, parameters, allow_unused=True)
 
         parameters = [*self._named.values()]
@@ -217,7 +212,7 @@ def loss_of(draft: TrainableDraft, texts: Sequence[TunedText], config: TrainConf
     batch = block_batch(texts, anchors, draft.trained_depth, draft.scale_ND)
     places = GuessBatch.of(batch, entries_of(draft))
     [short] = shortlists(draft, [places], config.shortlist, generator)
-    loss = summed_losses(draft, places, short, config.loss)
+    loss = summed_losses(draft, places, short)
     return float(loss) / max(float(places.weights_R.sum()), _MIN_WEIGHT)
 
 

@@ -234,7 +234,7 @@ class Training:
         return self._files.folder / "README.md"
 
     def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
-        text = card(draft.description(), self._material, self.trainer, self._config.loss, figures)
+        text = card(draft.description(), self._material, self.trainer, figures)
         write_text(self._card, text)
 
 

@@ -33,12 +33,12 @@ from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import write_text
 from specinfer.hub import resolve
-from specinfer.hub.pool import MAX_MEMBERS, is_pool
+from specinfer.hub.pool import MAX_MEMBERS, POOL_FILE
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress, Progress
-from specinfer.tune.boosting import BoostConfig, Proposals, dataset_of, proposals
+from specinfer.tune.boosting import DiscountedSet, Proposals, proposals
 from specinfer.tune.card import TrainingMaterial
 from specinfer.tune.collector import Collector, HiddenStateListener, collecting_config
 from specinfer.tune.dataset import Corpus, TrainingSet
@@ -62,7 +62,7 @@ from specinfer.tune.selection import (
     Selection,
     TuneResult,
     add_speed_section,
-    best_shapes,
+    best_shape,
     candidates_of,
     make_pool,
     measured_costs,
@@ -89,7 +89,6 @@ class TuneConfig:
     init: str | None = None  # target, random, or a folder of an exported draft; None: the kind's default
     kind: Kind = field(default_factory=BlockKind)
     members: int = 1  # drafts, which share the time
-    boost: BoostConfig | None = None  # how later members are boosted; None: default
     training: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -97,9 +96,6 @@ class TuneConfig:
             raise TuneError(f"minutes is {self.minutes}; allowed: more than 0")
         if not 1 <= self.members <= MAX_MEMBERS:
             raise TuneError(f"members is {self.members}; allowed: 1 to {MAX_MEMBERS}")
-        if self.boost is not None and self.members == 1:
-            boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
-            raise TuneError(f"boost is {boost}, which needs more than one member")
         if self.replace is not None:
             old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
             if old == new or old in new.parents or new in old.parents or not old.name:
@@ -112,11 +108,6 @@ class TuneConfig:
                 f"collect_minutes is {self.collect_minutes}; allowed: 0 or more, and less than the "
                 f"{self.minutes} minutes in all"
             )
-
-    @property
-    def boosting(self) -> BoostConfig:
-        """The boost config in effect."""
-        return self.boost or BoostConfig()
 
     @property
     def work(self) -> Path:
@@ -152,7 +143,9 @@ class Tuning:
         self._outputs = Outputs(progress or NoProgress(), say, clock)
         files = resolve(config.target.model, progress=self._outputs.progress)
         self._target = Target(files, open_model(files))
-        config.kind.check(self._target.config, config.init if self._needs_init else None)
+        # Only a first member that is not resumed begins as `init`; others begin as the member before.
+        init = None if self._files(0).checkpoint.exists() else config.init
+        config.kind.check(self._target.config, init)
         old = config.replace
         self._incumbent = None if old is None else Incumbent(old.expanduser().resolve(), self._target)
         self._costs = costs
@@ -165,18 +158,11 @@ class Tuning:
             "taps": list(self._taps),
         }
         if config.members > 1:
-            self._shape |= {"members": config.members, "boost": config.boosting.facts()}
+            self._shape["members"] = config.members
         self._check_folder()
         self._corpus = self._corpus_with(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
-
-    @property
-    def _needs_init(self) -> bool:
-        """True if a draft must still be initialized from the config; a resumed draft ignores `init`."""
-        warm = self._config.members > 1 and self._config.boosting.warm
-        members = range(1 if warm else self._config.members)
-        return not all(self._files(number).checkpoint.exists() for number in members)
 
     @property
     def vocab(self) -> int:
@@ -238,7 +224,7 @@ class Tuning:
                     )
         elif self._config.resume:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")
-        elif (self._config.out / "config.json").exists() or is_pool(self._config.out):
+        elif any((self._config.out / name).exists() for name in ("config.json", POOL_FILE)):
             raise TuneError(f"{self._config.out} holds a model already; name another folder")
 
     def _collect(self, prompts: Prompts) -> None:
@@ -279,7 +265,7 @@ class Tuning:
         members: list[MeasuredDraft] = []
         late = 0
         for number in range(config.members):
-            dataset = dataset_of(corpus, config.boosting.form, known)
+            dataset = DiscountedSet(corpus, known)
             training = self._training(dataset, sources, number, [one.ranks for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
@@ -288,7 +274,7 @@ class Tuning:
             files = self._files(number)
             draft = read_draft(files.folder, self._target, training.trainer.draft.depth)
             members.append(MeasuredDraft(files.folder, draft, rank_tokens(draft, texts)))
-            if number + 1 < config.members and config.boosting.form != "none":
+            if number + 1 < config.members:
                 known.append(proposals(draft, corpus, self._outputs.progress))
         return self._select(members, TrainingMaterial.of(self._target, sources, corpus))
 
@@ -302,11 +288,8 @@ class Tuning:
         """The training of a member; `number` counts from 0."""
         config, corpus = self._config, self._corpus
         if config.members > 1:
-            self._outputs.say(
-                f"member {number + 1} of {config.members} learns from {len(dataset)} of "
-                f"{corpus.count(held_out=False)} texts"
-            )
-        init = str(self._files(number - 1).folder) if number and config.boosting.warm else config.init
+            self._outputs.say(f"member {number + 1} of {config.members} learns from {len(dataset)} texts")
+        init = str(self._files(number - 1).folder) if number else config.init
         return Training(
             config.kind,
             replace(config.training, seed=config.training.seed + _SEEDS_APART * number),
@@ -340,15 +323,15 @@ class Tuning:
         for line in selection.lines():
             self._outputs.say(line)
         if config.members > 1:
-            make_pool(config.out, self._target, members, config.kind.name, selection, material)
+            make_pool(config.out, members, config.kind.name, selection, material)
         else:
             add_speed_section(config.out, selection)
-        chosen = [candidates[number].ranks for number in selection.best.members]
+        chosen = [one.ranks for one in candidates[: len(selection.best.names)]]
         figures = figures_of(chosen[0], chosen[1:])
         if old is not None and not self._corpus.count(held_out=True):
             self._outputs.say(f"{old.folder} stays: there is no held-out answer to measure both along")
         elif old is not None:
-            former_speed = best_shapes(old_candidates, costs.target, range(len(old_candidates)))
+            former_speed = best_shape(old_candidates, costs.target)
             texts_P = members[0].ranks.texts_P.numpy()
             comparison = PairedComparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
             self._outputs.say(comparison.summary(old.folder))

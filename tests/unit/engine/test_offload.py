@@ -17,9 +17,7 @@ from specinfer.engine import models as loading
 from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
-from specinfer.hub.pool import Member, Pool, write_pool
-from specinfer.models.fingerprint import fingerprint
-from specinfer.models.open_model import open_model
+from specinfer.hub.pool import write_pool
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
@@ -50,8 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_similar_llama(target, folder / "similar", noise=0.1)
     for number in (1, 2):
         write_similar_llama(target, folder / "pool" / f"member{number}", noise=0.3, seed=number)
-    members = (Member("member1", "ssm"), Member("member2", "ssm"))
-    write_pool(folder / "pool", Pool("target", fingerprint(open_model(target)), members))
+    write_pool(folder / "pool", ["member1", "member2"])
     for number, (name, config) in enumerate(HEADS.items()):
         write_tiny_head(tiny_head(config, seed=number), folder / name)
     return folder

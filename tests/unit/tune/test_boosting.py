@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.progress import NoProgress
-from specinfer.tune.boosting import (
-    dataset_of,
-    hit_probabilities,
-    proposals,
-    proposed,
-)
+from specinfer.tune.boosting import DiscountedSet, hit_probabilities, proposals, proposed
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.evaluation import read_draft
 from specinfer.tune.prompts import HELD_OUT
@@ -68,22 +63,9 @@ def corpus(tmp_path: Path) -> Corpus:
     return made
 
 
-def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
-    first, second = pretended([7, 8, 7, 9]), pretended([7, 7, 9, 9])
-    keys = [corpus.text(number, held_out=False).key for number in range(4)]
-
-    def left(*known: list[Tensor]) -> list[int]:
-        dataset = dataset_of(corpus, "sequence", known)
-        return [keys.index(dataset.text(number).key) for number in range(len(dataset))]
-
-    assert left() == [0, 1, 2, 3]
-    assert left(first) == [1, 3]
-    assert left(first, second) == [3]  # the second one predicts one of the two remaining
-
-
 def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
     known = [pretended([7, 8, 7, 9])]
-    left = dataset_of(corpus, "discount", known)
+    left = DiscountedSet(corpus, known)
     assert left.text(0).weights_R.tolist() == pytest.approx([1, 0.3, 0.3])
     assert left.text(1).weights_R.tolist() == [1, 1, 1]
     law = left.text(0).label_logprobs_RK.exp()
@@ -91,9 +73,9 @@ def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
         [0.5, 0.3, 0.2], abs=1e-3
     )  # a text's first token is never guessed
     assert law[1].tolist() == pytest.approx([3 / 13, 6 / 13, 4 / 13], abs=1e-3)  # 0.15, 0.3, 0.2 of 0.65
-    for whole in (dataset_of(corpus, "none", known), dataset_of(corpus, "discount", [])):
-        assert whole.text(0).weights_R.tolist() == [1, 1, 1]
-        assert len(whole) == 4
+    first = DiscountedSet(corpus, [])
+    assert first.text(0).weights_R.tolist() == [1, 1, 1]
+    assert len(first) == 4
 
 
 def test_weights_reach_the_places_they_are_of() -> None:

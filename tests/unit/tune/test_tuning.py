@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from specinfer.tune import training
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.evaluation import Figures, held_out_texts
 from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
@@ -70,17 +68,6 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
     assert (there - here).abs().max() < 0.05 * here.std()  # bfloat16 on disk
     assert (read - wanted).abs().max() < 0.05 * wanted.std()
     assert (unscaled - wanted).abs().max() > 0.5 * wanted.std()  # so the scale is in what was written
-
-
-def test_a_head_in_the_layout_that_vllm_reads(target: Path, prompts: Path, tmp_path: Path) -> None:
-    shape = BlockKind(layout="dspark", depth=4, vocabulary=48, markov_rank=8)
-    run(tuning_of(target, tmp_path / "head", minutes=2.0, kind=shape), prompts)
-    history = read_checkpoint(tmp_path / "head" / _CHECKPOINT).state.history
-    assert history[-1]["loss"] < history[0]["loss"]  # type: ignore[operator]
-    assert "reads_last_hidden_state" not in json.loads((tmp_path / "head" / "config.json").read_text())
-    folder = HeadFolder(tmp_path / "head", open_model(target).config)
-    assert folder.config.own_head
-    assert "entry.weight" not in folder.shapes
 
 
 def test_the_best_checkpoint_is_kept_and_not_the_newest(

@@ -29,7 +29,7 @@ def test_a_draft_that_pays_is_said_to(target: Path, prompts: Path, tmp_path: Pat
     outcome, lines = tuned(target, prompts, out, cheap, minutes=4.0)
     selection, best = outcome.selection, outcome.selection.best
     assert selection.pays
-    assert selection.guessing_seconds(best) == pytest.approx(0.001, rel=0.2)
+    assert best.drafting_seconds == pytest.approx(0.001, rel=0.2)
     assert selection.ratio(best) == pytest.approx(best.tokens_per_step * 0.01 / best.step_seconds)
     assert lines[-2] == "a pass of the target takes 10.00 ms for one token: 100.0 tokens/s without a draft"
     assert lines[-1].startswith(f"head: {best.tokens_per_step:.3f} tokens per step of ")
@@ -39,6 +39,5 @@ def test_a_draft_that_pays_is_said_to(target: Path, prompts: Path, tmp_path: Pat
     )
     card = (out / "README.md").read_text()
     assert "It pays on this machine" in card
-    assert f"| tokens per step | {best.tokens_per_step:.3f}, with trees of <" in card
-    assert "| a step without it | 10.00 ms, for one token |" in card
+    assert all(f"- {line}\n" in card for line in lines[-2:])
     assert outcome.figures.tokens_per_pass > 1
