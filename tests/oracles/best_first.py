@@ -21,7 +21,7 @@ from specinfer.heads.runner import MarkovTerm
 from specinfer.runtime.flight import HostFlight
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
-from specinfer.speculate.drafts.one_pass import MIN_PATH, WIDTH, OnePassTrees, level_drawer
+from specinfer.speculate.drafts.one_pass import MIN_PATH, WIDTH, OnePassTrees
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 from specinfer.verify.scan import Likeliest
@@ -210,7 +210,7 @@ class _Levels:
 def plain_one_pass_trees(
     name: str, model: BlockModel, shape: Shape, vocabulary: DraftVocabulary | None
 ) -> OnePassTrees:
-    """Make OnePassTrees like OnePassTrees.of, with the oracle's best-first trees."""
-    return OnePassTrees(
-        name, shape, PlainTrees(name, model, vocabulary).grow, level_drawer(name, model, vocabulary)
-    )
+    """Make OnePassTrees with the oracle's best-first trees."""
+    trees = OnePassTrees(name, model, shape, vocabulary)
+    trees._grow_best_first = PlainTrees(name, model, vocabulary).grow
+    return trees

@@ -121,7 +121,7 @@ class BlockDraft(Draft):
     ) -> None:
         """Make a draft with logits for `vocabulary` (None: all); the other arguments are those of Draft."""
         head = runner.model.head
-        self._trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
+        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
         super().__init__(
             name, self._trees.shape, max_rows=max_rows, block_size=runner.block_size, taps=head.taps
         )

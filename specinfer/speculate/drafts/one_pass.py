@@ -43,52 +43,27 @@ _MIN_NODES: Final = 8  # smallest limit of a tree's nodes
 
 # Grows trees from the contiguous logits of guessing rows, up to MAX_NODES, each tree's budget and the number.
 GrowTrees = Callable[[Sequence[GuessedTree], Tensor, int], None]
-# Adds the children of every site i, from row rows[i] of all logits, after the token before[i].
-DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
-
-
-def grow_best_first(name: str, model: BlockModel, vocabulary: DraftVocabulary | None) -> GrowTrees | None:
-    """Return the function that grows a head's best-first trees, or None without native kernels."""
-    library = model.kernels.library
-    return None if library is None else NativeTrees(name, model, vocabulary, library).grow
-
-
-def level_drawer(name: str, model: BlockModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
-    """Return the function that draws a level from a head's logits."""
-
-    def draw_level(
-        sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
-    ) -> None:
-        made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
-        if model.markov is not None:
-            made_RU += model.markov.logits(model.markov.before(before))
-        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], model.kernels.scan)
-        draw_children(flight, sites, name, vocabulary)
-
-    return draw_level
 
 
 class OnePassTrees:
     """Grows trees from the logits of all their levels."""
 
     def __init__(
-        self, name: str, shape: Shape, grow_best_first: GrowTrees | None, draw_level: DrawLevel
+        self, name: str, model: BlockModel, shape: Shape, vocabulary: DraftVocabulary | None
     ) -> None:
-        """Make a grower; `shape` is that of trees that are not grown best first."""
+        """Make a grower for a head; `shape` is that of trees that are not grown best first.
+
+        `vocabulary` are the tokens of its logits (None: all).
+        """
         self._name = name
+        self._model = model
+        self._vocabulary = vocabulary
         self.shape = shape._replace(learned=False)  # trees drawn by levels have a fixed shape
         self._node_limit = MAX_NODES  # present limit of nodes of a best-first tree
-        self._grow_best_first = grow_best_first
-        self._draw_level = draw_level
-
-    @classmethod
-    def of(
-        cls, name: str, model: BlockModel, shape: Shape, vocabulary: DraftVocabulary | None
-    ) -> OnePassTrees:
-        """Return the grower of a head; `vocabulary` are the tokens of its logits (None: all)."""
-        return cls(
-            name, shape, grow_best_first(name, model, vocabulary), level_drawer(name, model, vocabulary)
-        )
+        library = model.kernels.library
+        self._grow_best_first: GrowTrees | None = None
+        if library is not None:
+            self._grow_best_first = NativeTrees(name, model, vocabulary, library).grow
 
     def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
@@ -144,7 +119,12 @@ class OnePassTrees:
             rows.extend([one.first + growth.depth] * len(growth.frontier))
             before.extend(growth.builder.token_ids[node] for node in growth.frontier)
             sites.extend(growth.sites(self.shape))
-        self._draw_level(sites, rows, before, logits_TU)
+        markov = self._model.markov
+        made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
+        if markov is not None:
+            made_RU += markov.logits(markov.before(before))
+        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._model.kernels.scan)
+        draw_children(flight, sites, self._name, self._vocabulary)
         goes_on = list[GuessedTree]()
         for one in guessed:
             one.growth.descend()

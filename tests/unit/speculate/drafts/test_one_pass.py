@@ -11,7 +11,7 @@ from specinfer.heads.block import BlockModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
+from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -32,7 +32,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 @pytest.fixture(scope="module")
 def trees(head: Loaded) -> OnePassTrees:
-    return OnePassTrees.of("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
+    return OnePassTrees("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
 
 
 def grown(trees: OnePassTrees, head: BlockModel) -> int:
@@ -59,9 +59,9 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
     entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    mine = OnePassTrees.of("head", model, learned, vocabulary)
+    mine = OnePassTrees("head", model, learned, vocabulary)
     if not native:
-        mine = OnePassTrees("head", learned, None, level_drawer("head", model, vocabulary))
+        mine._grow_best_first = None
         assert mine.max_nodes(entry.request) == 5
     mine.grow([mine.open(growth, 0, LEVELS)], model.logits(read_TD))
     by_levels = "top_p" in params or not native
