@@ -27,7 +27,7 @@ ENGINE = [one for _, one in ENGINE_OPTIONS.values()]
 SERVER = list(options_of(ServeConfig))
 _SHARED: Final = "Flags of a request"  # their table stands behind the commands
 _WIDTH: Final = 130  # of paragraphs, in characters
-_HELP: Final = {"--help", "--help-all"}  # the page's introduction has them
+_HELP: Final = {"--help"}  # the page's introduction has them
 
 
 def table(options: Sequence[Option]) -> str:

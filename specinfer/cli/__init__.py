@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Final
 
 import click
-from click.shell_completion import CompletionItem
 
 from specinfer.errors import IntegrityError, UserError, lack_of_memory
 
@@ -38,9 +37,6 @@ GROUPS: Final = {
         "check": "Test that speculation does not change the output.",
         "doctor": "Print versions, CPU, kernels and speeds, for a bug report.",
         "view": "Show the token trees of a trace file in a browser.",
-    },
-    "Shell": {
-        "completion": "Print the completion script of bash, zsh or fish.",
     },
 }
 TRY: Final = """\
@@ -72,13 +68,6 @@ class _LazyGroup(click.Group):
         for heading, commands in GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl(list(commands.items()))
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names of commands and options; unlike click's, it imports no command."""
-        names = [CompletionItem(name, help=words) for name, words in COMMANDS.items()]
-        return [one for one in names if one.value.startswith(incomplete)] + click.Command.shell_complete(
-            self, ctx, incomplete
-        )
 
 
 def _version(context: click.Context, _: click.Parameter, requested: bool) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import (
-    SHORT_MODEL,
-    SHORT_SPECULATION,
     adapter_option,
     build_llm,
     model_options,
@@ -22,13 +20,8 @@ from specinfer.cli.options import (
 from specinfer.errors import ConfigError
 from specinfer.speculation_config import NO_SPECULATION
 
-_SHORT: Final = (
-    *("dataset", "limit", "batch_size", "temperature", "max_tokens", "seed", "json_file", "plot"),
-    *(*SHORT_MODEL, *SHORT_SPECULATION),
-)
 
-
-@click.command(cls=Command, short=_SHORT)
+@click.command(cls=Command)
 @click.option("--dataset", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations.")
 @click.option("--batch-size", type=int, default=1, show_default=True, help="Requests in a batch.")

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 from specinfer.errors import ConfigError
 from specinfer.files import cache_dir
 from specinfer.progress import format_bytes

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 from specinfer.cli.options import (
-    SHORT_MODEL,
-    SHORT_SAMPLING,
-    SHORT_SPECULATION,
     adapter_option,
     build_llm,
     model_options,
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /trees on|off draws token trees"
 
 
-@click.command(cls=Command, short=("system", *SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING))
+@click.command(cls=Command)
 @click.option("--system", help="System message.")
 @model_options
 @adapter_option

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import (
-    SHORT_MODEL,
-    SHORT_SPECULATION,
     adapter_option,
     build_llm,
     model_options,
@@ -23,13 +21,7 @@ from specinfer.tree.draw import PAIRS
 SUITES = ("promise", "parameters")
 
 
-_SHORT: Final = (
-    *("suite", "num_prompts", "max_tokens", "samples", "batch_size", "json_file"),
-    *(*SHORT_MODEL, *SHORT_SPECULATION),
-)
-
-
-@click.command(cls=Command, short=_SHORT)
+@click.command(cls=Command)
 @click.option(
     "--suite",
     default=SUITES[0],

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 from specinfer.cli.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import complete_model
 from specinfer.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 from specinfer.cli.options import complete_model
 from specinfer.errors import ConfigError
 from specinfer.option import name_of_address, parse_address

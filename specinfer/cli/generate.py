@@ -10,11 +10,8 @@ from typing import Any, Final
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import (
-    SHORT_MODEL,
-    SHORT_SAMPLING,
-    SHORT_SPECULATION,
     adapter_option,
     build_llm,
     model_options,
@@ -26,13 +23,9 @@ from specinfer.cli.options import (
 from specinfer.errors import RequestError
 
 _MAX_TOKENS: Final = 256  # a model without a chat template may never end
-_SHORT: Final = (
-    *("file", "system", "templated", "show_trees", "explain", "json_output"),
-    *(*SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING),
-)
 
 
-@click.command(cls=Command, short=_SHORT)
+@click.command(cls=Command)
 @model_options
 @click.argument("prompt", required=False)
 @click.option(

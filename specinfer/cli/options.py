@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from specinfer.cli.help import FILE, MODEL_WORD
+from specinfer.cli.command import FILE, MODEL_WORD
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
@@ -33,10 +33,6 @@ _MODEL: Final = (
 )
 _DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_lora")
 _TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
-# Options that --help shows (specinfer/cli/help.py); --help-all shows the others, too.
-SHORT_MODEL: Final = ("model", "quantization", "memory")
-SHORT_SPECULATION: Final = ("drafts", "draft_quantization", "lookup")
-SHORT_SAMPLING: Final = ("max_tokens", "stop", "temperature", "top_p", "seed", "json_schema", "prediction")
 
 _SAMPLING = [
     click.option("--temperature", type=float, help="0 is greedy.  [the model's own, else 0.8]"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 
 if TYPE_CHECKING:
     from specinfer.speculate.policy.memory import StoredPolicy

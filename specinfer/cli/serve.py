@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.help import FILE, Command
+from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, model_named
 from specinfer.config import ENGINE_OPTIONS, OLD_OPTIONS, REMOVED_OPTIONS, EngineConfig, new_names
 from specinfer.errors import ConfigError
@@ -30,14 +30,9 @@ _STEP_TOKENS: Final = 128
 _ENGINE: Final = [one for _, one in ENGINE_OPTIONS.values()]
 _SERVER: Final = options_of(ServeConfig)
 OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
-_SHORT_ENGINE: Final = (
-    *("file", "model", "quantization", "memory", "max_batch_size", "max_context"),
-    *("drafts", "draft_quantization", "lookup"),
-)
-_SHORT_SERVER: Final = ("host", "port", "api_key", "served_model_name", "replicas")
 
 
-@click.command(cls=Command, short=(*_SHORT_ENGINE, *_SHORT_SERVER))
+@click.command(cls=Command)
 @model_named(None)
 @click.option("--config", "file", type=FILE, metavar="FILE", help="Options in YAML; flags override it.")
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
@@ -72,7 +67,7 @@ def _print_address(url: str, *, model: str, page: bool) -> None:
         click.echo(f"to chat with it, open {local}/", err=True)
 
 
-@click.command(cls=Command, short=("source", "target", "unknown_fields", *_SHORT_ENGINE))
+@click.command(cls=Command)
 @model_named(None)
 @click.option(
     "-i", "--input-file", "source", type=FILE, required=True, metavar="FILE", help="Requests, one a line."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from specinfer.cli.help import Command
+from specinfer.cli.command import Command
 from specinfer.cli.options import complete_model
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.help import FILE, Command
-from specinfer.cli.options import SHORT_MODEL, engine_config, model_options
+from specinfer.cli.command import FILE, Command
+from specinfer.cli.options import engine_config, model_options
 from specinfer.errors import TuneError
 from specinfer.hub.pool import MAX_MEMBERS
 
@@ -22,25 +22,7 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
 )
 
 
-_SHORT: Final = (
-    *(
-        "out",
-        "files",
-        "traffic",
-        "minutes",
-        "replace",
-        "resume",
-        "kind",
-        "init",
-        "layers",
-        "depth",
-        "members",
-    ),
-    *("max_tokens", "seed", *SHORT_MODEL),
-)
-
-
-@click.command(cls=Command, short=_SHORT)
+@click.command(cls=Command)
 @click.option("--out", type=FILE, required=True, metavar="DIR", help="Folder of the draft, for --draft DIR.")
 @click.option(
     "--prompts",

@@ -51,7 +51,6 @@ FLAGS = (
         "--generation-config",
         "--grace",
         "--help",
-        "--help-all",
         "--host",
         "--idle-timeout",
         "--kernels",
