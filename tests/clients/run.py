@@ -88,9 +88,9 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, cal
         "# Clients",
         "",
         "Each client, as published in its registry, runs common tasks against one `specinfer serve`.",
-        "Its script is in `tests/clients/scripts/`, and every line below is a check in it. The run also",
-        "reads the server's log: a client fails if a request is refused that its script does not expect to",
-        "be refused.",
+        "Its script in `tests/clients/scripts/` has the checks: whole and streamed answers, tools, forms,",
+        "agents, errors, as far as the client has them. The run also reads the server's log: a client fails",
+        "if a request is refused that its script does not expect to be refused.",
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
         f"- server: `specinfer serve {model} --call-format {call_format}`, everything else at its default",
@@ -105,11 +105,9 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, cal
         versions = ", ".join(f"{package} {version}" for package, version in client.versions.items())
         passed = f"{sum(check.passed for check in done.checks)} of {len(done.checks)}"
         lines.append(f"| {client.name} | {versions} | {passed} | {done.requests} | {done.refused} |")
-    for client in clients:
-        lines += ["", f"## {client.name}", ""]
-        for check in visits[client.name].checks:
-            lines.append(f"- {check.title}" if check.passed else f"- **fails:** {check.title}: {check.note}")
-    return lines
+    failed = [(name, check) for name, done in visits.items() for check in done.checks if not check.passed]
+    lines += ["", *(f"- {name} fails: {check.title}: {check.note}" for name, check in failed)]
+    return lines if failed else lines[:-1]
 
 
 if __name__ == "__main__":

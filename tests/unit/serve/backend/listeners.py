@@ -59,11 +59,13 @@ class Listeners:
         headers = {"X-Session-Id": f"client {seed}"}
         url = f"{self._served.url}/v1/completions"
         with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    chunk = json.loads(line.removeprefix("data: "))
+            rest = b""  # lines are split at \n alone: str.splitlines would split texts
+            for packet in answer.iter_bytes():
+                *lines, rest = (rest + packet).split(b"\n")
+                for data in (line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")):
+                    if data == b"[DONE]":
+                        return
+                    chunk = json.loads(data)
                     self.texts[seed] += "".join(choice["text"] for choice in chunk.get("choices", ()))
                     self.failures += [chunk["error"]["message"]] if "error" in chunk else []
         self.failures.append("the stream ended before the answer")
