@@ -121,7 +121,7 @@ class ServeConfig:
         of_batches=False,
     )
     max_connections: int = option(
-        2048, "Maximum of open connections; more get 503.", minimum=1, of_batches=False
+        512, "Maximum of open connections; more get 503.", minimum=1, of_batches=False
     )
     idle_timeout: float = option(
         75.0, "Seconds after which an idle connection is closed.", zero=False, of_batches=False

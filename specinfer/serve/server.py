@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import resource
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
@@ -26,7 +21,6 @@ from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.config import ServeConfig, configure
 from specinfer.serve.http.access import Keys
-from specinfer.serve.http.connection import SPARE, Connection, Connections
 from specinfer.serve.http.hosts import Hosts, is_loopback
 from specinfer.serve.startup import open_service
 
@@ -36,13 +30,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ROLLING: Final = signal.SIGUSR1  # replaces the engines
-_AT_ONCE: Final = 32  # connections accepted in one pass of the event loop
-_BACKLOG: Final = 2048  # connections waiting to be accepted
-# File descriptors for other uses: accepted connections not yet counted, the engine's sockets, logs, files.
-_OWN_DESCRIPTORS: Final = SPARE + 4 * _AT_ONCE + 64
-_REPEAT_SECONDS: Final = 60.0  # between two equal log lines
-_M_MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of glibc's mallopt
-_LARGE: Final = 512 << 10  # bytes; more than one read of a connection
+_MAX_HEAD: Final = 32 << 10  # bytes of a request line and headers, or between two pieces of a body
 _UNREADY_SECONDS: Final = 0.2  # so that a load balancer sees that the server is not ready
 _CUT: Final = "the server shut down before the answer was complete; send the request again"
 _CUT_SECONDS: Final = 2.0  # for the error events of cut answers to be sent
@@ -63,8 +51,6 @@ def serve(
     configure(config.log_format, config.log_level, "server")
     _LOG.info("starting: the engine's code, then the model %s", engine.model)
     signal.signal(_ROLLING, signal.SIG_IGN)  # until the engines run
-    _give_large_blocks_back()
-    config = fit_descriptors(config)
     keys = Keys(read_keys(config))
     with listen(config) as listener:
         if not keys and not is_loopback(listener.getsockname()[0]):
@@ -75,7 +61,6 @@ def serve(
         files = resolve(engine.model, progress=progress)
 
         async def run() -> None:
-            asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
             async with open_service(config, engine, child, files) as service:
                 from specinfer.serve.app import build_app  # loaded while the engine started
 
@@ -113,40 +98,6 @@ def read_keys(config: ServeConfig) -> list[str]:
     return keys
 
 
-def fit_descriptors(config: ServeConfig) -> ServeConfig:
-    """Raise the limit of file descriptors of this process, and lower `max_connections` to fit.
-
-    Raises ConfigError if the hard limit leaves no descriptors for connections.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY or config.max_connections + _OWN_DESCRIPTORS <= hard:
-        return config
-    max_connections = hard - _OWN_DESCRIPTORS
-    if max_connections < 1:
-        raise ConfigError(
-            f"this process may open {hard} files, and the server needs more than {_OWN_DESCRIPTORS}; "
-            "raise ulimit -n"
-        )
-    _LOG.warning(
-        "max_connections is %d, not %d: this process may open %d files (ulimit -n, LimitNOFILE)",
-        max_connections,
-        config.max_connections,
-        hard,
-    )
-    return replace(config, max_connections=max_connections)
-
-
-def _give_large_blocks_back() -> None:
-    """Make glibc return the memory of request bodies to the system when it is freed.
-
-    glibc otherwise raises its mmap threshold with each freed block, and keeps smaller blocks in a fragmented
-    heap. No effect with other C libraries.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
-
-
 def listen(config: ServeConfig) -> socket.socket:
     """Return a socket that is bound to the port and does not listen yet; raises ConfigError."""
     try:
@@ -171,20 +122,17 @@ def listen(config: ServeConfig) -> socket.socket:
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=partial(  # type: ignore[arg-type]  # any callable that returns a protocol works
-            Connection,
-            idle=config.idle_timeout,
-            connections=Connections(config.max_connections, config.max_bodies_memory or 2 * config.max_body),
-        ),
+        http="h11",  # bounds heads; the other protocol does not
         ws="none",
         lifespan="off",
-        backlog=_AT_ONCE,
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=bool(config.trusted_proxy),
         forwarded_allow_ips=list(config.trusted_proxy),
         timeout_keep_alive=max(1, int(config.idle_timeout)),
+        limit_concurrency=config.max_connections + 1,  # uvicorn refuses the last one, too
+        h11_max_incomplete_event_size=_MAX_HEAD,
         root_path=config.root_path,
     )
 
@@ -222,12 +170,14 @@ class _Server(uvicorn.Server):
         if self._roll_requested:
             self._roll_requested = False
             self._service.backend.begin_roll()
+        # uvicorn refuses requests of too many connections, but keeps those that send none.
+        every, most = self.server_state.connections, self._service.config.max_connections
+        for one in [one for one in every if _is_silent(one)][: max(0, len(every) - most)]:
+            one.transport.abort()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_BACKLOG)  # uvicorn's backlog is also the number of accepts a pass
         if self.started:
             self.on_ready()
 
@@ -246,22 +196,7 @@ class _Server(uvicorn.Server):
         await ending
 
 
-class _AcceptErrors:
-    """Exception handler of the event loop; logs one line if no connection can be accepted.
-
-    The event loop then pauses for a second and calls its handler many times; the default handler would log
-    a traceback each time.
-    """
-
-    def __init__(self) -> None:
-        self._logged = -_REPEAT_SECONDS
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not str(context.get("message")).startswith("socket.accept() out of system resource"):
-            loop.default_exception_handler(context)
-        elif (now := time.monotonic()) - self._logged >= _REPEAT_SECONDS:
-            self._logged = now
-            _LOG.warning(
-                "no connection can be accepted (%s); open ones continue, and the server retries every second",
-                context.get("exception"),
-            )
+def _is_silent(connection: object) -> bool:
+    """Return whether one of uvicorn's connections has no request that waits for its answer."""
+    cycle = getattr(connection, "cycle", None)
+    return cycle is None or cycle.response_complete or cycle.transport.is_closing()

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
@@ -25,7 +26,7 @@ _PLAIN: Final = "/:@!$&'()*+,;=~"
 _MAX_PATH: Final = 256  # characters in the log
 _MAX_HOST: Final = 256  # characters in an error
 _ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers that may not be repeated
-OVER_LIMIT: Final = "specinfer.over_limit"  # key in a scope's state: too many connections
+_MAX_HEADERS: Final = 100  # maximum for a request; each takes hundreds of bytes, however short it is
 _MIN_BODY_RATE: Final = 16 << 10  # bytes per second, after the first `idle_timeout` seconds
 _OPEN_FOLDER: Final = "/page/"  # files of the page at /, which has a field for the key
 
@@ -52,6 +53,15 @@ class Keys:
         return (bearer if scheme.lower() == b"bearer" else 0) or plain
 
 
+@dataclass(eq=False, slots=True)
+class _Body:
+    """The body of an unanswered request."""
+
+    size: int = 0  # bytes received
+    wait: asyncio.Timeout | None = None  # time limit of the next piece, while it is awaited
+    is_refused: bool = False  # because the bodies of all requests take too much memory
+
+
 class Access:
     """ASGI middleware that accepts or refuses requests, gives each an id and logs it without its content."""
 
@@ -61,6 +71,7 @@ class Access:
         *,
         keys: Keys,
         max_body: int,
+        max_bodies: int,
         idle_timeout: float,
         origins: Sequence[str] = (),
         hosts: Hosts | None = None,
@@ -69,7 +80,9 @@ class Access:
     ) -> None:
         self._app = app
         self._keys = keys
-        self._max_body = max_body
+        self._max_body = max_body  # bytes
+        self._max_bodies = max_bodies  # bytes of all unanswered requests
+        self._bodies: set[_Body] = set()
         self._idle_timeout = idle_timeout
         self._origins = origins  # origins whose pages may call; "*": any
         self._hosts = hosts  # accepted Host headers; None: any
@@ -83,7 +96,8 @@ class Access:
             return
         name, started, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
         given = _caller(name, scope, self._keys, self._session_header)
-        caller = CALLER.set(given)
+        caller, body = CALLER.set(given), _Body()
+        self._bodies.add(body)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -101,7 +115,7 @@ class Access:
             else:
                 # The server answers HEAD like GET and leaves the body out.
                 method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                await self._app({**scope, "method": method}, self._bounded(receive), send_with_id)
+                await self._app({**scope, "method": method}, self._bounded(receive, body), send_with_id)
         except TimeoutError:
             _LOG.info("%s: the client does not read; its connection is closed", name)
         except ClientDisconnect:
@@ -117,6 +131,7 @@ class Access:
                 await bug.response()(scope, receive, send_with_id)
         finally:
             CALLER.reset(caller)
+            self._bodies.discard(body)
             client = scope["client"][0] if scope.get("client") else "-"
             took = self._clock() - started
             line = {
@@ -134,6 +149,12 @@ class Access:
     def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
         headers = dict(scope["headers"])
         names = [name for name, _ in scope["headers"]]
+        if len(names) > _MAX_HEADERS:
+            return ApiError(
+                f"the request has more than {_MAX_HEADERS} headers; send fewer",
+                status=431,
+                headers={"Connection": "close"},  # which frees them
+            )
         for once in _ONCE:
             if names.count(once) > 1:
                 return ApiError(f"the header {once.decode()} appears more than once; send it once")
@@ -148,12 +169,6 @@ class Access:
                 "add a name with --allowed-host",
                 status=421,
                 code="host_not_allowed",
-            )
-        if OVER_LIMIT in scope.get("state", ()):
-            return ApiError(
-                "more connections are open than --max-connections; retry later",
-                status=503,
-                headers={"Retry-After": "1", "Connection": "close"},
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         if self._keys and not caller.key and not is_open and scope["method"] != "OPTIONS":
@@ -187,30 +202,50 @@ class Access:
             return False
         return origin not in self._origins
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Wrap `receive`: it raises ApiError if the body is too large or arrives too slowly."""
-        left, whole = self._max_body, False
-        started = self._clock()
+    def _bounded(self, receive: Receive, body: _Body) -> Receive:
+        """Wrap `receive`: it raises ApiError if the body is too large or too slow, or if memory is short."""
+        whole, started = False, self._clock()
 
         async def bounded() -> Message:
-            nonlocal left, whole
+            nonlocal whole
             if whole:
                 return await receive()
             # Without a minimum rate, a client that sends single bytes could hold its connection for days.
-            expected = started + self._idle_timeout + (self._max_body - left) / _MIN_BODY_RATE
+            expected = started + self._idle_timeout + body.size / _MIN_BODY_RATE
+            seconds = min(self._idle_timeout, max(expected - self._clock(), 0.0))
             try:
-                message = await asyncio.wait_for(
-                    receive(), min(self._idle_timeout, max(expected - self._clock(), 0.0))
-                )
+                async with asyncio.timeout(seconds) as body.wait:
+                    message = await receive()
             except TimeoutError:
-                raise ApiError("the body did not arrive in time", status=408) from None
-            left -= len(message.get("body", b""))
-            if left < 0:
+                if not body.is_refused:
+                    raise ApiError("the body did not arrive in time", status=408) from None
+            body.wait = None
+            if not body.is_refused:
+                body.size += len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+                self._make_room(body, whole)
+            if body.is_refused:
+                raise ApiError(
+                    f"unanswered requests hold more than {self._max_bodies} bytes (--max-bodies-memory), "
+                    "and this one is the largest; retry later",
+                    status=503,
+                    headers={"Retry-After": "5"},
+                )
+            if body.size > self._max_body:
                 raise self._too_large()
-            whole = not message.get("more_body", False)
             return message
 
         return bounded
+
+    def _make_room(self, body: _Body, whole: bool) -> None:
+        """Refuse the largest bodies that are incomplete, or else this one, until the others fit."""
+        while sum(one.size for one in self._bodies) > self._max_bodies:
+            incomplete = [one for one in self._bodies if one.wait is not None or (one is body and not whole)]
+            largest = max(incomplete, key=lambda one: one.size, default=body)
+            largest.is_refused = True
+            self._bodies.discard(largest)
+            if largest.wait is not None:
+                largest.wait.reschedule(0.0)  # its request ends at once
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the body has more than {self._max_body} bytes; send a shorter one", status=413)

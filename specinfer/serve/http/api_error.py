@@ -143,18 +143,6 @@ class ApiError(Exception):
             media_type="application/json",
         )
 
-    def as_http(self) -> bytes:
-        """Return the error as the bytes of an HTTP response that closes its connection."""
-        body = json.dumps(self.body).encode()
-        lines = [
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            *(f"{name}: {value}" for name, value in (self.headers or {}).items()),
-            "connection: close",
-        ]
-        return "\r\n".join([*lines, "", ""]).encode() + body
-
     @property
     def event(self) -> str:
         """The error as an event of a stream that has started."""

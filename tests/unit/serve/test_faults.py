@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -67,36 +65,6 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
         until(lambda: served.metric("engine_restarts") >= 1)
         assert any(re.search("status -9 .*; [1-4] answers wait for it", line) for line in served.log)
         served.wait_idle()
-
-
-def test_requests_over_the_connection_limit_get_retry_after(folder: Path) -> None:
-    with Served(folder, *FLAGS, "--max-connections", "3") as served:
-        address = (urlsplit(served.url).hostname, urlsplit(served.url).port)
-        taken = [socket.create_connection(address) for _ in range(3)]
-        for one in taken:  # those that say nothing would leave
-            one.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
-        try:
-            until_status(served, 503)
-            refused = served.get("/v1/models")
-            assert refused.json()["error"]["type"] == "server_error"
-            assert refused.headers["retry-after"] == "1"
-            assert served.get("/health").json() == {"status": "ok"}
-            assert served.get("/ready").status_code == 200
-        finally:
-            for one in taken:
-                one.close()
-        until_status(served, 200)
-        silent = [socket.create_connection(address) for _ in range(20)]
-        for _ in range(5):
-            assert served.get("/v1/models").status_code == 200
-        for one in silent:
-            one.close()
-
-
-def until_status(served: Served, status: int) -> None:
-    """Return when the server, which learns of connections in its own time, answers with this status."""
-    until(lambda: served.get("/v1/models").status_code == status)
 
 
 def until(so: Callable[[], bool]) -> None:

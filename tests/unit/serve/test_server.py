@@ -1,4 +1,4 @@
-"""The server as a process: file descriptors, keys and its end."""
+"""The server as a process: keys, waiting and its end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import asyncio
 import json
 import os
 import re
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,44 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
-from specinfer.serve.server import (
-    _OWN_DESCRIPTORS,
-    _AcceptErrors,
-    _uvicorn_config,
-    fit_descriptors,
-    read_keys,
-)
+from specinfer.serve.server import _uvicorn_config, read_keys
 from tests.served import Served
 from tests.unit.serve.conftest import FLAGS
-
-
-@pytest.mark.parametrize(
-    ("hard", "wanted", "most"),
-    [
-        (resource.RLIM_INFINITY, 2048, 2048),
-        (1 << 20, 2048, 2048),
-        (2048 + _OWN_DESCRIPTORS, 2048, 2048),
-        (1024, 2048, 1024 - _OWN_DESCRIPTORS),
-        (1024, 100, 100),
-        (_OWN_DESCRIPTORS + 1, 2048, 1),
-    ],
-)
-def test_connections_are_as_many_as_there_can_be_files(
-    hard: int, wanted: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    limits = [(min(64, hard) if hard > 0 else 64, hard)]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
-    assert fit_descriptors(ServeConfig(max_connections=wanted)).max_connections == most
-    assert limits[-1] == (hard, hard)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (most != wanted)
-
-
-def test_a_process_that_may_open_hardly_a_file_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: None)
-    with pytest.raises(ConfigError, match="may open 64 files, and the server needs more than"):
-        fit_descriptors(ServeConfig())
 
 
 def test_comments_of_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
@@ -70,20 +33,6 @@ def test_comments_of_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="has no key"):
         read_keys(ServeConfig(api_key_file=str(file)))
-
-
-def test_running_out_of_descriptors_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.new_event_loop()
-    handle = _AcceptErrors()
-    error = OSError(24, "Too many open files")
-    for _ in range(1000):
-        handle(loop, {"message": "socket.accept() out of system resource", "exception": error})
-    [record] = caplog.records
-    assert "no connection can be accepted ([Errno 24] Too many open files)" in record.getMessage()
-    assert record.exc_info is None
-    handle(loop, {"message": "a bug"})
-    assert "a bug" in caplog.text
-    loop.close()
 
 
 LONG = {"prompt": "abc", "max_tokens": 800, "ignore_eos": True}
@@ -228,29 +177,6 @@ def test_a_step_that_hangs_in_native_code_is_found_and_answers_go_on(
         assert time.monotonic() - began < 60
         assert served.metric("engine_restarts") == 1
         assert any("has made no progress for 4 seconds" in line for line in served.log)
-
-
-@pytest.mark.thorough
-def test_with_few_descriptors_probes_are_answered_beside_a_flood(folder: Path) -> None:
-    script = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512)); "
-        "sys.argv = ['specinfer', *sys.argv[1:]]; runpy.run_module('specinfer', run_name='__main__')"
-    )
-    with Served(folder, *FLAGS, "--log-level", "info", script=script) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        flood = [socket.socket() for _ in range(700)]
-        for one in flood:
-            one.setblocking(False)
-            one.connect_ex((host, int(port)))
-        for _ in range(5):
-            assert served.get("/health").status_code == 200
-            assert served.get("/ready").status_code == 200
-        for one in flood:
-            one.close()
-    log = "".join(served.log)
-    assert f"max_connections is {512 - _OWN_DESCRIPTORS}, not 2048" in log
-    assert "Traceback" not in log
-    assert len([line for line in served.log if "WARNING" in line]) <= 2
 
 
 @pytest.mark.parametrize(

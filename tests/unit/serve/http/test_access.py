@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from specinfer.serve.http.access import OVER_LIMIT, Access, Keys
+from specinfer.serve.http.access import Access, Keys
 from specinfer.serve.http.api_error import CALLER
 from tests.virtual_time import run_virtual
 
@@ -32,7 +32,6 @@ def ask(
     path: str = "/v1/models",
     stall: bool = False,
     method: str = "POST",
-    state: dict[str, Any] | None = None,
     twice: tuple[str, str] | None = None,
     **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
@@ -53,7 +52,6 @@ def ask(
         "method": method,
         "path": path,
         "client": ("10.0.0.1", 1),
-        "state": state or {},
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
     }
     if twice is not None:
@@ -66,7 +64,7 @@ def ask(
 
 
 def guarded(*keys: str, max_body: int = 10, idle_timeout: float = 5.0) -> Access:
-    return Access(echo, keys=Keys(keys), max_body=max_body, idle_timeout=idle_timeout)
+    return Access(echo, keys=Keys(keys), max_body=max_body, max_bodies=99, idle_timeout=idle_timeout)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,11 @@ def test_no_key_is_needed_without_keys_and_for_probes() -> None:
     ],
 )
 def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status: int) -> None:
-    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    access = Access(
+        echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("http://friend",)
+    )
     assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
-    anybody = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("*",))
+    anybody = Access(echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("*",))
     assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
 
 
@@ -158,24 +158,59 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
 )
 def test_origins_are_compared_without_sec_fetch_site(origin: str, host: str, status: int) -> None:
     """It names its page's site only to this machine itself and over TLS."""
-    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    access = Access(
+        echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("http://friend",)
+    )
     assert ask(access, origin=origin, host=host)[0] == status
     assert ask(access, origin=origin, host=host, method="GET")[0] == 200
     assert ask(access, origin=origin, host=host, sec_fetch_site="same-origin")[0] == 200
     assert ask(guarded(), host=host)[0] == 200
 
 
-def test_requests_over_the_connection_limit_get_503_except_probes() -> None:
-    access = guarded()
-    for path in ("/v1/models", "/", "/metrics"):
-        status, headers, body = ask(access, path=path, state={OVER_LIMIT: True})
-        error = json.loads(body)["error"]
-        assert (status, error["type"]) == (503, "server_error")
-        assert "--max-connections" in error["message"]
-        assert (headers["retry-after"], headers["connection"]) == ("1", "close")
-    for path in ("/health", "/ready"):
-        assert ask(access, path=path, state={OVER_LIMIT: True})[0] == 200
-    assert ask(access, state={})[0] == 200
+def test_a_request_has_at_most_a_hundred_headers() -> None:
+    assert ask(guarded(), **{f"h{number}": "" for number in range(100)})[0] == 200
+    for path in ("/v1/models", "/health"):
+        status, headers, _ = ask(guarded(), path=path, **{f"h{number}": "" for number in range(101)})
+        assert (status, headers["connection"]) == (431, "close")
+
+
+def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_refused() -> None:
+    access, answers = Access(echo, keys=Keys(()), max_body=1000, max_bodies=1000, idle_timeout=5.0), {}
+
+    class Client:
+        def __init__(self, name: str) -> None:
+            self.name, self.pieces = name, asyncio.Queue[tuple[bytes, bool]]()
+            scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+            self.task = asyncio.ensure_future(access(scope, self.receive, self.send))
+
+        async def receive(self) -> Message:
+            body, more = await self.pieces.get()
+            return {"type": "http.request", "body": body, "more_body": more}
+
+        async def send(self, message: Message) -> None:
+            answers.setdefault(self.name, message.get("status"))
+
+        async def give(self, size: int, more: bool = True) -> None:
+            self.pieces.put_nowait((b"x" * size, more))
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        small, medium, large = Client("small"), Client("medium"), Client("large")
+        for client, size in ((small, 100), (large, 500), (medium, 300)):
+            await client.give(size)
+        assert answers == {}
+        await small.give(200)  # together 1,100
+        assert answers == {"large": 503}
+        await medium.give(500)  # the largest itself
+        assert answers == {"large": 503, "medium": 503}
+        late = Client("late")
+        await late.give(400)
+        await small.give(600, more=False)  # whole, so the other one makes room
+        assert answers == {"large": 503, "medium": 503, "late": 503, "small": 200}
+        await asyncio.gather(*(client.task for client in (small, medium, large, late)))
+        assert not access._bodies
+
+    run_virtual(run())
 
 
 def test_a_body_is_limited_with_and_without_content_length() -> None:
@@ -201,7 +236,9 @@ def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: floa
 
     async def run() -> float:
         loop = asyncio.get_running_loop()
-        access = Access(echo, keys=Keys(()), max_body=16 << 20, idle_timeout=75.0, clock=loop.time)
+        access = Access(
+            echo, keys=Keys(()), max_body=16 << 20, max_bodies=32 << 20, idle_timeout=75.0, clock=loop.time
+        )
 
         async def receive() -> Message:
             nonlocal count
@@ -259,7 +296,7 @@ def failing(error: BaseException) -> Access:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise error
 
-    return Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
+    return Access(app, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0)
 
 
 class Panic(BaseException):
@@ -306,7 +343,7 @@ def test_the_session_of_a_request_stands_in_the_header_that_is_named(
         found.append(CALLER.get().session)
         await PlainTextResponse("")(scope, receive, send)
 
-    access = Access(keep, keys=Keys([]), max_body=10, idle_timeout=5.0, **options)  # type: ignore[arg-type]
+    access = Access(keep, keys=Keys([]), max_body=10, max_bodies=99, idle_timeout=5.0, **options)  # type: ignore[arg-type]
     for headers in ({header: "ann"}, {"x_other": "ben"}):
         assert ask(access, **headers)[0] == 200
     assert found == ["ann", ""]

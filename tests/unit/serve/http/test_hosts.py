@@ -62,7 +62,9 @@ def test_when_names_are_looked_at(allowed: list[str], keyed: bool, address: str,
 
 
 def guarded(*keys: str) -> Access:
-    return Access(echo, keys=Keys(keys), max_body=10, idle_timeout=5.0, hosts=Hosts(["mine.example"]))
+    return Access(
+        echo, keys=Keys(keys), max_body=10, max_bodies=99, idle_timeout=5.0, hosts=Hosts(["mine.example"])
+    )
 
 
 def test_another_name_is_refused_before_anything_else_is_looked_at() -> None:
