@@ -1,12 +1,12 @@
-"""Tables of foreign fields: names of other servers, and fields that would change the text and are refused.
+"""Fields of other servers: renamed ones, translated ones, and ones that are refused.
 
-An endpoint's own fields take precedence over these tables. A field in neither is ignored (policy.py).
+An endpoint's own fields take precedence. A field that is in no table is unknown (policy.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 from pydantic_core import from_json
@@ -15,74 +15,6 @@ from specinfer.serve.http.api_error import ApiError, shown
 
 Own = Set[str]  # the names of an endpoint's own fields
 
-# Fields of OpenAI's and Anthropic's APIs that no answer here depends on; ignored without a log line.
-NOTES: Final = frozenset(
-    [
-        *("cache_control", "client_metadata", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity"),
-    ]
-)
-_SAMPLER: Final = "this sampler is not supported; use temperature, top_k, top_p or min_p, or remove it"
-_PENALTY: Final = "this is not supported; use frequency_penalty, presence_penalty or repetition_penalty"
-_BEAMS: Final = "beam search is not supported; set n and logprobs, and choose the best answer"
-_PROCESSORS: Final = "use logit_bias, bad_words or allowed_token_ids"
-_LENGTH: Final = "use max_tokens, stop, regex or grammar"
-_WHOLE: Final = "the prompt is used as it is; shorten it yourself"
-_TEMPLATE: Final = "the server uses the model's own template; write it in a message, or use /v1/completions"
-_TEXT: Final = "this server reads and writes only text; remove it"
-_ADAPTER: Final = "to select an adapter, give its name as model; remove it"
-_BUDGET: Final = "there is no separate limit for reasoning; use max_tokens"
-_REASONING: Final = "the reasoning is in reasoning_content; remove it"
-_FORM: Final = "a grammar covers the whole answer; use tools, or extend the grammar"
-_KEPT: Final = "conversations are not stored; send the messages, or previous_response_id to /v1/responses"
-# Names -> (their values without effect, what to do about other values, which would change the text).
-_REFUSED: Final[Mapping[str, tuple[Sequence[Any], str]]] = {
-    "typical_p typ_p tfs_z": ((1,), _SAMPLER),
-    "top_a mirostat mirostat_mode xtc_probability dynatemp_range epsilon_cutoff": ((0,), _SAMPLER),
-    "eta_cutoff smoothing_factor penalty_alpha": ((0,), _SAMPLER),
-    "top_n_sigma adaptive_target": ((-1, 0), _SAMPLER),
-    "min_keep": ((0, 1), _SAMPLER),
-    "dry_multiplier no_repeat_ngram_size": ((0,), _PENALTY),
-    "encoder_repetition_penalty": ((1,), _PENALTY),
-    "penalize_nl": ((True,), _PENALTY),
-    "repetition_detection": ((), _PENALTY),
-    "use_beam_search": ((False,), _BEAMS),
-    "num_beams": ((1,), _BEAMS),
-    "custom_logit_processor logits_processors": (([],), _PROCESSORS),
-    "custom_params vllm_xargs": (({},), _PROCESSORS),
-    "watermarking": ((False,), "texts are not marked; remove it"),
-    "n_indent t_max_predict_ms": ((0, -1), _LENGTH),
-    "stop_regex guided_whitespace_pattern": ((), _LENGTH),
-    "skip_special_tokens": ((True,), "texts omit special tokens; see logprobs for their names"),
-    "truncate_prompt_tokens": ((-1,), _WHOLE),
-    "context_management": (([], {}), _WHOLE),
-    "truncation": (("disabled", "auto"), _WHOLE),  # a prompt that is too long is refused
-    "chat_template prompt_mode": ((), _TEMPLATE),
-    "documents": (([],), "this endpoint has no chat template; use /v1/chat/completions"),
-    "safe_prompt": ((False,), _TEMPLATE),
-    "prompt_embeds audio": ((), _TEXT),
-    "modalities": ((["text"],), _TEXT),
-    "system instructions": ((), "write it as a message of the role system"),
-    "options": (({},), "give its values as fields of the request"),
-    "format text output_config output_format": ((), "use response_format"),
-    "guided_json_object": ((False,), "use response_format"),
-    "do_sample": ((True,), "for a greedy text set temperature to 0"),
-    "lora": (([],), _ADAPTER),
-    "lora_path": ((), _ADAPTER),
-    "reasoning_budget reasoning_budget_tokens thinking_token_budget": ((-1,), _BUDGET),
-    "separate_reasoning": ((True,), _REASONING),
-    "reasoning_format": (("auto", "deepseek"), _REASONING),
-    "functions": (([],), "send them as tools"),
-    "function_call": (("none", "auto"), "send tools and tool_choice"),
-    "tools": (([],), "this endpoint has no tool calls; use /v1/chat/completions"),
-    "parse_tool_calls": ((True,), "tool calls are always parsed; remove tools to get them as text"),
-    "grammar_lazy": ((False,), _FORM),
-    "echo": ((False,), "a conversation is not echoed; use /v1/completions"),
-    "suffix": (("",), "this endpoint does not fill in the middle; use /v1/completions"),
-    "background": ((False,), "answers are made while the client waits; remove it, or set stream"),
-    "conversation previous_response previous_response_id previous_input_messages": ((), _KEPT),
-}
-REFUSED: Final = {name: rule for names, rule in _REFUSED.items() for name in names.split()}
 # Foreign name -> own names; the first one that the endpoint has is used.
 RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "repeat_penalty": ("repetition_penalty",),
@@ -92,20 +24,60 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "min_new_tokens": ("min_tokens",),
     "n_cmpl": ("n",),
     "random_seed": ("seed",),
+    "stop_sequences": ("stop",),
+    "no_stop_trim": ("include_stop_str_in_output",),
     "guided_regex": ("regex",),
     "guided_choice": ("choice",),
     **dict.fromkeys(("guided_grammar", "ebnf"), ("grammar",)),
-    "stop_sequences": ("stop",),
-    "no_stop_trim": ("include_stop_str_in_output",),
 }
+_NONE: Final[Sequence[Any]] = (0, "", [], {})  # also false
+# Fields that would change the text -> the values that do not.
+_UNSUPPORTED: Final[Mapping[str, Sequence[Any]]] = {
+    # samplers and penalties
+    "top_a mirostat mirostat_mode xtc_probability dynatemp_range epsilon_cutoff eta_cutoff": _NONE,
+    "smoothing_factor penalty_alpha dry_multiplier no_repeat_ngram_size samplers watermarking": _NONE,
+    "typical_p typ_p tfs_z encoder_repetition_penalty num_beams best_of": (1,),
+    "top_n_sigma adaptive_target min_keep": (-1, 0),
+    "penalize_nl do_sample": (True,),
+    "use_beam_search custom_logit_processor logits_processors custom_params vllm_xargs": _NONE,
+    # the length and the form of the text
+    "n_indent t_max_predict_ms": (-1, 0),
+    "repeat_last_n reasoning_budget reasoning_budget_tokens thinking_token_budget": (-1,),
+    "repetition_detection stop_regex guided_whitespace_pattern guided_json_object grammar_lazy": _NONE,
+    "format text output_config output_format": (),
+    "skip_special_tokens parse_tool_calls separate_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek"),
+    # the prompt
+    "truncate_prompt_tokens": (-1,),
+    "truncation": ("disabled", "auto"),  # a prompt that is too long is refused
+    "context_management documents echo suffix options functions tools lora": _NONE,
+    "function_call": ("none", "auto"),
+    "chat_template prompt_mode safe_prompt prompt_embeds audio lora_path system instructions": _NONE,
+    "modalities": (["text"],),
+    "conversation previous_response previous_response_id previous_input_messages background": _NONE,
+}
+REFUSED: Final = {name: values for names, values in _UNSUPPORTED.items() for name in names.split()}
+THINKING: Final = ("enable_thinking", "think", "thinking", "reasoning")  # switches and efforts of reasoning
+SCHEMAS: Final = ("guided_json", "json_schema")  # schemas of the answer
 
 
-def check_neutral(name: str, value: Any, neutral: Sequence[Any], advice: str) -> None:
-    """Raise ApiError for a value other than the `neutral` ones, which have no effect."""
-    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-        return
-    allowed = f"; allowed: {' or '.join(map(json.dumps, neutral))}" if neutral else ""
-    raise ApiError(f"{name} is {shown(value)}{allowed}; {advice}", param=name)
+def translate(body: dict[str, Any], own: Own, sampling: Mapping[str, Any]) -> None:
+    """Rewrite the foreign fields of a body in place; raises ApiError for one that would change the text.
+
+    `sampling` holds the defaults of sampling fields, by name.
+    """
+    for name in [name for name in RENAMED if name in body and name not in own]:
+        if target := next((one for one in RENAMED[name] if one in own), None):
+            put(body, target, body.pop(name), name)
+    if "response_format" in own:
+        _read_forms(body, own)
+    if "chat_template_kwargs" in own:
+        _read_template_fields(body, own)
+    for name in [name for name in body if name in REFUSED and name not in own]:
+        value = body.pop(name)
+        # Penalties look at the whole text; their range has no effect without them.
+        if name != "repeat_last_n" or _penalized({**sampling, **body}):
+            _check_neutral(name, value, REFUSED[name])
 
 
 def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:
@@ -121,166 +93,95 @@ def _put_inside(field: str, body: dict[str, Any], name: str, value: Any, by: str
         put(inside, name, value, by)
 
 
-def _put_form(form: Mapping[str, Any], body: dict[str, Any], own: Own, by: str) -> None:
-    """Set the endpoint's own field for the form of the text; raises ApiError if it has no such form."""
-    if "output_config" in own:
-        if form["type"] != "json_schema":
-            raise ApiError(
-                f"{by} requires a JSON object without a schema; give a schema in output_config.format",
-                param=by,
-            )
-        schema = {"type": "json_schema", "schema": form["json_schema"]["schema"]}
-        _put_inside("output_config", body, "format", schema, by)
+def _check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
+    """Raise ApiError for a value that would change the text."""
+    if value not in neutral:
+        allowed = " or ".join(map(json.dumps, neutral if neutral is not _NONE else _NONE[:1]))
+        raise ApiError(
+            f"{name} is {shown(value)}, and this endpoint does not support it"
+            f"{f'; allowed: {allowed}' if allowed else ''}; remove it (docs/http.md has alternatives)",
+            param=name,
+        )
+
+
+def _penalized(body: Mapping[str, Any]) -> bool:
+    return body.get("repetition_penalty", 1) != 1 or any(
+        body.get(name) for name in ("frequency_penalty", "presence_penalty")
+    )
+
+
+def _read_forms(body: dict[str, Any], own: Own) -> None:
+    """Translate schemas of the answer, and vLLM's object with one form."""
+    for name in [name for name in SCHEMAS if name in body]:
+        _put_schema(body, body.pop(name), name)
+    form = body.pop("structured_outputs", None)
+    if form is None or isinstance(form, bool):  # OpenRouter's flag has no effect
         return
-    where, name = (body, "response_format") if "text" not in own else (body.setdefault("text", {}), "format")
-    if not isinstance(where, dict):
-        return  # validation refuses it
-    if where.get(name) == {"type": "text"}:
-        del where[name]
-    put(where, name, form if where is body else {"type": form["type"], **form.get("json_schema", {})}, by)
-
-
-def _schema(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Translate a schema of the answer, given as an object or as JSON text."""
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = from_json(value, allow_inf_nan=False)
-        except ValueError:
-            schema = None
-    if not isinstance(schema, dict):
-        raise ApiError(f"{name} is {shown(value)}; allowed: a JSON schema, as an object", param=name)
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    _put_form(form, body, own, name)
-
-
-_SWITCHES: Final = ("disable_any_whitespace", "disable_additional_properties")  # of structured_outputs
-
-
-def _structured_outputs(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Translate vLLM's object with one form; a bool is OpenRouter's flag, which has no effect."""
-    if isinstance(value, bool):
-        return
-    if not isinstance(value, dict):
-        raise ApiError(f"{name} is {shown(value)}; allowed: an object with one form", param=name)
-    for key, one in value.items():
-        where = f"{name}.{key}"
-        if one is None or (key, one) == ("json_object", False):
+    if not isinstance(form, dict):
+        raise ApiError(
+            f"structured_outputs is {shown(form)}; allowed: an object with one form",
+            param="structured_outputs",
+        )
+    for key, value in form.items():
+        where = f"structured_outputs.{key}"
+        if key in ("backend", "disable_fallback") or value is None or value is False:
             continue
         if key == "json":
-            _schema(where, one, body, own)
+            _put_schema(body, value, where)
         elif key == "json_object":
-            _put_form({"type": "json_object"}, body, own, where)
-        elif key in ("regex", "choice", "grammar"):
-            put(body, key, one, where)
-        elif (key, one) == ("disable_any_whitespace", True):
+            put(body, "response_format", {"type": "json_object"}, where)
+        elif key == "disable_any_whitespace":
             put(body, "json_whitespace", "none", where)
-        elif key in ("backend", "disable_fallback") or (key in _SWITCHES and one is False):
-            continue
+        elif key in ("regex", "choice", "grammar"):
+            put(body, key, value, where)
         else:
             raise ApiError(
-                f"{where[:100]} is {shown(one)}; allowed: json, json_object, regex, choice or grammar alone",
+                f"{where[:100]} is {shown(value)}; allowed: json, json_object, regex, choice or grammar",
                 param=where,
             )
 
 
-def _think(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Translate a reasoning switch, or an effort."""
-    if isinstance(value, bool):
-        _set_thinking(value, body, name)
-    elif isinstance(value, str) and name == "think":  # Ollama's
-        put(body, "reasoning_effort", value, name)
-    elif value in ({"type": "enabled"}, {"type": "disabled"}):
-        _set_thinking(value["type"] == "enabled", body, name)
-    elif value not in ({"type": "auto"}, {"type": "adaptive"}):
-        allowed = 'true or false, or {"type": "enabled"} or "disabled", without a budget'
-        raise ApiError(f"{name} is {shown(value)}; allowed: {allowed}; use max_tokens", param=name)
+def _put_schema(body: dict[str, Any], schema: Any, by: str) -> None:
+    """Set `response_format` from a schema, given as an object or as JSON text."""
+    if isinstance(schema, str):
+        try:
+            schema = from_json(schema, allow_inf_nan=False)
+        except ValueError:
+            schema = None
+    if not isinstance(schema, dict):
+        raise ApiError(f"{by} has no JSON schema; give it as an object", param=by)
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    if body.get("response_format") == {"type": "text"}:
+        del body["response_format"]
+    put(body, "response_format", form, by)
 
 
-def _set_thinking(enabled: bool, body: dict[str, Any], by: str) -> None:
-    _put_inside("chat_template_kwargs", body, "enable_thinking", enabled, by)
-
-
-def _documents(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Hand documents to the chat template, which may show them; [] has no effect."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ApiError(f"{name} is {shown(value)}; allowed: objects, such as title and text", param=name)
-    if value:
-        _put_inside("chat_template_kwargs", body, name, value, name)
-
-
-def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Translate `enabled` and `effort` of OpenRouter's object; its other fields shape the answer only."""
-    if not isinstance(value, dict) or "max_tokens" in value:
-        raise ApiError(
-            f"{name} is {shown(value)}; allowed: an object with effort or enabled; use max_tokens",
-            param=name,
+def _read_template_fields(body: dict[str, Any], own: Own) -> None:
+    """Translate fields for the chat template: documents, and switches and efforts of reasoning."""
+    if isinstance(body.get("documents"), list) and body["documents"]:  # others are unsupported
+        _put_inside("chat_template_kwargs", body, "documents", body.pop("documents"), "documents")
+    for name in [name for name in THINKING if name in body and name not in own]:
+        value = body.pop(name)
+        given = (
+            value if isinstance(value, dict) else {"effort" if isinstance(value, str) else "enabled": value}
         )
-    if (effort := value.get("effort")) is not None:
-        put(body, "reasoning_effort", effort, name)
-    if isinstance(enabled := value.get("enabled"), bool):
-        _set_thinking(enabled, body, name)
+        enabled, effort = given.get("enabled"), given.get("effort")
+        for kind, switch in (("enabled", True), ("disabled", False)):
+            enabled = switch if given.get("type") == kind else enabled
+        if given.keys() & {"max_tokens", "budget_tokens"} or not isinstance(enabled, bool | None):
+            allowed = "true, false, an effort, or an object with enabled or effort, without a budget"
+            raise ApiError(f"{name} is {shown(value)}; allowed: {allowed}; use max_tokens", param=name)
+        if enabled is not None:
+            _put_inside("chat_template_kwargs", body, "enable_thinking", enabled, name)
+        if effort is not None:
+            _put_effort(body, effort, own, name)
+    if "reasoning_effort" in body and "reasoning_effort" not in own:
+        _put_effort(body, body.pop("reasoning_effort"), own, "reasoning_effort")
 
 
-def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Translate the effort: at /v1/responses into `reasoning`, at /v1/messages into `output_config`."""
-    _put_inside("output_config" if "output_config" in own else "reasoning", body, "effort", value, name)
-
-
-def _best_of(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    check_neutral(name, value, (body.get("n", 1),), _BEAMS)
-
-
-def _repeat_last_n(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    if _penalized(body):
-        check_neutral(name, value, (-1,), "penalties apply to the whole text; send -1, or remove it")
-
-
-def _penalized(body: Mapping[str, Any]) -> bool:
-    repeated = any(body.get(name, 1) != 1 for name in ("repeat_penalty", "repetition_penalty"))
-    return repeated or bool(body.get("frequency_penalty") or body.get("presence_penalty"))
-
-
-def _samplers(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    """Check the order of samplers: accepted if it gives the same distribution as the order here."""
-    filters = [
-        one
-        for one, usual in (("top_k", (0, -1)), ("top_p", (1,)), ("min_p", (0,)))
-        if body.get(one, usual[0]) not in usual
-    ]
-    active = ["penalties"] if _penalized(body) else []
-    # The temperature does not change the k likeliest tokens; it changes the other filters.
-    if body.get("temperature", 1) not in (0, 1):
-        active += ["temperature", *filters] if filters != ["top_k"] else []
-    active = active if "temperature" in active else active + filters
-    given = value if isinstance(value, list) else []
-    found = [one for one in given if one in active]
-    if not isinstance(value, list) or found != active or "infill" in given:
-        raise ApiError(
-            f"samplers is {shown(value)}; this request requires the order "
-            "penalties, temperature, top_k, top_p, min_p; send that, or remove it",
-            param=name,
-        )
-
-
-_Translation = Callable[[str, Any, dict[str, Any], Own], None]
-FORMS: Final[Mapping[str, _Translation]] = {
-    "guided_json": _schema,
-    "json_schema": _schema,
-    "structured_outputs": _structured_outputs,
-}
-# For endpoints with a chat template.
-VARIABLES: Final[Mapping[str, _Translation]] = {
-    "think": _think,
-    "thinking": _think,
-    "enable_thinking": _think,
-    "reasoning": _reasoning,
-    "reasoning_effort": _reasoning_effort,
-    "documents": _documents,
-}
-# These depend on the values of other fields, so they are checked last.
-CHECKED: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], None]]] = {
-    "best_of": _best_of,
-    "repeat_last_n": _repeat_last_n,
-    "samplers": _samplers,
-}
+def _put_effort(body: dict[str, Any], effort: Any, own: Own, by: str) -> None:
+    """Set the endpoint's field for the effort."""
+    if "reasoning_effort" in own:
+        put(body, "reasoning_effort", effort, by)
+    else:
+        _put_inside("output_config" if "output_config" in own else "reasoning", body, "effort", effort, by)

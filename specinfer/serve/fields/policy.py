@@ -11,25 +11,15 @@ The policy applies to every body before validation (docs/http.md):
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
 from specinfer.serve.config import UnknownFields
-from specinfer.serve.fields.foreign import (
-    CHECKED,
-    FORMS,
-    NOTES,
-    REFUSED,
-    RENAMED,
-    VARIABLES,
-    Own,
-    check_neutral,
-    put,
-)
-from specinfer.serve.http.api_error import ApiError, cut, shown
+from specinfer.serve.fields.foreign import Own, put, translate
+from specinfer.serve.http.api_error import cut
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LOG = logging.getLogger(__name__)
@@ -60,16 +50,13 @@ class FieldPolicy:
         if not isinstance(body, dict):
             return
         _read_prefix(body)
-        _tidy(body, "", "")
-        own, seen = own_names(kind), set[str]()
-        while foreign := [name for name in body if name not in own and name not in seen]:
-            seen.update(foreign)  # a translation may add another foreign name
-            for name in foreign:
-                if name in body:
-                    _foreign(name, body, own)
+        for name in [*body]:
+            body[name] = _tidied(body[name], name, top=True)
+            if body[name] is None:
+                del body[name]
+        own = own_names(kind)
+        translate(body, own, self._sampling)
         _settle(body, own)
-        for name in [name for name in body if name in CHECKED and name not in own]:
-            CHECKED[name](name, body.pop(name), {**self._sampling, **body})
 
     def read(self, kind: type[_Body], body: Any) -> _Body:
         """Validate a body after `apply`; raises pydantic's ValidationError."""
@@ -109,97 +96,54 @@ def _read_prefix(body: dict[str, Any]) -> None:
             put(body, "continue_final_message", True, f"messages[{len(messages) - 1}].{name}")
 
 
-def _tidy(given: dict[str, Any], where: str, within: str) -> None:
-    """Remove nulls, and marks for a cache, from an object in the field `within`."""
-    for name, value in list(given.items()):
-        if value is None or (where and name == "cache_control"):
-            del given[name]
-        elif within == "messages" and name == "reasoning":
-            given.setdefault("reasoning_content", given.pop(name))
-        else:
-            given[name] = _tidied(value, f"{where}.{name}" if where else name, name)
+def _tidied(value: Any, name: str, *, top: bool = False) -> Any:
+    """Return the value of a field without nulls in its objects, and with integers for whole numbers.
 
-
-def _tidied(value: Any, where: str, name: str) -> Any:
-    """Tidy the objects inside a value of the field `name`; returns the value."""
+    Objects and lists are changed in place.
+    """
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT else value
-    if name in _OPAQUE or where == "json_schema" or (name == "input" and type(value) is dict):
-        return value  # an input that is an object holds the arguments of an earlier call
+    # An input that is an object holds the arguments of an earlier call.
+    if name in _OPAQUE or (top and name == "json_schema") or (name == "input" and type(value) is dict):
+        return value
     if type(value) is dict:
-        _tidy(value, where, name)
+        for key, one in [*value.items()]:
+            if one is None:
+                del value[key]
+            elif name == "messages" and key == "reasoning":
+                value.setdefault("reasoning_content", value.pop(key))
+            else:
+                value[key] = _tidied(one, key)
     elif type(value) is list:
         for index, one in enumerate(value):
-            if type(one) is dict:
-                _tidy(one, f"{where}[{index}]", name)
-            elif type(one) is float or type(one) is list:
-                value[index] = _tidied(one, f"{where}[{index}]", name)
+            if type(one) in (float, list, dict):
+                value[index] = _tidied(one, name)
     return value
 
 
-def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
-    """Translate, check or remove a foreign field of the body; an unknown one is left."""
-    value = body[name]
-    translate = FORMS.get(name) or (VARIABLES.get(name) if "chat_template_kwargs" in own else None)
-    if name in NOTES:
-        del body[name]
-    elif translate is not None:
-        del body[name]
-        translate(name, value, body, own)
-    elif name in REFUSED:
-        check_neutral(name, value, *REFUSED[name])
-        del body[name]
-    elif (renamed := next((one for one in RENAMED.get(name, ()) if one in own), None)) is not None:
-        del body[name]
-        put(body, renamed, value, name)
-
-
 def _settle(body: dict[str, Any], own: Own) -> None:
-    """Rewrite values of other servers in the endpoint's own fields; raises ApiError."""
+    """Rewrite values of other servers in the endpoint's own fields."""
     for name in ("top_k", "seed", "max_tokens", "max_completion_tokens", "max_output_tokens"):
         # -1 means no limit, or a random seed. If max_tokens has a default or is required, -1 is not the same
         # as an absent field.
         whole = "messages" in own and "output_config" not in own
-        if name in own and body.get(name) == -1 and (name != "max_tokens" or whole):
+        if body.get(name) == -1 and (name != "max_tokens" or whole):
             del body[name]
-    for name in ("grammar", "suffix"):
-        if body.get(name) == "":
+    for name in ("stop", "stop_sequences"):
+        if isinstance(stop := body.get(name), list):
+            body[name] = [one for one in stop if one not in (None, "")]
+    for name in ("stop", "stop_sequences", "grammar", "suffix"):
+        if body.get(name) in ("", []):
             del body[name]
     if "messages" not in own and body.get("logprobs") is False:
         del body["logprobs"]
-    for name in ("stop", "stop_sequences"):
-        if name in body:
-            stop = body[name]
-            left = [one for one in stop if one not in (None, "")] if isinstance(stop, list) else stop
-            body[name] = left
-            if left in ("", []):
-                del body[name]
-    if isinstance(body.get("logit_bias"), list):
-        body["logit_bias"] = _biases(body["logit_bias"])
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") in ("json_object", "json_schema"):
         if isinstance(form.get("schema"), dict):  # llama.cpp's shape
-            body["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": form["schema"]},
-            }
+            schema = {"name": "answer", "schema": form["schema"]}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif isinstance(form.get("json_schema"), dict):
             form["json_schema"].setdefault("name", "answer")
-
-
-def _biases(given: Sequence[Any]) -> dict[str, Any]:
-    """Convert llama.cpp's list of pairs to a mapping; false forbids a token."""
-    biases: dict[str, Any] = {}
-    for index, pair in enumerate(given):
-        match pair:
-            case [int(token), int() | float() as bias] if not isinstance(token, bool):
-                biases[str(token)] = -100 if bias is False else bias
-            case _:
-                raise ApiError(
-                    f"logit_bias[{index}] is {shown(pair)}; allowed: a token id with a number, or false",
-                    param="logit_bias",
-                )
-    return biases
 
 
 def _unknown(value: Any) -> Iterator[str]:

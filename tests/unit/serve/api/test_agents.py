@@ -137,9 +137,8 @@ def test_codex_is_answered_with_its_functions_alone(
     assert len(lines) == len(set(lines))
     for kind in ("web_search", "local_shell", "custom", "namespace"):
         assert f"tools of type {kind!r} are left out: this server has only functions" in lines
-    unknown = {
-        f"the unknown field {name!r} is ignored" for name in ("phase", "context", "include_obfuscation")
-    }
+    ignored = ("phase", "context", "include_obfuscation", "client_metadata", "service_tier")
+    unknown = {f"the unknown field {name!r} is ignored" for name in ignored}
     assert {line for line in lines if "unknown" in line} == unknown  # none of a tool that is left out
     assert "scripted answers requests for the model 'gpt-5.1-codex'" in lines
 

@@ -38,7 +38,6 @@ WITHOUT_EFFECT: list[dict[str, Any]] = [
     {"thinking": {"type": "enabled", "budget_tokens": 2048}},  # no thoughts keep that limit
     {"stop_sequences": []},
     {"stop_sequences": [""]},
-    {"guided_json": {"type": "object"}},
     {"speed": "fast", "inference_geo": "us", "service_tier": "standard_only"},
     {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     {"mcp_servers": []},
@@ -95,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
     ({"stop_sequences": ["x" * 1025]}, "stop_sequences"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"guided_json": {"type": "object"}, "regex": "a"}, "regex"),
+    ({"guided_json": {"type": "object"}}, "response_format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"n": 2}, "n"),
     ({"temperature": -1}, "temperature"),

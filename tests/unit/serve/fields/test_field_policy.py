@@ -1,9 +1,11 @@
-"""Fields of other servers: accepted, translated and ignored ones."""
+"""Fields of other servers: translated, refused and unknown ones."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
 from specinfer.serve.fields.body import parse
-from specinfer.serve.fields.foreign import CHECKED, FORMS, NOTES, REFUSED, RENAMED, VARIABLES
+from specinfer.serve.fields.foreign import REFUSED, RENAMED, SCHEMAS, THINKING
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
@@ -38,7 +40,7 @@ LLAMA_CPP: dict[str, Any] = {
     **{"min_p": 0.05, "top_n_sigma": -1.0, "n_predict": -1, "n_keep": 0, "n_cmpl": 1, "stop": []},
     **{"typical_p": 1.0, "repeat_penalty": 1.1, "repeat_last_n": -1, "dry_multiplier": 0.0, "dry_base": 1.75},
     **{"xtc_probability": 0.0, "mirostat": 0, "mirostat_tau": 5.0, "grammar": "", "json_schema": SCHEMA},
-    **{"seed": -1, "logit_bias": [[15, 1.0], [16, False]], "n_probs": 0, "cache_prompt": True, "id_slot": -1},
+    **{"seed": -1, "n_probs": 0, "cache_prompt": True, "id_slot": -1},
     **{"samplers": None, "timings_per_token": True, "speculative.n_max": 16, "return_progress": True},
 }
 
@@ -76,7 +78,6 @@ def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
 def test_the_bodies_of_clients_that_send_all_their_settings_are_read() -> None:
     asked = params(CompletionFields, LLAMA_CPP)
     assert (asked.repetition_penalty, asked.seed, asked.top_k) == (1.1, None, 40)
-    assert asked.logit_bias == {15: 1.0, 16: -100.0}
     assert asked.structured_output == params(CompletionFields, {"guided_json": SCHEMA}).structured_output
     names = "audio functions moderation prediction reasoning_effort response_format stop web_search_options"
     openai: dict[str, Any] = dict.fromkeys(names.split()) | {
@@ -87,27 +88,24 @@ def test_the_bodies_of_clients_that_send_all_their_settings_are_read() -> None:
     assert params(ChatFields, openai) == SamplingParams(logit_bias={})
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_null_and_neutral_values_have_no_effect(kind: Any) -> None:
-    plain, strict = read(kind, {}), FieldPolicy("error")
-    nothing: dict[str, Any] = dict.fromkeys([*kind.model_fields, *NOTES, *REFUSED, *RENAMED])
-    nothing = {name: one for name, one in nothing.items() if name not in PLAIN[kind]}
-    assert read(kind, nothing, strict) == plain
-    neutral = [(name, value) for name, (values, _) in REFUSED.items() for value in values]
-    for name, value in [*neutral, *((name, "x") for name in NOTES)]:
-        if name not in kind.model_fields:
-            assert read(kind, {name: value}, strict) == plain, name
+def test_null_and_neutral_values_have_no_effect() -> None:
+    for kind in PLAIN:
+        plain, strict = read(kind, {}), FieldPolicy("error")
+        nothing: dict[str, Any] = dict.fromkeys([*kind.model_fields, *REFUSED, *RENAMED])
+        nothing = {name: one for name, one in nothing.items() if name not in PLAIN[kind]}
+        assert read(kind, nothing, strict) == plain
+        for name, values in REFUSED.items():
+            for value in [] if name in kind.model_fields else values:
+                assert read(kind, {name: value}, strict) == plain, (kind, name)
 
 
-def test_nulls_and_notes_inside_of_objects() -> None:
+def test_nulls_inside_of_objects() -> None:
     expected: dict[str, Any] = {
         "messages": [
-            {"role": "system", "content": "Be brief.", "name": None, "cache_control": {"type": "ephemeral"}},
+            {"role": "system", "content": "Be brief.", "name": None},
             {
                 "role": "user",
-                "content": [
-                    {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}
-                ],
+                "content": [{"type": "text", "text": "a", "citations": None}],
             },
             {
                 "role": "assistant",
@@ -128,7 +126,7 @@ def test_nulls_and_notes_inside_of_objects() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "x", "name": None},
         ],
         "tools": [
-            TOOL | {"cache_control": {"type": "ephemeral"}, "defer_loading": True},
+            TOOL | {"defer_loading": True},
             {"type": "function", "function": {"name": "g", "description": None, "strict": None}},
         ],
         "stream_options": {"include_usage": None},
@@ -144,7 +142,7 @@ def test_nulls_and_notes_inside_of_objects() -> None:
     assert fields.speculation == {"max_nodes": 8}
     item = {
         "role": "user",
-        "content": [{"type": "input_text", "text": "a", "cache_control": None}],
+        "content": [{"type": "input_text", "text": "a"}],
         "id": None,
     }
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "async": None}
@@ -180,69 +178,61 @@ def test_values_that_are_written_otherwise() -> None:
         assert getattr(read(CompletionFields, more), name) == value, more
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(ChatFields, "max_tokens"), (ResponseFields, "max_output_tokens")]
-)
-def test_a_negative_limit_means_no_limit(kind: Any, name: str) -> None:
-    for asked in (name, "max_completion_tokens", "n_predict", "max_tokens", "max_new_tokens"):
-        assert getattr(read(kind, {asked: -1}), name) is None
+def test_a_negative_limit_means_no_limit() -> None:
+    for kind, name in ((ChatFields, "max_tokens"), (ResponseFields, "max_output_tokens")):
+        for asked in (name, "max_completion_tokens", "n_predict", "max_tokens", "max_new_tokens"):
+            assert getattr(read(kind, {asked: -1}), name) is None
     assert read(ChatFields, {"max_completion_tokens": -1}).max_completion_tokens is None
 
 
 JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
+# For any endpoint, and for those with `response_format`.
 TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2}),
+    ({"repeat_last_n": 64}, {}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a"]}, {"choice": ("a",)}),
     ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
     ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
-    ({"guided_json": SCHEMA}, {"response_format": JSON}),
-    ({"guided_json": json.dumps(SCHEMA)}, {"response_format": JSON}),
-    ({"json_schema": SCHEMA}, {"response_format": JSON}),
-    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
-    ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
-    (
-        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-        {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
-    ),
     ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, {"regex": "a"}),
     ({"structured_outputs": {"choice": ["a"], "backend": "auto"}}, {"choice": ("a",)}),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
     ({"structured_outputs": True}, {}),
     ({"min_new_tokens": 3, "random_seed": 4}, {"min_tokens": 3, "seed": 4}),
     ({"stop": "a", "no_stop_trim": True}, {"stop": "a", "include_stop_str_in_output": True}),
+    ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
+]
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"guided_json": SCHEMA}, {"response_format": JSON}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"response_format": JSON}),
+    ({"json_schema": SCHEMA}, {"response_format": JSON}),
+    ({"json_schema": SCHEMA, "response_format": {"type": "text"}}, {"response_format": JSON}),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
+    ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
     (
-        {"stop": "a", "include_stop_str_in_output": True},
-        {"stop": "a", "include_stop_str_in_output": True},
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
     ),
-    ({"logit_bias": [[5, 1.5], [6, -2], [7, False]]}, {"logit_bias": {5: 1.5, 6: -2.0, 7: -100.0}}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": JSON}),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": JSON}),
     (
-        {"samplers": ["penalties", "temperature", "top_k", "top_p"], "temperature": 0.5, "top_p": 0.5},
-        {"temperature": 0.5, "top_p": 0.5},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": JSON},
     ),
-    (
-        {"samplers": ["top_k", "temperature"], "temperature": 0.5, "top_k": 5},
-        {"temperature": 0.5, "top_k": 5},
-    ),
-    ({"samplers": ["top_p", "temperature"], "top_p": 0.5}, {"top_p": 0.5}),
 ]
 
 
 def test_names_of_other_servers_are_translated() -> None:
     for kind in MADE:
         more_room: dict[str, Any] = {"max_tokens": 99} if kind is ResponseFields else {}
-        for more, means in TRANSLATED:
+        for more, means in TRANSLATED + (FORMS if kind is not ResponseFields else []):
             assert params(kind, more) == SamplingParams(**means, **more_room), (kind, more)
-
-
-@pytest.mark.parametrize("name", ["n_predict", "num_predict", "max_new_tokens", "max_tokens"])
-def test_lengths_have_many_names(name: str) -> None:
-    assert read(ChatFields, {name: 7}).max_tokens == 7
-    assert read(CompletionFields, {name: 7}).max_tokens == 7
-    assert read(ResponseFields, {name: 7}).max_output_tokens == 7
+        length = "max_output_tokens" if kind is ResponseFields else "max_tokens"
+        for name in ("n_predict", "num_predict", "max_new_tokens", "max_tokens", "max_output_tokens"):
+            assert getattr(read(kind, {name: 7}), length) == 7
     assert read(CompletionFields, {"max_completion_tokens": 7}).max_tokens == 7
     assert read(ChatFields, {"n_cmpl": 3}).n == 3
 
@@ -256,46 +246,28 @@ def test_two_names_may_say_the_same_and_no_more() -> None:
     assert params(ChatFields, same) == params(ChatFields, {"guided_json": SCHEMA})
     assert refusal(ChatFields, {"guided_json": SCHEMA, "json_schema": {}})["param"] == "json_schema"
     assert refusal(ChatFields, {"guided_json": SCHEMA, "regex": "a"})["param"] in ("regex", "response_format")
-    assert refusal(ResponseFields, {"text": {"format": {"type": "json_object"}}, "guided_json": SCHEMA})
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "json_object", "schema": SCHEMA},
-        {"type": "json_schema", "schema": SCHEMA},
-        {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
-    ],
-)
-def test_forms_in_llama_cpps_shapes(form: dict[str, Any]) -> None:
-    for kind in (ChatFields, CompletionFields):
-        assert params(kind, {"response_format": form}).structured_output == (
-            params(kind, {"guided_json": SCHEMA}).structured_output
-        )
+REASONING: list[tuple[dict[str, Any], Any, str | None]] = [
+    ({"enable_thinking": False}, {"enable_thinking": False}, None),
+    ({"think": True}, {"enable_thinking": True}, None),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+    ({"thinking": {"type": "auto"}}, None, None),
+    ({"enable_thinking": True, "chat_template_kwargs": {"a": 1}}, {"a": 1, "enable_thinking": True}, None),
+    ({"reasoning_effort": "low"}, None, "low"),
+    ({"think": "low"}, None, "low"),
+    ({"reasoning": {"effort": "low", "summary": "auto"}}, None, "low"),
+]
 
 
 def test_reasoning_options_are_translated() -> None:
-    cases: list[tuple[dict[str, Any], Any]] = [
-        ({"enable_thinking": False}, {"enable_thinking": False}),
-        ({"think": True}, {"enable_thinking": True}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
-        ({"enable_thinking": True, "chat_template_kwargs": {"a": 1}}, {"a": 1, "enable_thinking": True}),
-        ({"thinking": {"type": "auto"}}, None),
-    ]
-    for more, variables in cases:
-        assert read(ChatFields, more).chat_template_kwargs == variables
-        if "reasoning" not in more:  # at /v1/responses a field of OpenAI's, which has no such switch
-            assert read(ResponseFields, more).chat_template_kwargs == variables
-    efforts: list[dict[str, Any]] = [
-        {"reasoning_effort": "low"},
-        {"think": "low"},
-        {"reasoning": {"effort": "low", "summary": "auto", "exclude": True}},
-    ]
-    for asked in efforts:
-        assert read(ChatFields, asked).effort == "low"
-        assert read(ResponseFields, asked).effort == "low"
+    for more, variables, effort in REASONING:
+        for kind in (ChatFields, ResponseFields):
+            fields = read(kind, more)
+            assert (fields.chat_template_kwargs, fields.effort) == (variables, effort), (kind, more)
+    # At /v1/responses OpenAI's field, which has no such switch.
+    switch = {"reasoning": {"enabled": True, "exclude": True}}
+    assert read(ChatFields, switch).chat_template_kwargs == {"enable_thinking": True}
     for kind, name in ((ChatFields, "chat_template_kwargs"), (ResponseFields, "reasoning")):
         more = {"think": "low" if name == "reasoning" else True, name: 1}
         assert refusal(kind, more)["param"] == name
@@ -316,7 +288,8 @@ def test_free_form_values_are_not_translated() -> None:
 
 
 def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
-    assert {*NOTES, *REFUSED, *RENAMED, *FORMS, *VARIABLES, *CHECKED} - documented_names() == set()
+    names = {*REFUSED, *RENAMED, *SCHEMAS, *THINKING, "structured_outputs"}
+    assert names - documented_names() == set()
 
 
 def test_the_documentation_names_every_field_of_every_endpoint(tmp_path: Path) -> None:
@@ -337,10 +310,138 @@ def test_free_form_json_is_unchanged() -> None:
     schema = {"type": "object", "properties": {"n": {"default": None, "maximum": 1.0}}}
     used = {"type": "tool_use", "id": "a", "name": "f", "input": {"n": None, "x": 1.0}}
     body: dict[str, Any] = {
-        "messages": [{"role": "assistant", "content": [used | {"cache_control": None}]}],
+        "messages": [{"role": "assistant", "content": [used | {"extra": None}]}],
         "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
     }
     FieldPolicy().apply(MessageFields, body)
     assert body["messages"][0]["content"] == [used]
     assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
     assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"
+
+
+OTHERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"typical_p": 0.9}, "typical_p", "allowed: 1; remove it"),
+    ({"mirostat": 2}, "mirostat", "allowed: 0; remove it"),
+    ({"best_of": 3}, "best_of", "allowed: 1"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "allowed: true"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "allowed: -1"),
+    ({"frequency_penalty": 1, "repeat_last_n": 0}, "repeat_last_n", "allowed: -1"),
+    ({"samplers": ["top_k"]}, "samplers", "remove it"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "is '{{ 1 }}', and"),
+    ({"modalities": ["text", "audio"]}, "modalities", '["text"]'),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "allowed: json"),
+    ({"structured_outputs": [1]}, "structured_outputs", "an object"),
+    ({"format": "json"}, "format", "remove it"),
+]
+OF_KIND: list[tuple[Any, dict[str, Any], str]] = [
+    (ChatFields, {"guided_json": "{"}, "guided_json"),
+    (ChatFields, {"guided_json": 5}, "guided_json"),
+    (ResponseFields, {"guided_json": SCHEMA}, "response_format"),
+    *((ChatFields, {name: "Be brief."}, name) for name in ("system", "instructions")),
+    *((ChatFields, {name: {"format": {}}}, name) for name in ("text", "output_config", "output_format")),
+    (ChatFields, {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
+    (ChatFields, {"suffix": "b"}, "suffix"),
+    (ChatFields, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (ChatFields, {"reasoning": {"max_tokens": 5}}, "reasoning"),
+    (ChatFields, {"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking"),
+    (ChatFields, {"think": 5}, "think"),
+    (ResponseFields, {"enable_thinking": [1]}, "enable_thinking"),
+    (ChatFields, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    (ChatFields, {"documents": "a"}, "documents"),
+    (CompletionFields, {"tools": [TOOL]}, "tools"),
+    (CompletionFields, {"documents": [{"text": "a"}]}, "documents"),
+    (ResponseFields, {"background": True}, "background"),
+    (ResponseFields, {"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning_effort"),
+]
+
+
+def test_fields_that_would_change_the_text_are_refused_by_name() -> None:
+    for kind in MADE:
+        for more, param, expected in OTHERS:
+            error = refusal(kind, more)
+            assert error["param"] == param, more
+            assert expected in error["message"], more
+        for name in REFUSED.keys() - kind.model_fields.keys() - {"repeat_last_n", "documents"}:
+            assert refusal(kind, {name: "odd"})["param"] == name
+    for kind, more, param in OF_KIND:
+        assert refusal(kind, more)["param"] == param, more
+    penalized = FieldPolicy("ignore", {"repetition_penalty": 1.1})  # by the model's own defaults
+    with pytest.raises(ApiError, match="repeat_last_n is 64"):
+        read(ChatFields, {"repeat_last_n": 64}, penalized)
+
+
+def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "odd part": 1}], "odd one": 2}
+    more: dict[str, Any] = {
+        "odd": {"deep": 1},
+        "messages": [message, message | {"another": 3}],
+        "tools": [TOOL | {"odd": 1}],
+    }
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fields = read(ChatFields, more, policy)
+    assert [one.model_dump(exclude_none=True) for one in fields.functions] == [TOOL["function"]]
+    part = {"type": "text", "text": "a"}
+    assert [one.rendered()["content"] for one in fields.messages] == [[part], [part]]
+    logged = [record.getMessage() for record in caplog.records]
+    names = ("another", "odd", "odd one", "odd part")
+    assert sorted(logged) == sorted(f"the unknown field {name!r} is ignored" for name in names)
+    for wrong in ({"temperature": -1}, {"typical_p": 0.5}, {"messages": [{"role": "robot", "odd": 1}]}):
+        with pytest.raises(ApiError):
+            read(ChatFields, more | wrong, policy).params()
+
+
+def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    shadows = {"__class__": 1, "_x": 1, "check": 2, "model_config": 3, "__pydantic_extra__": {}}
+    assert read(CompletionFields, shadows, FieldPolicy("ignore")) == read(CompletionFields, {})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for batch in range(3):
+            names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 600, (batch + 1) * 600)}
+            assert read(CompletionFields, names, policy).prompt == "a"
+    assert len(caplog.records) == 1000
+    assert "more are left out" in caplog.records[-1].getMessage()
+    assert max(len(record.getMessage()) for record in caplog.records) < 200
+    assert len(policy._logged) == 1000
+
+
+def test_unknown_fields_are_refused_at_every_depth() -> None:
+    for more, param in (
+        ({"odd": 1}, "odd"),
+        ({"messages": [HI[0] | {"odd": 1}]}, "messages[0].odd"),
+        ({"stream_options": {"odd": 1}}, "stream_options.odd"),
+        ({"tools": [TOOL | {"odd": 1}]}, "tools[0].odd"),
+    ):
+        with pytest.raises(ApiError, match="--unknown-fields=ignore") as caught:
+            read(ChatFields, more, FieldPolicy("error"))
+        error = caught.value.body["error"]
+        assert (error["param"], error["code"]) == (param, "unknown_parameter")
+
+
+ODD: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2.5, 1e300, 10**400, "", "a", "none", [], [None], [[1]], [["a", "b"]]),
+    *([1, True], {}, {"a": None}, {"type": []}, {"type": "enabled"}, {"effort": {}}, {"enabled": 1}),
+    *({"json": "["}, {"json": {}, "regex": 5}, {"schema": {}, "type": "json_object"}, [{"type": {}}]),
+]
+
+
+@pytest.mark.thorough
+def test_any_value_of_a_field_is_accepted_or_refused() -> None:
+    for kind in PLAIN:
+        names = {*REFUSED, *RENAMED, *SCHEMAS, *THINKING, *kind.model_fields}
+        names |= {"structured_outputs", "reasoning_effort", "prompt", "messages", "input"}
+        statuses = set()
+        policy = FieldPolicy("ignore")
+        for name, value in product(sorted(names), ODD):
+            for more in ({name: value}, {name: value, "temperature": 0.5, "top_p": 0.5, "text": value}):
+                try:
+                    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
+                    if kind in MADE:
+                        fields.check()
+                        fields.params()
+                    statuses.add(200)
+                except ApiError as error:
+                    statuses.add(error.status)
+        assert statuses == {200, 400}, kind

@@ -109,8 +109,6 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
             "tool_choice",
             "needs functions",
         ),
-        ({"messages": HI, "modalities": ["audio"]}, "modalities", "only text"),
-        ({"messages": HI, "functions": [{"name": "f"}]}, "functions", "send them as tools"),
         ({"messages": HI, "speculation": {"nodes": 3}}, "speculation", "no option 'nodes'"),
         ({"messages": HI, "speculation": {"verifier": "magic"}}, "speculation", "coupled"),
         ({"messages": HI, "regex": "a", "choice": ["b"]}, None, "regex"),
@@ -220,19 +218,6 @@ def test_messages_are_passed_in_the_templates_format() -> None:
         {"role": "assistant", "content": ""},
         {"role": "assistant", "content": "No."},
     ]
-
-
-def test_fields_accepted_for_clients_have_no_effect() -> None:
-    noted = {"user": "u", "metadata": {"a": "b"}}
-    keyed = noted | {"safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto"}
-    for kind, body, more in (
-        (CompletionFields, {"prompt": "a", "seed": 1}, noted | {"best_of": 1}),
-        (ChatFields, {"messages": HI, "seed": 1}, keyed | {"modalities": ["text"], "store": False}),
-        (ResponseFields, {"input": "a", "seed": 1}, keyed | {"truncation": "disabled", "background": False}),
-    ):
-        plain, fields = (parse(kind, json.dumps(one).encode()) for one in (body, body | more))
-        fields.check()
-        assert fields.params() == plain.params()
 
 
 @pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
