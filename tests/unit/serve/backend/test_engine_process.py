@@ -297,3 +297,23 @@ def test_a_loss_that_two_threads_detect_is_logged_once(
         one.join(0.2)
         assert one.is_alive()  # not back in the loop, which would end all requests
     assert caplog.messages == ["the engine process ends: rank 1 is lost"]
+
+
+def test_a_step_that_fails_ends_the_process(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server continues the works of the step in another process, and finds the one at fault."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        assert status == 70
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        EngineProcess(llm, Pipe()[1])._on_failed(MemoryError("no room"))
+    [record] = caplog.records
+    assert record.getMessage() == "the engine process ends, as a step failed"
+    assert record.exc_info is not None
