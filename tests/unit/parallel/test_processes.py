@@ -66,7 +66,8 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     assert llm.statistics().guessed_tokens["draft"] > 50
     seconds = llm.statistics().rank_seconds
     assert {name.split()[0] for name in seconds} == {"0", "1"}
-    assert all(0 < spent < 60 for spent in seconds.values())
+    assert all(0 <= spent < 60 for spent in seconds.values()), seconds
+    assert min(seconds["0 computing"], seconds["1 computing"]) > 0, seconds
     with LLM(folder / "target", **INT8) as one:
         verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
     assert verdict.passed
