@@ -37,6 +37,7 @@ class Listener:
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self._trace = trace
         self._file: TextIO | None = None
+        self._failure: Exception | None = None  # of a step, whose request ends
         if trace is not None:
             with self._writing():
                 self._file = trace.open("w", encoding="utf-8")
@@ -44,10 +45,12 @@ class Listener:
         llm.explains = explain or trace is not None
 
     def close(self) -> None:
-        """Finish the trace file; raises ConfigError when it cannot be written."""
+        """Finish the trace file; raises ConfigError when it cannot be written, or the error of a step."""
         if self._file is not None:
             with self._writing():
                 self._file.close()
+        if self._failure is not None:
+            raise self._failure
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -57,6 +60,13 @@ class Listener:
             raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
 
     def _receive(self, event: TreeEvent) -> None:
+        try:
+            self._show(event)
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+
+    def _show(self, event: TreeEvent) -> None:
         if self._explain:
             self.events.append(event)
         if self._file is not None:
