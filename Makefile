@@ -23,7 +23,7 @@ KERNELS := $(VENV)/.kernels
 DEV := $(VENV)/.installed-dev
 
 # In tests PyTorch's threads sleep while they wait instead of spinning: several runs may share the cores, and a
-# spinning thread can block the thread it waits for (docs/log.md). The native kernels' threads sleep soon anyway.
+# spinning thread can block the thread it waits for (docs/decisions/03-cpu-kernels.md). The native kernels' threads sleep soon anyway.
 test test-all test-clients: export OMP_WAIT_POLICY ?= PASSIVE
 # Each test process imports every test, so bytecode is kept even if the environment says otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE =

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LAB = ("log.md", "map.md", "glossary.md")  # for those who read the code: nothing to run
+LAB = ("map.md", "glossary.md")  # for those who read the code: nothing to run
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -12,7 +12,7 @@ A mask contains every token whose bytes the grammar allows, so the target may sp
 `forced` guesses the canonical spelling. (By default the library masks all other spellings; the option
 no_forcing disables that, and a second matcher without the option makes the guesses.)
 
-The library is llguidance; the reasons and measurements are in docs/log.md. It is imported when the first
+The library is llguidance (docs/decisions/16-grammar.md has the reasons). It is imported when the first
 grammar is compiled.
 """
 

@@ -29,7 +29,7 @@ from specinfer.models.stream import WeightStream, kept_from_children, start_read
 from specinfer.models.stream_buffers import StreamRecord
 
 _Made = TypeVar("_Made")
-HALF_LIFE: Final = 8  # passes after which a use counts half; docs/log.md compares others
+HALF_LIFE: Final = 8  # passes after which a use counts half; docs/decisions/11-offloading.md
 _MAX_WEIGHT: Final = 1e100
 _MIN_PIECE: Final = 64 * PAGE  # bytes: smaller ones cost more calls than they save
 

@@ -190,7 +190,7 @@ def default_rate(width: int) -> float:
     """Default learning rate of a draft with rows of `width` values.
 
     Wide drafts are built from layers of wide targets, whose weights are small. At the best rate of a width of
-    576, a draft of width 1536 destroys its target's layer in its first steps (docs/log.md).
+    576, a draft of width 1536 destroys its target's layer in its first steps (docs/decisions/07-heads.md).
     """
     return _RATE * math.sqrt(min(1.0, _REFERENCE_WIDTH / width)) ** 3
 
@@ -252,7 +252,7 @@ def keep_freed_memory() -> bool:
 
     A training step allocates what the step before it freed, a few hundred tensors of megabytes. By default
     glibc returns such blocks and maps new ones, whose pages the kernel zeroes for one thread of the process
-    at a time. That took a fifth of the time with one thread, a quarter with two (docs/log.md). Threads other
+    at a time. That took a fifth of the time with one thread, a quarter with two. Threads other
     than the main one still return blocks of 64 MB and more.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

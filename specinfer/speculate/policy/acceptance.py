@@ -35,7 +35,7 @@ MAX_OFFSET: Final = 6.0  # largest magnitude of an offset
 MAX_SLOPE: Final = 3.0
 
 # With drafts in the engine, the stated odds of other speculators are first multiplied by this: lookups were
-# right .64 of the times they stated .88, and .5 to .76 for .95 (docs/lab/2026-11-25-dropped.md).
+# right .64 of the times they stated .88, and .5 to .76 for .95.
 _STATED: Final = 0.4
 
 # Winner's-curse correction. With drafts in the engine, the odds of other speculators are always multiplied by
