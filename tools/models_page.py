@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md: python tools/models_page.py [--try] [MODEL_TYPE ...].
+"""Write the table and the list of docs/models.md: python tools/models_page.py [--try] [MODEL_TYPE ...].
 
 With `--try` every decoder of transformers, or each named one, is made from a tiny config with random weights.
 It is saved, loaded through transformers' code and compared with transformers itself in float32. In float32
@@ -22,8 +22,9 @@ from specinfer.models.families.registry import HF_FAMILIES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models: tools/models_page.py -->\n", "<!-- end -->"
-HEAD = "| model_type | native | through transformers | logits differ by | |\n|---|---|---|---|---|\n"
-COUNTS = re.compile(r"In total, \d+ .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
+HEAD = "| model_type | native | through transformers: logits differ by |\n|---|---|---|\n"
+REFUSED = "\ntransformers' code does not run here, by the reason:\n\n"
+COUNTS = re.compile(r"In total, \d+ decoders .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
 TOLERANCE = 1e-4
 
 
@@ -37,31 +38,36 @@ class Tried(NamedTuple):
 
 
 def rows_of(page: str) -> list[Tried]:
-    """Return the rows of the page's table."""
-    table = page[page.index(BEGIN) + len(BEGIN) : page.index(END)].removeprefix(HEAD)
-    found = []
-    for line in table.splitlines():
-        kind, _, runs, differs, remark = (cell.strip() for cell in line.strip("|").split("|"))
-        found.append(Tried(kind.strip("`"), runs == "yes", differs, remark))
-    return found
+    """Return the rows of the page's table and the kinds of its list."""
+    part = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
+    found = {}
+    for kind, differs in re.findall(r"^\| `(.+?)` \|.*\| (\S*) *\|$", part, re.M):
+        found[kind] = Tried(kind, bool(differs), differs, "")
+    for remark, named in re.findall(r"^- (.+): (`[^:]+`)$", part, re.M):
+        found |= {kind: Tried(kind, False, "", remark) for kind in re.findall(r"`(.+?)`", named)}
+    return list(found.values())
 
 
 def with_rows(page: str, rows: Sequence[Tried]) -> str:
     """Return the page with these rows, sorted, and with their counts."""
-    lines = []
+    lines, refused = [HEAD], dict[str, list[str]]()
     for row in sorted(rows):
-        native = "yes" if row.kind in HF_FAMILIES else ""
-        runs = "yes" if row.runs else "no"
-        lines.append(f"| `{row.kind}` | {native} | {runs} | {row.differs} | {row.remark} |\n")
+        native = row.kind in HF_FAMILIES
+        if row.runs or native:
+            lines.append(f"| `{row.kind}` | {'yes' * native} | {row.differs * row.runs} |\n")
+        if not row.runs:
+            refused.setdefault(row.remark, []).append(f"`{row.kind}`")
+    lines.append(REFUSED)
+    lines += [f"- {remark}: {', '.join(named)}\n" for remark, named in refused.items()]
     ours = sum(row.kind in HF_FAMILIES for row in rows)
     runs = sum(row.runs for row in rows)
-    refused = sum(not row.runs and row.kind not in HF_FAMILIES for row in rows)
+    neither = sum(not row.runs and row.kind not in HF_FAMILIES for row in rows)
     counts = (
-        f"In total, {len(rows)} decoders are in the table: {ours} run natively, {runs} through transformers, "
-        f"{refused} are refused."
+        f"In total, {len(rows)} decoders were tried: {ours} run natively, {runs} through transformers, "
+        f"{neither} are refused."
     )
     before, _, after = page.partition(BEGIN)
-    return COUNTS.sub(counts, before) + BEGIN + HEAD + "".join(lines) + after[after.index(END) :]
+    return COUNTS.sub(counts, before) + BEGIN + "".join(lines) + after[after.index(END) :]
 
 
 def written(page: str) -> str:
