@@ -222,7 +222,7 @@ def _adapters(found: FoundModels) -> AdapterCache:
         library=kernels.library,
         limit=config.max_loras,
         free=partial(free_bytes, device, config.memory),
-        refused=refused,
+        unsupported_reason=refused,
     )
     for name, folder in config.adapters.items():
         adapters.register(name, Path(folder))

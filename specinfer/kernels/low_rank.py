@@ -272,7 +272,7 @@ class AdaptedLayer(NamedTuple):
 
     @classmethod
     def of(cls, rows: AdaptedRows | None, layer: int) -> AdaptedLayer | None:
-        """Those of a layer of this number; None if no row has an adapter."""
+        """Adapted rows of one layer; None if no row has an adapter."""
         return None if rows is None else cls(rows, layer)
 
 

@@ -131,13 +131,13 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Layers first .. behind - 1 of a model of `count`, on one of several pipeline stages.
+    """Layers first .. end - 1 of a model of `count`, on one of several pipeline stages.
 
     The first stage also embeds tokens, and computes logits from the last stage's output.
     """
 
     first: int
-    behind: int
+    end: int
     count: int
 
     @property
@@ -148,11 +148,11 @@ class PipelineStage:
     @property
     def ends(self) -> bool:
         """True for the last stage, which has the final norm."""
-        return self.behind == self.count
+        return self.end == self.count
 
     def taps(self, layers: Iterable[int]) -> list[int]:
         """The given layers of the model whose inputs this stage computes; `count` means the output."""
-        return [i for i in layers if self.first <= i < self.behind or (self.ends and i == self.count)]
+        return [i for i in layers if self.first <= i < self.end or (self.ends and i == self.count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from specinfer.kernels.product import Product
 from specinfer.kernels.structures import Form
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import Mixture, expert_matrices, mixture
-from specinfer.models.language_model import LayeredModel, PassContext, Read, Residual, Taps, check_taps
+from specinfer.models.language_model import LayeredModel, PassContext, PassOutput, Residual, Taps, check_taps
 from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.table_on_disk import TableOnDisk
@@ -93,12 +93,12 @@ class Decoder(LayeredModel):
         rows: Tensor | None = None,
         *,
         max_logits: int = 0,
-        given_TD: Tensor | None = None,
-    ) -> Read:
+        stage_input_TD: Tensor | None = None,
+    ) -> PassOutput:
         """A whole pass up to the head; see LanguageModel."""
         attend, stage = context.attend, self.config.stage
         if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
-            return super().read(token_ids_T, context, rows, given_TD=given_TD)
+            return super().read(token_ids_T, context, rows, stage_input_TD=stage_input_TD)
         check_taps(context.taps, stage)
         if self._changes_logits:
             max_logits = 0  # the native call computes the product alone
@@ -107,10 +107,10 @@ class Decoder(LayeredModel):
             taps.append(self.config.num_layers)
             rows, max_logits = token_ids_T[:0], 0
         embedding_ND = None
-        if self._project_in is not None and given_TD is None:
-            given_TD = self.embed(token_ids_T, context.positions_T).x_TD
-        if given_TD is not None:  # looked up in place of embeddings
-            embedding_ND, token_ids_T = given_TD, torch.arange(len(given_TD))
+        if self._project_in is not None and stage_input_TD is None:
+            stage_input_TD = self.embed(token_ids_T, context.positions_T).x_TD
+        if stage_input_TD is not None:  # looked up in place of embeddings
+            embedding_ND, token_ids_T = stage_input_TD, torch.arange(len(stage_input_TD))
         elif self.table.whole is None:
             embedding_ND, token_ids_T = self.table.rows(token_ids_T)
         hidden_RD, tapped_TND, logits_RV = self._native(
@@ -118,10 +118,10 @@ class Decoder(LayeredModel):
             adapted=context.adapted,
         )
         if stage.ends or tapped_TND is None:
-            return Read(hidden_RD, tapped_TND, logits_RV)
-        handed_TD = tapped_TND[:, -1].contiguous()
+            return PassOutput(hidden_RD, tapped_TND, logits_RV)
+        stage_output_TD = tapped_TND[:, -1].contiguous()
         tapped_TND = tapped_TND[:, :-1].contiguous() if context.taps else None
-        return Read(hidden_RD, tapped_TND, handed_TD=handed_TD)
+        return PassOutput(hidden_RD, tapped_TND, stage_output_TD=stage_output_TD)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """The input of the first layer; see LanguageModel."""
@@ -147,7 +147,7 @@ class Decoder(LayeredModel):
             adapted = AdaptedLayer.of(context.adapted, i - stage.first)
             y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend, adapted)
             residual = Residual(residual.x_TD, y_TD)
-        seen.see(stage.behind, residual)
+        seen.see(stage.end, residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
@@ -263,10 +263,10 @@ class DecoderLayer:
         made_TD = self._mlp_output(_add_norm(x_TD, y_TD, self._before_mlp), adapted)
         return self._term(x_TD, made_TD, self._after_mlp)
 
-    def _mlp_output(self, given_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
+    def _mlp_output(self, input_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
         """The output of the MLP or mixture; adapters do not change mixtures."""
         mlp = self._mlp
-        return mlp(given_TD) if isinstance(mlp, Mixture) else mlp(given_TD, adapted)
+        return mlp(input_TD) if isinstance(mlp, Mixture) else mlp(input_TD, adapted)
 
     def _term(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
         """The term still to be added to x after a block; overwrites `made_TD`."""
@@ -344,7 +344,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     if not config.gated_mlp:
         dense.pop(0)
-    for i in range(config.stage.first, config.stage.behind):
+    for i in range(config.stage.first, config.stage.end):
         prefix = f"model.layers.{i}"
         norms += [f"{prefix}.{name}" for name in norm_names(config) if name is not None]
         if config.qk_norm is not QkNorm.NONE:
@@ -368,7 +368,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Those of embeddings, of positions and of the output layer."""
+    """Shapes of embeddings, positions and the output layer."""
     hidden, embedding = config.hidden_size, config.embedding_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, embedding)}
     if not config.tie_embeddings:

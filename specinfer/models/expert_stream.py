@@ -63,7 +63,7 @@ class ExpertReaders:
             raise ClosedError("the model was closed, and its weights are no longer read")
 
     def begin(self, slot: int, memory: memoryview, offset: int) -> None:
-        """Have this memory filled from `offset` on; readers share it out."""
+        """Queue a read of `memory` from `offset` on, split among readers."""
         length = len(memory)
         piece = max(_MIN_PIECE, -(-length // self._readers // PAGE) * PAGE)
         piece = min(piece, self._piece)
@@ -93,7 +93,7 @@ class ExpertReaders:
         return self._left.get(slot, 0)
 
     def close(self) -> None:
-        """Let readers end behind their piece."""
+        """Stop readers after their current piece."""
         if os.getpid() != self._process:
             return
         self._closed = True
@@ -164,7 +164,7 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
         self._readers = ExpertReaders(source, disk.piece, disk.readers)
         self._end = weakref.finalize(self, self._readers.close)
-        self._end.atexit = False  # readers are daemons, and none ends amid other exits
+        self._end.atexit = False  # not run at interpreter exit
         try:
             self._threads = start_readers(self._readers.read, disk.readers)
         except RuntimeError:  # no more threads in this process
@@ -209,7 +209,7 @@ class ExpertStream(WeightStream, Generic[_Made]):
             yield self
 
     def want(self, records: Sequence[int]) -> None:
-        """Have readers fetch those of these records that are not there: no more than there are slots.
+        """Start reading the missing ones of these records; at most `slots`.
 
         Raises ClosedError when the stream was closed, StoppedError when the pass was.
         """

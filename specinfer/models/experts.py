@@ -97,7 +97,7 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
     # Before the experts, as a prepared file has all other matrices of a layer in one piece.
     shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
     each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
-    return Mixture(experts, router, each, shared[0], ops, weights.wanting(f"{prefix}.experts.0"))
+    return Mixture(experts, router, each, shared[0], ops, weights.expert_prefetch(f"{prefix}.experts.0"))
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:

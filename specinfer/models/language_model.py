@@ -45,13 +45,13 @@ class PassContext:
     adapted: AdaptedRows | None = None  # rows with adapters; None: no row has one
 
 
-class Read(NamedTuple):
+class PassOutput(NamedTuple):
     """Results of a pass up to the output layer."""
 
     hidden_RD: Tensor  # inputs of the head for each chosen row
     tapped_TND: Tensor | None = None  # inputs of tapped layers
     logits_RV: Tensor | None = None  # logits of these rows, if there are few
-    handed_TD: Tensor | None = None  # input of the next pipeline stage, unless this is the last
+    stage_output_TD: Tensor | None = None  # input of the next pipeline stage, unless this is the last
 
 
 class LanguageModel(ABC):
@@ -82,8 +82,8 @@ class LanguageModel(ABC):
         rows: Tensor | None = None,
         *,
         max_logits: int = 0,
-        given_TD: Tensor | None = None,
-    ) -> Read:
+        stage_input_TD: Tensor | None = None,
+    ) -> PassOutput:
         """Run a pass up to the head, and read these rows (int64; None: all).
 
         If at most `max_logits` rows are read, the result may include their logits, equal to those of
@@ -113,15 +113,19 @@ class LayeredModel(LanguageModel):
         rows: Tensor | None = None,
         *,
         max_logits: int = 0,
-        given_TD: Tensor | None = None,
-    ) -> Read:
+        stage_input_TD: Tensor | None = None,
+    ) -> PassOutput:
         """A whole pass up to the head; see LanguageModel."""
-        residual = self.embed(token_ids_T, context.positions_T) if given_TD is None else Residual(given_TD)
+        residual = (
+            self.embed(token_ids_T, context.positions_T)
+            if stage_input_TD is None
+            else Residual(stage_input_TD)
+        )
         residual, tapped_TND = self.run_layers(residual, context)
         if self.config.stage.ends:
-            return Read(self.final_norm(residual, rows), tapped_TND)
-        handed_TD = residual.summed()
-        return Read(handed_TD[:0], tapped_TND, handed_TD=handed_TD)
+            return PassOutput(self.final_norm(residual, rows), tapped_TND)
+        stage_output_TD = residual.summed()
+        return PassOutput(stage_output_TD[:0], tapped_TND, stage_output_TD=stage_output_TD)
 
     @abstractmethod
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
@@ -167,4 +171,4 @@ def check_taps(taps: Sequence[int], stage: PipelineStage) -> None:
     seen = stage.taps(taps)
     wrong = [tap for tap in taps if tap not in seen]
     if wrong:
-        raise ValueError(f"got taps {wrong}; allowed: {stage.first} .. {stage.behind - (not stage.ends)}")
+        raise ValueError(f"got taps {wrong}; allowed: {stage.first} .. {stage.end - (not stage.ends)}")

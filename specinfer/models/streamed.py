@@ -134,7 +134,7 @@ class StreamedExperts:
         return partial(_times, self.stream, number, 0), partial(_times, self.stream, number, 1)
 
     def want(self, first: str, numbers: Sequence[int]) -> None:
-        """Have these experts read, counted from that with this record on."""
+        """Start reading these experts; number 0 has the record `first`."""
         begin = self.numbers[first]
         self.stream.want([begin + number for number in numbers])
 
@@ -229,7 +229,7 @@ class StreamedWeights(Weights):
         *,
         bias: bool = False,
     ) -> list[Pair]:
-        """As Weights says; experts are there when they are used."""
+        """See `Weights.gated`; experts are loaded when they are used."""
         experts = self._experts
         if experts is None or prefixes[0] not in experts.numbers:
             return super().gated(prefixes, columns, parts, bias=bias)
@@ -245,8 +245,8 @@ class StreamedWeights(Weights):
             for prefix in prefixes
         ]
 
-    def wanting(self, first: str) -> Callable[[Sequence[int]], None] | None:
-        """As Weights says."""
+    def expert_prefetch(self, first: str) -> Callable[[Sequence[int]], None] | None:
+        """See `Weights.expert_prefetch`."""
         return None if self._experts is None else partial(self._experts.want, first)
 
     def _expert_part(self, names: Sequence[str], bias: bool, parts: SumParts | None) -> ExpertPart:

@@ -294,7 +294,7 @@ class Weights:
         largest = self._largest if largest is None else largest
         return product_over(self.kernels, weight, bias, inner, channels, largest, parts)
 
-    def wanting(self, first: str) -> Callable[[Sequence[int]], None] | None:
+    def expert_prefetch(self, first: str) -> Callable[[Sequence[int]], None] | None:
         """A function that is called with the numbers of the experts a pass needs; None: all are in memory.
 
         `first` is the prefix of the tensors of the layer's first expert.

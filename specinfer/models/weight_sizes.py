@@ -110,7 +110,7 @@ def part_bytes(
         return weight_bytes(part, dtype, kernels, quantization)
     layers = layer_bytes(model, dtype, quantization)
     beside = estimate_bytes(model, dtype, kernels, quantization) - sum(layers)
-    own = sum(layers[part.stage.first : part.stage.behind])
+    own = sum(layers[part.stage.first : part.stage.end])
     return own + (beside if part.stage.begins else 0)
 
 

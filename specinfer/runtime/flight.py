@@ -352,4 +352,4 @@ def _in_host_memory(logits_RV: Tensor) -> LogitBlock:
         shown = (rows_RV if kind == "float32" else rows_RV.view(torch.uint16)).numpy()
         return shown
 
-    return LogitBlock.lying_at(rows_RV.data_ptr(), kind, (rows_RV.size(0), rows_RV.size(1)), show)
+    return LogitBlock.from_address(rows_RV.data_ptr(), kind, (rows_RV.size(0), rows_RV.size(1)), show)

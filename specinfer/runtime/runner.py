@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_cache import AdapterCache
-from specinfer.models.language_model import LanguageModel, PassContext, Read
+from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache
@@ -107,7 +107,7 @@ class ModelRunner:
     @inference
     def follow(
         self, rows: Sequence[Rows], taps: Sequence[int], *, logits: bool = False, more: bool = False
-    ) -> Read | None:
+    ) -> PassOutput | None:
         """Run this rank's part of a pass over `rows`, as rank 0 does, and keep its own `taps`.
 
         With `logits` it also makes the logits of its part of the vocabulary, if it has one. Returns None
@@ -136,7 +136,7 @@ class ModelRunner:
         *,
         max_logits: int = 0,
         stopped: Callable[[], bool] | None = None,
-    ) -> Read:
+    ) -> PassOutput:
         """Run a pass over these rows; returns the hidden states of rows with logits; see LanguageModel."""
         if self._leader is not None:
             part_of = partial(self._part, max_logits=max_logits)
@@ -160,8 +160,8 @@ class ModelRunner:
             adapted = AdaptedRows.of([span], len(ids), model.kernels.products.library)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps, adapted)
 
-        def read(given_TD: Tensor | None) -> Read:
-            return model.read(ids, context, chosen, max_logits=max_logits, given_TD=given_TD)
+        def read(stage_input_TD: Tensor | None) -> PassOutput:
+            return model.read(ids, context, chosen, max_logits=max_logits, stage_input_TD=stage_input_TD)
 
         return StagePart(rows, len(ids), len(ids if chosen is None else chosen), read)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.hub.model_files import hash_of
 from specinfer.models.config import ModelConfig, PipelineStage
-from specinfer.models.language_model import LanguageModel, Read, check_taps
+from specinfer.models.language_model import LanguageModel, PassOutput, check_taps
 from specinfer.parallel.group import Group
 from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
@@ -197,7 +197,7 @@ class MessageReader:
             sources, targets = (self._list(number, 0, slots - 1) for _ in range(2))
             found = Moves(cache, sources, targets)
         if self._at != len(self._words):
-            raise ValueError(f"a message goes on behind its end, for {len(self._words) - self._at} words")
+            raise ValueError(f"a message has {len(self._words) - self._at} trailing words")
         return found
 
     def _rows(self, cache: Open) -> Rows:
@@ -267,7 +267,7 @@ class Leader:
         taps: Sequence[int],
         *,
         max_logits: int,
-    ) -> Read:
+    ) -> PassOutput:
         """Run a pass over these rows; `part_of` makes this rank's part of some of them, with its own taps.
 
         If at most `max_logits` rows have logits, these are made with the pass.
@@ -314,7 +314,7 @@ class Leader:
         message = MessageWriter.logits(self._cache, hidden_RD)
         with self._collective(), self._group.times.passing():
             self._send(message, stages=1)
-            return self._whole(Read(hidden_RD))
+            return self._whole(PassOutput(hidden_RD))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Make the other ranks copy K and V of these slots; the caller does so on this rank."""
@@ -322,7 +322,7 @@ class Leader:
             with self._collective(), self._group.times.passing():
                 self._send(MessageWriter.moving(self._cache, sources, targets))
 
-    def _whole(self, read: Read) -> Tensor:
+    def _whole(self, read: PassOutput) -> Tensor:
         own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
         return self._group.gather(own, self._widths)
 

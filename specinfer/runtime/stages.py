@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from specinfer.models.language_model import LanguageModel, Read
+from specinfer.models.language_model import LanguageModel, PassOutput
 from specinfer.parallel.group import Group
 from specinfer.runtime.batch import Rows
 
@@ -36,7 +36,7 @@ class StagePart(NamedTuple):
     rows: Sequence[Rows]
     num_rows: int
     num_chosen: int  # number of rows read after the last layer
-    read: Callable[[Tensor | None], Read]
+    read: Callable[[Tensor | None], PassOutput]
 
 
 class StagedPasses:
@@ -47,7 +47,7 @@ class StagedPasses:
         self.model = model
         stage = model.config.stage
         self.stages = 1 if stage.begins and stage.ends else group.stages  # stages of the model
-        self._reads: list[Read] = []  # reads of an unfinished pass's parts
+        self._reads: list[PassOutput] = []  # reads of an unfinished pass's parts
         self._chosen = 0  # rows read after the last layer, in all parts
         self._seconds = 0.0  # time of the pass's parts on this rank
         self.patience = 0.0  # at rank 0, seconds by which other stages may lag behind with the last pass
@@ -58,7 +58,7 @@ class StagedPasses:
         count = sum(len(one.token_ids) for one in rows)
         return cut_rows(rows, self._times.parts(count, self.stages))
 
-    def run(self, part: StagePart, *, more: bool = False) -> Read:
+    def run(self, part: StagePart, *, more: bool = False) -> PassOutput:
         """Run a part of a pass; after the last one (not `more`), return the result of all parts.
 
         The first stage then waits for the rows that are read after the last layer.
@@ -74,8 +74,8 @@ class StagedPasses:
         self._seconds += seconds
         self._chosen += part.num_chosen
         self._reads.append(found)
-        if found.handed_TD is not None:
-            self._send_on(found.handed_TD)
+        if found.stage_output_TD is not None:
+            self._send_on(found.stage_output_TD)
         if more:
             return found
         # Not before: a rank that waits to send does not receive, and all would wait for one another.
@@ -88,7 +88,7 @@ class StagedPasses:
             hidden_RD = self._take(self._chosen)
         self.patience = self._patience or 0.0
         self._reads, self._chosen, self._seconds = [], 0, 0.0
-        return Read(hidden_RD, tapped_TND)
+        return PassOutput(hidden_RD, tapped_TND)
 
     def _take(self, rows: int) -> Tensor:
         like = torch.empty(rows, self.model.config.hidden_size, dtype=self.model.dtype)
@@ -104,7 +104,7 @@ class StagedPasses:
         if self.group.rank:
             return None
         stage = self.model.config.stage
-        return _SLOWER * self._seconds * (stage.count / (stage.behind - stage.first) - 1)
+        return _SLOWER * self._seconds * (stage.count / (stage.end - stage.first) - 1)
 
 
 class StageTimes:

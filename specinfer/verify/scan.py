@@ -47,7 +47,7 @@ class LogitBlock:
     them in place.
     """
 
-    __slots__ = ("_count", "_rows_RV", "_show", "address", "dtype", "stride", "vocab")
+    __slots__ = ("_count", "_rows_RV", "_view", "address", "dtype", "stride", "vocab")
 
     def __init__(self, rows_RV: _Rows) -> None:
         """Hold `rows_RV`, of float32, or of uint16 with the bits of bfloat16, which NumPy lacks.
@@ -61,7 +61,7 @@ class LogitBlock:
                 f"got {rows_RV.dtype} {list(rows_RV.shape)}, {rows_RV.strides} bytes apart"
             )
         self._rows_RV: _Rows | None = rows_RV
-        self._show: Callable[[], _Rows] = lambda: rows_RV
+        self._view: Callable[[], _Rows] = lambda: rows_RV
         self._count = len(rows_RV)
         self.dtype: LogitType = kind
         self.vocab: int = rows_RV.shape[1]
@@ -69,19 +69,19 @@ class LogitBlock:
         self.stride = rows_RV.strides[0] // size  # elements between the starts of rows
 
     @classmethod
-    def lying_at(
+    def from_address(
         cls,
         address: int,
         dtype: LogitType,
         shape: tuple[int, int],
-        show: Callable[[], _Rows],
+        view: Callable[[], _Rows],
     ) -> LogitBlock:
-        """Return a block of contiguous rows, [R, V], at `address`; `show` returns them as an array.
+        """Return a block of contiguous rows, [R, V], at `address`; `view` returns them as an array.
 
-        Native scans read the address; `show` must keep the memory alive.
+        Native scans read the address; `view` must keep the memory alive.
         """
         block = cls.__new__(cls)
-        block._rows_RV, block._show = None, show
+        block._rows_RV, block._view = None, view
         block._count, block.vocab = shape
         block.address, block.dtype, block.stride = address, dtype, block.vocab
         return block
@@ -90,7 +90,7 @@ class LogitBlock:
     def rows_RV(self) -> _Rows:
         """All rows, of float32, or of uint16 with the bits of bfloat16."""
         if self._rows_RV is None:
-            self._rows_RV = self._show()
+            self._rows_RV = self._view()
         return self._rows_RV
 
     @property

@@ -43,17 +43,18 @@ class AdapterCache:
         library: Library | None,
         limit: int,
         free: Callable[[], int],
-        refused: str | None = None,
+        unsupported_reason: str | None = None,
     ) -> None:
-        """At most `limit` adapters are in memory, in dtype `weights`; `refused`: why none is supported.
+        """At most `limit` adapters are in memory, in dtype `weights`.
 
+        With an `unsupported_reason` none is accepted, and errors have the reason.
         `free` returns the bytes of memory that are free; on a CPU the unwritten part of a KV cache is free.
         """
         self._config = config
         self._weights, self._device, self._library = weights, device, library
         self._limit = limit
         self._free = free
-        self._refused = refused
+        self._unsupported_reason = unsupported_reason
         self.default: str | None = None  # adapter of requests that name none
         self._reading = threading.RLock()  # held while files are read; a step takes `_guard` only
         self._guard = threading.Lock()  # guards the adapters in memory
@@ -132,8 +133,8 @@ class AdapterCache:
             self._folders[name] = folder
 
     def _checked(self, name: str, path: Path) -> PeftFolder:
-        if self._refused is not None:
-            raise ModelError(f"adapter {name!r} cannot be used: {self._refused}")
+        if self._unsupported_reason is not None:
+            raise ModelError(f"adapter {name!r} cannot be used: {self._unsupported_reason}")
         return PeftFolder(name, path, self._config)
 
     def named(self, request: LoRARequest) -> str:

@@ -42,7 +42,7 @@ from specinfer.models.hosted.skeleton import (
     is_experts,
     keeps_float32,
 )
-from specinfer.models.language_model import LanguageModel, PassContext, Read
+from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
 from specinfer.models.weight_memory import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -100,16 +100,16 @@ class HostedModel(LanguageModel):
         rows: Tensor | None = None,
         *,
         max_logits: int = 0,
-        given_TD: Tensor | None = None,
-    ) -> Read:
+        stage_input_TD: Tensor | None = None,
+    ) -> PassOutput:
         """A whole pass up to the head; see LanguageModel."""
-        if context.taps or given_TD is not None:
+        if context.taps or stage_input_TD is not None:
             raise ValueError("a hosted model has no taps, and no stages")
         if not len(token_ids_T):
-            return Read(torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device))
+            return PassOutput(torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device))
         positions_T = context.positions_T + self._offset if self._offset else context.positions_T
         hidden_TD = self._run(token_ids_T, positions_T, context.attend)
-        return Read(hidden_TD if rows is None else hidden_TD.index_select(0, rows))
+        return PassOutput(hidden_TD if rows is None else hidden_TD.index_select(0, rows))
 
     def _run(self, token_ids_T: Tensor, position_ids_T: Tensor | None, attend: Attend) -> Tensor:
         """The output of the model's own code for these rows, [T, D]."""

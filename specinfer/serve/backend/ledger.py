@@ -57,7 +57,7 @@ class OpenWork:
     deaths: int = 0  # engines that died while busy with it, since its last token
     replica: int | None = None  # None while it waits for one
     sent: bool = False  # whether this replica's engine has it
-    silent: bool = True  # whether this engine has sent no token of it
+    no_token_yet: bool = True  # whether this engine has sent no token of it
 
     @property
     def rest(self) -> Work:
@@ -113,10 +113,10 @@ class Ledger:
         return [one for one in self._works.values() if one.replica == replica]
 
     def assign(self, one: OpenWork, replica: int) -> None:
-        """Assign a work to a replica; `due` returns it when the engine may have it."""
+        """Assign a work to a replica; `take_sendable` returns it when the engine may have it."""
         self.handed_on += one.sent
         self._part(one)
-        one.replica, one.sent, one.silent = replica, False, True
+        one.replica, one.sent, one.no_token_yet = replica, False, True
         self._loads[replica] = self.load(replica) + 1
         self._holding.add(replica)
 
@@ -125,7 +125,7 @@ class Ledger:
             self._loads[one.replica] -= 1
             one.replica = None
 
-    def due(self, replica: int) -> list[Work]:
+    def take_sendable(self, replica: int) -> list[Work]:
         """Works to send to a replica's engine now; marks them as sent."""
         if replica not in self._holding:
             return []
@@ -133,7 +133,7 @@ class Ledger:
         due = unsent = [one for one in works if not one.sent]
         if self.suspects(replica):
             # While a work has no token yet, it may be the cause of a crash: send no other.
-            due = [] if any(one.sent and one.silent for one in works) else unsent[:1]
+            due = [] if any(one.sent and one.no_token_yet for one in works) else unsent[:1]
         for one in due:
             one.sent = True
         if len(due) == len(unsent):
@@ -151,12 +151,12 @@ class Ledger:
                 self._part(one)
             elif delta.token_ids:
                 one.output_ids.extend(delta.token_ids)
-                one.maker, one.deaths, one.silent = fingerprint, 0, False
+                one.maker, one.deaths, one.no_token_yet = fingerprint, 0, False
                 if delta.prompt_logprobs is not None:  # sent now; another engine does not compute them again
                     one.work = replace(one.work, params=replace(one.work.params, prompt_logprobs=None))
             one.waiter.put(delta)
 
-    def lost(self, replica: int, busy: frozenset[str] | None) -> None:
+    def engine_died(self, replica: int, busy: frozenset[str] | None) -> None:
         """Record that a replica's engine died while `busy` with works; None if it had not reported any.
 
         Its works wait for a replica again, except those that fail.
@@ -180,7 +180,7 @@ class Ledger:
         self.end([one.work.id])
         one.waiter.fail(BackendError(reason))
 
-    def cut(self, reason: str) -> int:
+    def fail_all(self, reason: str) -> int:
         """Fail all works with an UnavailableError that has this reason; returns their number.
 
         They stay in the ledger until their consumers call `end`.

@@ -99,12 +99,12 @@ class ReplicaBackend:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._ledger.cut("the server is closing")
+        self._ledger.fail_all("the server is closing")
         await asyncio.gather(*(one.close() for one in self._replicas))
 
     def cut(self, reason: str) -> int:
         """Fail all open works with an UnavailableError that has this reason; returns their number."""
-        return self._ledger.cut(reason)
+        return self._ledger.fail_all(reason)
 
     @property
     def pids(self) -> list[int | None]:
@@ -272,7 +272,7 @@ class ReplicaBackend:
             self._send_due(replica)
 
     def _send_due(self, replica: Replica) -> None:
-        if replica.runs and (works := self._ledger.due(replica.number)):
+        if replica.runs and (works := self._ledger.take_sendable(replica.number)):
             replica.add(works)
 
     def _receive(self, replica: Replica, deltas: Sequence[Delta]) -> None:
@@ -283,7 +283,7 @@ class ReplicaBackend:
     def _lost(self, replica: Replica, busy: frozenset[str] | None) -> None:
         """Move the works of an engine that died."""
         had = self._ledger.load(replica.number)
-        self._ledger.lost(replica.number, busy)
+        self._ledger.engine_died(replica.number, busy)
         self._place_waiting()
         if len(self._replicas) == 1:
             _LOG.error("%s; %d answers wait for it", replica.trouble, had)

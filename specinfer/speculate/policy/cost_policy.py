@@ -208,7 +208,7 @@ class CostPolicy(SpeculationPolicy):
                 for n, entry in enumerate(asked)
                 if entry.max_nodes > 1
             }
-            worth = self._starts[speculator].which(asked, [unread[i] for i in free], growing, step)
+            worth = self._starts[speculator].select(asked, [unread[i] for i in free], growing, step)
             for i, start in zip(free, worth, strict=True):
                 starts[i] = start
         late = list[tuple[int, int]]()
@@ -306,8 +306,8 @@ class CostPolicy(SpeculationPolicy):
         without, requests = costs.passes[costs.rows], int(costs.tokens)
         drafts = costs.spent - (costs.passes[requests] - without)
         seconds = drafts + costs._replace(spent=0.0).seconds(sum(len(of) - 1 for of in likely))
-        besides = 0.0 if self.guard is None else self.guard.besides_pass
-        return Appraisal(likely, seconds - without, seconds + besides, self._off_reason)
+        overhead = 0.0 if self.guard is None else self.guard.overhead
+        return Appraisal(likely, seconds - without, seconds + overhead, self._off_reason)
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent was accepted, verified or not, and from the step's seconds."""

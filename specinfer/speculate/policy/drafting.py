@@ -27,8 +27,9 @@ _MEMORY: Final = 0.97  # decay of a mean at each value
 _PRIOR: Final = 3.0  # weight of a mean's prior, in values
 # Prior of the probability that other speculators do not hold the first level's token, by whether the request
 # has a prediction, which probably holds most of the answer.
-_LEFT: Final = {False: 1.0, True: 0.3}
-_MADE: Final = {False: 1.0, True: 8.0}  # prior of a step's tokens with other speculators' guesses, likewise
+_UNCOVERED_PRIOR: Final = {False: 1.0, True: 0.3}
+# Prior of the tokens of a step with the guesses of other speculators, likewise.
+_TOKENS_PRIOR: Final = {False: 1.0, True: 8.0}
 _REFUSED: Final = 16  # consecutive steps in which a draft did not start; then its counts and costs decay
 _REFUSED_MEMORY: Final = 0.8  # factor of this decay, as a draft that does not run yields no new outcomes
 _MAX_RATE: Final = 0.99  # maximum rate of a level; with 1, any number of levels would be worth it
@@ -73,7 +74,7 @@ class GrowingGuesses:
         for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
             held[parent] += rate
         # Probability that no guess holds the token after each node.
-        self.left = [max(0.0, 1.0 - of) for of in held]
+        self.uncovered = [max(0.0, 1.0 - of) for of in held]
         self._pinned = pinned_nodes(others)
         self._room = max_nodes - 1
         self._places = [0]  # index of each of the draft's nodes in `others`, or -1
@@ -132,7 +133,7 @@ class GrowingGuesses:
         others cost `price`. Samples are all verified, and the caller counts their rows.
         """
         place = self._places[end]
-        arrives = self._probabilities[end] * (self.left[place] if place >= 0 else 1.0)
+        arrives = self._probabilities[end] * (self.uncovered[place] if place >= 0 else 1.0)
         return gain(arrives, rate, 0.0 if self.samples else price)
 
 
@@ -193,8 +194,8 @@ class DraftStarts:
         self._levels = levels
         # Recent means of the probability that others lack the first level's token, and of a step's tokens
         # with their guesses.
-        self._left = {predicted: _FadingMean(left) for predicted, left in _LEFT.items()}
-        self._made = {predicted: _FadingMean(made) for predicted, made in _MADE.items()}
+        self._left = {predicted: _FadingMean(left) for predicted, left in _UNCOVERED_PRIOR.items()}
+        self._made = {predicted: _FadingMean(made) for predicted, made in _TOKENS_PRIOR.items()}
         self._refused = 0  # consecutive steps without a start
 
     def refused(self) -> None:
@@ -205,7 +206,7 @@ class DraftStarts:
             self._levels.fade(_REFUSED_MEMORY)
             self._draft.costs.fade(_REFUSED_MEMORY)
 
-    def which(
+    def select(
         self,
         entries: Sequence[PlanEntry],
         unread: Sequence[int],
@@ -246,9 +247,9 @@ class DraftStarts:
         predicted = bool(entry.request.prediction)
         left_of_late, made_of_late = self._left[predicted], self._made[predicted]
         rate = self._rate(entry)
-        left_of_late.add(guesses.left[0])
+        left_of_late.add(guesses.uncovered[0])
         made_of_late.add(sum([likely for likely in guesses.known if likely > price]))
-        brings = gain(guesses.left[0], rate, price)
+        brings = gain(guesses.uncovered[0], rate, price)
         return brings, _part(brings, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
 
     def _reads(self, entry: PlanEntry, read: float, requests: int, pace: float, row: float) -> bool:

@@ -128,7 +128,7 @@ class Guard:
         self._draft_memory = draft_memory
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
         self._allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
-        self._besides = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
+        self._overheads = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = 0
         self._turn = 0  # counter that selects the draft's pass to learn from
@@ -158,9 +158,13 @@ class Guard:
         return self._allowance.seconds
 
     @property
-    def besides_pass(self) -> float:
+    def overhead(self) -> float:
         """Seconds of a plain step outside its pass."""
-        return _median(self._besides) if self._known and self._besides else max(0.0, self._plain - self._pass)
+        return (
+            _median(self._overheads)
+            if self._known and self._overheads
+            else max(0.0, self._plain - self._pass)
+        )
 
     def begin(self, names: Collection[str], requests: int, rows: int, own_size: bool) -> str | None:
         """Start a step; returns why speculation is off for it, or None if it is on.
@@ -179,7 +183,9 @@ class Guard:
         self._memory_cost = self._memory_cost_of(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
         if self._known:
-            self._plain = self._pass - self._memory_cost + (_median(self._besides) if self._besides else 0.0)
+            self._plain = (
+                self._pass - self._memory_cost + (_median(self._overheads) if self._overheads else 0.0)
+            )
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
@@ -225,7 +231,7 @@ class Guard:
             seconds = sum(stages.values())
             guessing = sum([stages.get(stage, 0.0) for stage in GUESSING_STAGES])
             if not self._prompts:
-                self._besides.append(seconds - guessing - sum([stages.get(s, 0.0) for s in TARGET_STAGES]))
+                self._overheads.append(seconds - guessing - sum([stages.get(s, 0.0) for s in TARGET_STAGES]))
                 self._plain *= self._learn(stages, passes)
         else:
             guesses, reading = self._seconds_by_costs(passes)

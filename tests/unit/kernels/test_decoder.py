@@ -15,7 +15,7 @@ from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder
-from specinfer.models.language_model import LayeredModel, PassContext, Read
+from specinfer.models.language_model import LayeredModel, PassContext, PassOutput
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
@@ -51,7 +51,7 @@ def read(
     *,
     steps: bool = False,
     max_logits: int = 0,
-) -> Read:
+) -> PassOutput:
     """Return the hidden states of rows, taps and logits."""
     batch = build_batch(rows, block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)

@@ -16,7 +16,7 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.ops import Ops
 from specinfer.kernels.quantized import Products
-from specinfer.models.language_model import LanguageModel, PassContext, Read
+from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -137,7 +137,9 @@ def test_taps_have_the_bits_of_op_by_op_and_change_no_other(
     before = run(model)
     read = model.read
 
-    def with_taps(token_ids_T: Tensor, context: PassContext, rows: Tensor | None, **others: int) -> Read:
+    def with_taps(
+        token_ids_T: Tensor, context: PassContext, rows: Tensor | None, **others: int
+    ) -> PassOutput:
         return read(token_ids_T, replace(context, taps=[0, layers, 1, 1]), rows, **others)
 
     monkeypatch.setattr(model, "read", with_taps)

@@ -66,7 +66,7 @@ def test_what_is_written_is_read() -> None:
         (MessageWriter.opening(4, 0, 0, 2), "0 where 1 to"),
         (MessageWriter.opening(4, 1, 2, 2), "1 where 0 to 0"),
         (MessageWriter.opening(4, 0, 1 << 20, 1 << 20), "where 1 to 2048"),
-        (MessageWriter.closing(3) + words(0), "goes on behind its end"),
+        (MessageWriter.closing(3) + words(0), "has 1 trailing words"),
         (MessageWriter.moving(3, [1, 32], [2, 3]), "0 .. 31"),
         (MessageWriter.moving(3, [1], [-1]), "0 .. 31"),
         (MessageWriter.passing(3, [Rows([5], 0, [4], 0)], 8, logits=False), "0 .. 3"),

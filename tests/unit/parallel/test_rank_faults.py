@@ -13,7 +13,7 @@ import pytest
 from specinfer import LLM
 from specinfer.engine import ranks
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.models.language_model import Read
+from specinfer.models.language_model import PassOutput
 from specinfer.progress import Progress
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon
 
@@ -90,7 +90,7 @@ def test_a_rank_0_that_does_not_answer_is_named_and_not_the_followers(
         target = llm.models.target
         read = target.read
 
-        def read_late(*given: Any, **how: Any) -> Read:
+        def read_late(*given: Any, **how: Any) -> PassOutput:
             assert soon(lambda: not followers())
             return read(*given, **how)
 

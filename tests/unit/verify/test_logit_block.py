@@ -37,7 +37,7 @@ def test_rows_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> No
         shown.append("once")
         return made
 
-    block = LogitBlock.lying_at(made.ctypes.data, kind, (3, 3), show)
+    block = LogitBlock.from_address(made.ctypes.data, kind, (3, 3), show)
     same = LogitBlock(made)
     assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
     assert (block.address, block.nbytes) == (same.address, same.nbytes) == (made.ctypes.data, made.nbytes)

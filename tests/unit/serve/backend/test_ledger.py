@@ -34,14 +34,14 @@ class Books:
         return self.due(replica)
 
     def due(self, replica: int) -> str:
-        return "".join(work.id for work in self.ledger.due(replica))
+        return "".join(work.id for work in self.ledger.take_sendable(replica))
 
     def says(self, replica: int, name: str, *tokens: int, maker: str = "f", last: bool = False) -> None:
         reason = FinishReason.LENGTH if last else None
         self.ledger.receive(replica, maker, [Delta(name, "", tokens, finish_reason=reason)])
 
     def dies(self, replica: int, busy: str | None) -> None:
-        self.ledger.lost(replica, None if busy is None else frozenset(busy))
+        self.ledger.engine_died(replica, None if busy is None else frozenset(busy))
 
     @property
     def failed(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_another_replica_continues_after_the_sent_tokens() -> None:
     books.dies(0, "a")
     assert [one.work.id for one in books.ledger.of(None)] == ["a", "b"]
     books.ledger.assign(books.works["a"], 1)
-    assert [work.prior_output for work in books.ledger.due(1)] == [(5, 6)]
+    assert [work.prior_output for work in books.ledger.take_sendable(1)] == [(5, 6)]
     assert (books.works["a"].maker, books.works["b"].maker) == ("f", None)
     assert (books.ledger.load(0), books.ledger.load(1), books.ledger.handed_on) == (0, 1, 1)
     books.says(0, "a", 7)  # from the replica that has it no more
@@ -166,7 +166,7 @@ def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> No
         for one in books.ledger.of(None):
             books.ledger.assign(one, chance.randrange(3))
         for replica, engine in engines.items():
-            engine |= {work.id: len(work.prior_output) for work in books.ledger.due(replica)}
+            engine |= {work.id: len(work.prior_output) for work in books.ledger.take_sendable(replica)}
         replica = chance.randrange(3)
         engine = engines[replica]
         match chance.randrange(10):

@@ -65,7 +65,7 @@ class Starting:
             if one.max_nodes > 1
         }
         step = StepWithoutDraft(StepCosts([1.0], 0, 0, 0.0, float(count)), float(count), 0, row)
-        return self.starts.which(entries, unread, growing, step)
+        return self.starts.select(entries, unread, growing, step)
 
 
 def starts(
