@@ -45,7 +45,7 @@ def rows_of(page: str) -> list[Tried]:
         found[kind] = Tried(kind, bool(differs), differs, "")
     for remark, named in re.findall(r"^- (.+): (`[^:]+`)$", part, re.M):
         found |= {kind: Tried(kind, False, "", remark) for kind in re.findall(r"`(.+?)`", named)}
-    return list(found.values())
+    return sorted(found.values())
 
 
 def with_rows(page: str, rows: Sequence[Tried]) -> str:
