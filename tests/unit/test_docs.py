@@ -12,12 +12,7 @@ import pytest
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
-HISTORY = ("lab", "log.md")  # dated notes, which name what was there then
-PAGES = sorted(
-    page
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
-    if page.parent.name not in HISTORY and page.name not in HISTORY
-)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = ROOT / "README.md"
 
 
