@@ -12,7 +12,7 @@ namespace specinfer {
 constexpr size_t kHugePage = 1 << 21;
 
 // Request large pages for unwritten memory that covers whole ones. Weights are read once per pass, and with
-// pages of 4 KB a core also waits for address translation (docs/log.md).
+// pages of 4 KB a core also waits for address translation.
 inline void want_huge_pages(void* memory, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
   const auto from = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage;

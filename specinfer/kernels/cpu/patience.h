@@ -12,7 +12,7 @@ namespace specinfer {
 
 using Clock = std::chrono::steady_clock;
 
-// Spinning time: the interval between two jobs of a pass, and a little more (docs/log.md).
+// Spinning time: the interval between two jobs of a pass, and a little more.
 constexpr auto kPatience = std::chrono::microseconds(50);
 constexpr int kLooks = 32;  // checks between two readings of the clock
 

@@ -2,7 +2,7 @@
 //
 // The caller divides its work into pieces and takes pieces itself. It waits only for pieces that a thread has started,
 // so sleeping or busy threads do not delay it. An idle thread spins for the usual interval between jobs, then
-// sleeps: on shared cores, a spinning thread would block the one it waits for (docs/log.md has the measurements).
+// sleeps: on shared cores, a spinning thread would block the one it waits for.
 
 #pragma once
 
