@@ -39,7 +39,6 @@ FLAGS = (
         "--draft",
         "--draft-lora",
         "--draft-quantization",
-        "--draft-tokens",
         "--draft-vocabulary",
         "--draw",
         "--dtype",
