@@ -198,7 +198,7 @@ class LLM:
 
     @property
     def loop(self) -> EngineLoop:
-        """The engine loop, which runs requests for any number of threads in a thread of its own."""
+        """The engine loop, which runs requests for any number of threads, in its own thread."""
         return self._open.loop
 
     @property

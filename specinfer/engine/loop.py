@@ -1,4 +1,4 @@
-"""EngineLoop: drives an engine in a thread of its own, for any number of other threads.
+"""EngineLoop: drives an engine in its own thread, for any number of other threads.
 
     submit, cancel    any thread: queue a command
     the loop          commands, a step of the engine, the delivery of its deltas, and again

@@ -1,9 +1,9 @@
 """Selects the native library of this process: the best one that this CPU can run.
 
 Before a library is used on a machine, a separate process runs it (survival.py), so that an illegal
-instruction costs a log line and the next lower level. Nothing else chooses a level, since another level has
-other bits: no time limit, no lack of memory, no folder that cannot be written. Tests and `specinfer doctor`
-compare results with PyTorch's (check/kernel_faults.py).
+instruction costs a log line and the next lower level. A level is chosen by the CPU alone, since another level
+has other bits: not by a time limit, by a lack of memory, or by a folder that cannot be written. Tests and
+`specinfer doctor` compare results with PyTorch's (check/kernel_faults.py).
 """
 
 from __future__ import annotations
