@@ -190,7 +190,9 @@ class Engine:
         """
         try:
             with torch_threads(self._threads):
-                return self._step()
+                deltas = self._step()
+            self._stepped = []  # holds no request that has ended
+            return deltas
         except StoppedError:  # `close` was called
             return []
         finally:
@@ -198,7 +200,9 @@ class Engine:
 
     def fail(self, error: BaseException) -> list[Delta]:
         """End the requests of a step that raised `error`, or all if a rank is lost; returns their deltas."""
-        failed = [*self._requests.values()] if isinstance(error, PeerLostError) else self._stepped
+        failed, self._stepped = self._stepped, []
+        if isinstance(error, PeerLostError):
+            failed = [*self._requests.values()]
         return self._end_all(failed, f"a step of the engine failed: {error!r}")
 
     @inference

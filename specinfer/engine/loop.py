@@ -216,6 +216,7 @@ class EngineLoop:
                     engine.rest(lambda: bool(self._refusing) or not self._commands.empty())
             else:
                 command()
+                del command  # which holds requests
                 continue
             if engine.has_work:
                 self._step(engine)

@@ -115,7 +115,7 @@ def test_a_draft_of_another_vocabulary_brings_its_tokenizer(
     other = write_tiny_gguf(tmp_path / "other.gguf", last_token="<end>")
     models = load_models(config(target, drafts=(str(other),)))
     assert counted["built"] == ["target.gguf", "other.gguf"]
-    assert models.foreign["draft"].shared == 96
+    assert len(models.foreign["draft"].logit_ids) == 96
 
 
 def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
         assert [*stream][-1].finished
     else:
         stream.close()
+    llm.check_integrity()  # waits for the end of the request
     assert [finished for name, finished in outcomes if name == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._texts._texts, by_name["lookup"]._running) == ({}, {})

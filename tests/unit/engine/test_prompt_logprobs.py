@@ -123,21 +123,6 @@ def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
     assert max(held) == 64
 
 
-def test_reports_survive_a_step_that_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = tiny.llm(max_step_tokens=ROWS)
-    want = llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs
-    launch, calls = runner_of(llm).launch, [0]
-
-    def failing(*args: Any, **more: Any) -> Flight:
-        calls[0] += 1
-        if calls[0] == 4:
-            raise RuntimeError("once")
-        return launch(*args, **more)
-
-    monkeypatch.setattr(runner_of(llm), "launch", failing)
-    assert llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs == want
-
-
 def test_an_aborted_request_reports_what_is_known(tiny: Tiny) -> None:
     llm = tiny.llm(max_step_tokens=ROWS)
     engine = engine_of(llm)
