@@ -199,9 +199,9 @@ class Engine:
             self.clock.end()
 
     def fail(self, error: BaseException) -> list[Delta]:
-        """End the requests of a step that raised `error`, or all if a rank is lost; returns their deltas."""
+        """End the requests of a step that raised `error`, all if a rank is lost; returns their deltas."""
         failed, self._stepped = self._stepped, []
-        if isinstance(error, PeerLostError):
+        if not failed or isinstance(error, PeerLostError):
             failed = [*self._requests.values()]
         return self._end_all(failed, f"a step of the engine failed: {error!r}")
 
