@@ -115,8 +115,9 @@ class LLM:
         intake = Intake(engine.admission, SamplingParams(**usual), models.adapters)
         loop = EngineLoop(engine)
         self._parts: _Open | None = _Open(models, engine, intake, loop)
-        # The loop's thread does not keep the LLM alive, and ends before the interpreter does.
-        self._end = weakref.finalize(self, loop.stop)
+        # The loop's thread does not keep the LLM alive; a callback or speculator that refers to it does.
+        self._end = weakref.finalize(self, loop.stop, wait=False)
+        self._end.atexit = False  # the loop waits then
 
     def variant(
         self,

@@ -46,6 +46,10 @@ class ScriptedEngine:
 
     has_postponed = False
 
+    @property
+    def stepped(self) -> list[str]:
+        return [*self.requests]
+
     def close(self) -> None:
         """Do nothing: no step blocks."""
 

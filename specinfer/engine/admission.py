@@ -141,11 +141,8 @@ class Admission:
             sequence.hash_blocks(self._block_size)  # in the caller's thread, not between two steps
         return AdmittedRequest(request, sequence, transcript)
 
-    def processors(self, request: Request, earlier: Processors | None = None) -> Processors:
-        """Return the request's processors at the start of its output; raises RequestError as `admit` does.
-
-        With `earlier`, which are the request's, nothing is compiled.
-        """
+    def processors(self, request: Request) -> Processors:
+        """Return the request's processors at the start of its output; raises RequestError as `admit` does."""
         params = request.params
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -154,9 +151,8 @@ class Admission:
             bad_words = tokenize_bad_words(
                 params.bad_words, lambda text: self.tokenizer.encode(text, add_special=False)
             )
-        form, grammar = params.structured_output, None if earlier is None else earlier.grammar
-        if form is not None:
-            grammar = self._grammar(form) if grammar is None else grammar.restarted()
+        form = params.structured_output
+        grammar = None if form is None else self._grammar(form)
         return Processors(
             params,
             request.prompt_token_ids,

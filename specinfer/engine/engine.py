@@ -141,6 +141,11 @@ class Engine:
         )
 
     @property
+    def stepped(self) -> list[str]:
+        """The ids of the requests of a step that raised, before `fail`; all, if none was scheduled."""
+        return [one.transcript.request.request_id for one in self._stepped] or [*self._requests]
+
+    @property
     def has_postponed(self) -> bool:
         """True if `rest` has work."""
         return self._postponed is not None

@@ -1,4 +1,4 @@
-"""Listeners: the callbacks of an engine's steps, whose exceptions end no request."""
+"""Listeners: the callbacks of an engine's steps."""
 
 from __future__ import annotations
 

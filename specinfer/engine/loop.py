@@ -9,8 +9,11 @@ Commands run between steps, so a cancelled request takes part in no later step.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _IDLE_SECONDS: Final = 1.0  # after which the loop does what the start put off
 
 Receiver = Callable[[Delta], object]
+_LOOPS: Final[weakref.WeakSet[EngineLoop]] = weakref.WeakSet()  # that have threads; stopped at exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class _Live:
 class EngineLoop:
     """Drives one engine; every method is callable from any thread.
 
-    Within a step, or in a receiver, only `cancel` and `submit` may be called; the others would wait for
-    themselves and raise UserError. After `close` all methods but `close` and `cancel` raise ClosedError.
+    Within a step, or in a receiver, only `cancel`, `submit` and `stop` may be called; the others would wait
+    for themselves and raise UserError. After `close` all methods but `close` and `cancel` raise ClosedError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,13 +55,15 @@ class EngineLoop:
         # Its `put` is reentrant: `cancel` may run in a stream's finalizer, at any line of any thread.
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._live: dict[str, _Live] = {}
-        self._lock = threading.Lock()  # guards the entry of requests, and the fields below
+        # Guards the entry of requests, and the fields below. Garbage collection may call `stop` within it.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None  # started by the first command
         self._refusing = ""  # why new requests are refused
         self._lost: PeerLostError | None = None
         self._rests = False
-        # Called first in the loop's thread with the exception of a step; a server ends its process.
-        self.on_failed: Callable[[BaseException], object] | None = None
+        # Called first in the loop's thread with the exception of a step, and the ids of its requests; a
+        # server ends its process.
+        self.on_failed: Callable[[BaseException, Sequence[str]], object] | None = None
 
     def submit(self, requests: Sequence[AdmittedRequest], receive: Receiver) -> None:
         """Queue requests; `receive` gets each of their deltas, the last one with a finish reason.
@@ -106,7 +112,7 @@ class EngineLoop:
                 if output.finish_reason is FinishReason.ABORT and self._refusing:
                     raise ClosedError(self._refusing)
                 if output.finish_reason is FinishReason.ERROR and self._lost is not None:
-                    raise self._lost
+                    raise PeerLostError(str(self._lost), self._lost.rank)
                 if output.finished:
                     del left[output.request_id]
                 yield output
@@ -121,8 +127,11 @@ class EngineLoop:
         self._refuse_within_step()
         self.stop()
 
-    def stop(self) -> None:
-        """Close, also from the loop's own thread, which then ends after its step."""
+    def stop(self, *, wait: bool = True) -> None:
+        """Close, also from the loop's own thread, which then ends after its step.
+
+        Garbage collection, which may come at any line of any thread, must not `wait`.
+        """
         with self._lock:
             self._refusing = "the LLM was closed; make a new one"
             thread, engine = self._thread, self._engine
@@ -130,8 +139,9 @@ class EngineLoop:
             engine.close()
         if thread is None:
             self._engine = None
-        elif thread is not threading.current_thread():
-            self._commands.put(lambda: None)  # wakes it
+            return
+        self._commands.put(lambda: None)  # wakes it
+        if wait and thread is not threading.current_thread():
             thread.join()
 
     def rest_when_idle(self) -> None:
@@ -143,7 +153,7 @@ class EngineLoop:
 
     def rest(self) -> None:
         """Do, between two steps, the work that the start put off, such as measuring passes."""
-        self._call(lambda engine: engine.rest(lambda: False))
+        self._call(lambda engine: engine.rest(lambda: bool(self._refusing)))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError, between two steps, if the engine's parts or its requests are inconsistent."""
@@ -163,7 +173,7 @@ class EngineLoop:
         def call() -> None:
             try:
                 function(self._present_engine)
-            except Exception as error:
+            except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -179,8 +189,12 @@ class EngineLoop:
             raise ClosedError(self._refusing)
         if self._thread is None:
             # A daemon, as the interpreter waits for other threads before it runs `atexit` handlers.
-            self._thread = threading.Thread(target=self._run, name="specinfer-engine", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="specinfer-engine", daemon=True)
+            thread.start()
+            self._thread = thread
+            _LOOPS.add(self)
+        elif not self._thread.is_alive():
+            raise ClosedError("the LLM was made in another process, before a fork; load the model here")
 
     def _refuse_within_step(self) -> None:
         if threading.current_thread() is self._thread:
@@ -191,7 +205,7 @@ class EngineLoop:
 
     @property
     def _present_engine(self) -> Engine:
-        assert self._engine is not None, "a closed loop runs no command"
+        assert self._engine is not None, "the engine's thread has ended"
         return self._engine
 
     # In the loop's thread.
@@ -199,12 +213,20 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._drive(self._present_engine)
+        except BaseException as error:
+            _LOG.exception("the engine's thread ends; please report it")
+            if self.on_failed is not None:
+                self.on_failed(error, ())
         finally:
             with self._lock:
                 self._refusing = self._refusing or "the engine's thread has ended; make a new LLM"
-            for live in list(self._live.values()):
-                self._receive(live.admitted.fail("the engine's thread has ended; please report it"))
             self._engine = None
+            while not self._commands.empty():
+                with contextlib.suppress(Exception):  # calls get an error, as there is no engine
+                    self._commands.get()()
+            for live in list(self._live.values()):
+                with contextlib.suppress(Exception):
+                    self._receive(live.admitted.fail("the engine's thread has ended; please report it"))
 
     def _drive(self, engine: Engine) -> None:
         while not self._refusing:
@@ -230,9 +252,9 @@ class EngineLoop:
             deltas = engine.step()
         except BaseException as error:  # libraries in Rust raise these
             if self.on_failed is not None:
-                self.on_failed(error)
+                self.on_failed(error, engine.stepped)
             if isinstance(error, PeerLostError):
-                self._lost = error
+                self._lost = PeerLostError(str(error), error.rank)  # without the frames of the step
                 _LOG.error("all requests end: %s", error)
             else:
                 _LOG.exception("a step failed, and its requests end")
@@ -273,3 +295,10 @@ class EngineLoop:
             _LOG.exception("request %s is cancelled, as its receiver failed", delta.id)
             if not delta.finished:
                 self.cancel([live.admitted])
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all loops before the interpreter ends."""
+    for loop in list(_LOOPS):
+        loop.stop()

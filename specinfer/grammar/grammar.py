@@ -276,10 +276,6 @@ class GrammarState:
         self._ended = False
         self._masks: dict[tuple[int, ...], NDArray[np.uint8]] = {}  # by path, one bit per token
 
-    def restarted(self) -> GrammarState:
-        """The state at the start of a text."""
-        return self._grammar.state()
-
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
         """The tokens allowed after the committed text and `path`: a new array [vocab_size]."""
         bits = self._bits(tuple(path))

@@ -174,8 +174,9 @@ class AdapterCache:
         with self._guard:
             if name not in self._resident and name not in self._failed and self._fetching is None:
                 self._make_room({name}, used)
-                self._fetching = threading.Thread(target=self._fetch, args=(name,), daemon=True)
-                self._fetching.start()
+                reader = threading.Thread(target=self._fetch, args=(name,), daemon=True)
+                reader.start()  # it waits for the guard before it resets the field
+                self._fetching = reader
             thread = self._fetching
         if wait and thread is not None:
             thread.join(wait)
@@ -187,7 +188,8 @@ class AdapterCache:
         except Exception as error:  # `rows` raises it for the requests that wait
             self._failed[name] = error if isinstance(error, AdapterError) else AdapterError(repr(error), name)
         finally:
-            self._fetching = None
+            with self._guard:
+                self._fetching = None
 
     def rows(self, adapted: Sequence[tuple[range, str]], count: int) -> AdaptedRows | None:
         """The adapted rows of a pass of `count` rows, from ranges and adapter names; None if there are none.

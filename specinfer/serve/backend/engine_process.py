@@ -104,7 +104,7 @@ class EngineProcess:
         llm.loop.on_failed = self._on_failed
         llm.loop.rest_when_idle()
         if (group := llm.models.target.group) is not None:
-            group.watch(self._on_failed)
+            group.watch(lambda error: self._on_failed(error, ()))
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineInfo(
             llm.max_context,
@@ -204,14 +204,16 @@ class EngineProcess:
                     answer.started = True
                     self._outbox.put(Delta(name, started=True))
 
-    def _on_failed(self, error: BaseException) -> None:
-        """Exit before any work fails: the next process continues every text, and finds the work at fault."""
+    def _on_failed(self, error: BaseException, names: Sequence[str]) -> None:
+        """Exit before any work fails; the server continues the texts, and suspects these works."""
         self._ending.acquire()  # the loop and the group's watch both detect a loss; one of them logs it
         if isinstance(error, PeerLostError):
             _LOG.error("the engine process ends: %s", str(error))
             time.sleep(self._linger)
             os._exit(_PEER_LOST)
         _LOG.error("the engine process ends, as a step failed", exc_info=error)
+        self._stepped = list(names)  # the step may have failed before it was announced
+        self._send_busy_at_once()
         os._exit(_INTERNAL_ERROR)
 
     def _send_busy_at_once(self) -> bool:
@@ -240,7 +242,7 @@ class EngineProcess:
         if answer is not None and answer.work.traced:
             try:
                 answer.trees.append(event.to_json(self._llm.tokenizer))
-            except Exception:  # the loop would treat the step as failed
+            except Exception:  # the loop would end the request
                 _LOG.exception("a tree of work %s could not be serialized", answer.work.id)
 
     def _abort(self, ids: Iterable[str]) -> None:

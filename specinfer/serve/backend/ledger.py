@@ -6,9 +6,10 @@ token is lost or sent twice. Under multi-step sampling only the distribution wou
 that has started ends with an error if its engine dies.
 
 An engine reports the works of each step before the step runs, so a crash may be due to one of them. A work
-that was in two crashes, without an output token between them, becomes a suspect. A suspect goes to an engine
-without other works, if one runs or is being started. An engine with a suspect gets its works one by one, each
-after the previous one has produced a token. The third crash then identifies the work at fault.
+that was in two crashes, and did not progress between them, becomes a suspect: an engine's first token comes
+with the prompt, and only the next one is progress. A suspect goes to an engine without other works, if one
+runs or is being started. An engine with a suspect gets its works one by one, each after the previous one has
+progressed. The third crash then identifies the work at fault.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Final
 from specinfer.request import Delta
 from specinfer.serve.backend.work import BackendError, UnavailableError, Work
 
-_MAX_DEATHS: Final = 3  # engines that die while busy with a work, without a new token, before the work fails
+_MAX_DEATHS: Final = 3  # engines that die while busy with a work, without progress, before the work fails
+_MAX_DEATHS_IN_ALL: Final = 10  # the same, with progress between them
 
 
 @dataclass(eq=False)
@@ -54,15 +56,21 @@ class OpenWork:
     key: int = 0  # its position on the ring of replicas
     output_ids: list[int] = field(default_factory=list)  # output tokens so far
     maker: str | None = None  # fingerprint of the engines that produced them
-    deaths: int = 0  # engines that died while busy with it, since its last token
+    deaths: int = 0  # engines that died while busy with it, since it progressed
+    deaths_in_all: int = 0
+    deltas: int = 0  # with tokens, from this replica's engine; the first is of the prefill
     replica: int | None = None  # None while it waits for one
     sent: bool = False  # whether this replica's engine has it
-    no_token_yet: bool = True  # whether this engine has sent no token of it
 
     @property
     def rest(self) -> Work:
         """The work with its output so far, for another engine to continue."""
         return replace(self.work, prior_output=tuple(self.output_ids))
+
+    @property
+    def progressed(self) -> bool:
+        """True if this engine has sent a token after the first, which comes with the prompt."""
+        return self.deltas > 1
 
     @property
     def is_suspect(self) -> bool:
@@ -116,7 +124,7 @@ class Ledger:
         """Assign a work to a replica; `take_sendable` returns it when the engine may have it."""
         self.handed_on += one.sent
         self._part(one)
-        one.replica, one.sent, one.no_token_yet = replica, False, True
+        one.replica, one.sent, one.deltas = replica, False, 0
         self._loads[replica] = self.load(replica) + 1
         self._holding.add(replica)
 
@@ -132,8 +140,8 @@ class Ledger:
         works = self.of(replica)
         due = unsent = [one for one in works if not one.sent]
         if self.suspects(replica):
-            # While a work has no token yet, it may be the cause of a crash: send no other.
-            due = [] if any(one.sent and one.no_token_yet for one in works) else unsent[:1]
+            # While a work has not progressed, it may be the cause of a crash: send no other.
+            due = [] if any(one.sent and not one.progressed for one in works) else unsent[:1]
         for one in due:
             one.sent = True
         if len(due) == len(unsent):
@@ -151,7 +159,9 @@ class Ledger:
                 self._part(one)
             elif delta.token_ids:
                 one.output_ids.extend(delta.token_ids)
-                one.maker, one.deaths, one.no_token_yet = fingerprint, 0, False
+                one.maker, one.deltas = fingerprint, one.deltas + 1
+                if one.progressed:
+                    one.deaths = 0
                 if delta.prompt_logprobs is not None:  # sent now; another engine does not compute them again
                     one.work = replace(one.work, params=replace(one.work.params, prompt_logprobs=None))
             one.waiter.put(delta)
@@ -162,9 +172,12 @@ class Ledger:
         Its works wait for a replica again, except those that fail.
         """
         for one in self.of(replica):
-            one.deaths += one.sent and (busy is None or one.work.id in busy)
+            died = one.sent and (busy is None or one.work.id in busy)
+            one.deaths, one.deaths_in_all = one.deaths + died, one.deaths_in_all + died
             self._part(one)
-            if one.deaths >= _MAX_DEATHS:
+            if one.deaths_in_all >= _MAX_DEATHS_IN_ALL:
+                self.give_up(one, f"the engine died {one.deaths_in_all} times while it had this request")
+            elif one.deaths >= _MAX_DEATHS:
                 self.give_up(one, f"the engine died {one.deaths} times in a row while it had this request")
             elif not self.may_move(one):
                 self.give_up(one, "the engine died; under mss no other can continue a text that has started")

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -143,8 +143,8 @@ def test_a_call_from_a_step_that_would_wait_for_itself_is_refused(
 def test_a_step_that_raises_ends_its_requests_and_the_loop_goes_on(
     loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[BaseException] = []
-    loop.on_failed = heard.append
+    heard: list[tuple[type[BaseException], Sequence[str]]] = []
+    loop.on_failed = lambda error, names: heard.append((type(error), names))
 
     def fail(step: int) -> None:
         if step == 3:
@@ -156,7 +156,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_loop_goes_on(
     assert (last.token_ids, last.finish_reason) == ((1, 2, 3), FinishReason.ERROR)
     assert last.error == "SystemExit('no memory')"
     assert last.internal_error
-    assert [type(one) for one in heard] == [SystemExit]
+    assert heard == [(SystemExit, ["a"])]
     assert "a step failed, and its requests end" in caplog.text
     assert said(loop.stream([make("b")])) == counted("b")
 
@@ -175,6 +175,23 @@ def test_a_lost_rank_is_raised_and_is_one_line_of_the_log(
     assert [(one.getMessage(), one.exc_info) for one in caplog.records] == [
         ("all requests end: rank 1 is lost", None)
     ]
+
+
+def test_an_engine_that_cannot_even_fail_ends_all_requests(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[type[BaseException]] = []
+    loop.on_failed = lambda error, names: heard.append(type(error))
+    engine.script = lambda step: 1 / 0
+    engine.fail = lambda error: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with caplog.at_level(logging.ERROR):
+        last = list(loop.stream([make("a", 9)]))[-1]
+    assert last.error == "the engine's thread has ended; please report it"
+    assert heard == [ZeroDivisionError] * 2
+    assert "the engine's thread ends; please report it" in caplog.text
+    with pytest.raises(ClosedError, match="the engine's thread has ended"):
+        next(loop.stream([make("b")]))
+    engine.requests.clear()
 
 
 def test_a_request_that_the_engine_refuses_or_loses_fails_alone(

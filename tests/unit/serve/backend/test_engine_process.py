@@ -289,7 +289,7 @@ def test_a_loss_that_two_threads_detect_is_logged_once(
 
     monkeypatch.setattr(os, "_exit", end)
     lost = PeerLostError("rank 1 is lost", 1)
-    detecting = [threading.Thread(target=process._on_failed, args=(lost,), daemon=True) for _ in range(2)]
+    detecting = [threading.Thread(target=process._on_failed, args=(lost, ()), daemon=True) for _ in range(2)]
     for one in detecting:
         one.start()
     assert ended.wait(10)
@@ -312,8 +312,10 @@ def test_a_step_that_fails_ends_the_process(
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
+    server, engine = Pipe()
     with pytest.raises(Ended):
-        EngineProcess(llm, Pipe()[1])._on_failed(MemoryError("no room"))
+        EngineProcess(llm, engine)._on_failed(MemoryError("no room"), ["a", "b"])
     [record] = caplog.records
     assert record.getMessage() == "the engine process ends, as a step failed"
     assert record.exc_info is not None
+    assert server.recv() == ("busy", [])  # of works that it has

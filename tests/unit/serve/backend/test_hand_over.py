@@ -94,6 +94,7 @@ def test_a_suspect_waits_for_an_engine_without_others(
                 [where] = [one for one in handles if one.status is None and killer in given(one)]
                 for name in set(given(where)) - {killer}:
                     where.writes(name, 1)
+                    where.writes(name, 1)
                 where.says("busy", list(given(where)))
                 where.dies()
             last = next(one for one in handles if one.status is None)

@@ -108,13 +108,17 @@ def test_a_suspect_is_sent_when_all_beside_it_have_a_token_and_alone() -> None:
     assert books.give(0, "cd") == "cd"
     assert books.give(0, "ab") == ""
     books.says(0, "c", 5)
+    books.says(0, "c", 6)
     assert books.due(0) == ""  # d may still be why it dies
     books.says(0, "d", 5)
+    books.says(0, "d", 6)
     assert books.due(0) == "a"
     assert books.give(0, "e") == ""
     books.says(0, "c", 6)
     assert books.due(0) == ""
     books.says(0, "a", 5)
+    assert books.due(0) == ""
+    books.says(0, "a", 6)
     assert books.due(0) == "b"
     books.dies(0, "abcd")
     assert list(books.failed) == ["b"]
@@ -148,9 +152,25 @@ def test_works_with_a_token_in_between_and_waiting_works_are_not_blamed() -> Non
     for replica in range(6):
         books.give(replica, "ab")
         books.says(replica, "a", replica)
+        books.says(replica, "a", replica)
         books.dies(replica, "a")
     assert not books.failed
     assert (books.works["a"].deaths, books.works["b"].deaths) == (1, 0)
+
+
+def test_a_work_that_kills_behind_its_first_tokens_is_found_and_one_that_kills_now_and_then_ends() -> None:
+    books = Books("ab")
+    for replica in range(3):
+        assert books.give(replica, "a") == "a"
+        books.says(replica, "a", replica)  # with the prompt
+        books.dies(replica, "a")
+    assert list(books.failed) == ["a"]
+    for replica in range(10):
+        books.give(replica, "b")
+        books.says(replica, "b", replica)
+        books.says(replica, "b", replica)
+        books.dies(replica, "b")
+    assert "died 10 times while it had this request" in books.failed["b"]
 
 
 @pytest.mark.parametrize("seed", range(20))
