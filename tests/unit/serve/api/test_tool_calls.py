@@ -140,10 +140,10 @@ def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.Ope
 ODD = """{
     "type": "object",
     "properties": {
-        "word": {"type": "string", "pattern": "^(?!no)[a-z]{2,4}$", "format": "poem"},
-        "n": {"type": "number", "exclusiveMinimum": true, "minimum": 0, "maximum": 1.8e308},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": true},
-        "more": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2,
+        "word": {"type": "string", "pattern": "^[a-z]{2,4}$", "format": "poem"},
+        "n": {"type": "integer", "exclusiveMinimum": true, "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2, "uniqueItems": true},
+        "more": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2,
             "uniqueItems": true}
     },
     "required": ["word", "n", "tags", "more"],
@@ -167,13 +167,13 @@ def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) 
     assert list(given) == ["word", "n", "tags", "more"]
     assert 2 <= len(given["word"]) <= 4
     assert given["n"] > 0
-    assert given["tags"] in ([], ["a"], ["b"], ["a", "b"], ["b", "a"])
+    assert len(given["tags"]) <= 2
+    assert set(given["tags"]) <= {"a", "b"}
     assert len(given["more"]) <= 2
     refused = http.post("chat/completions", content=odd(strict=True))
     reply = refused.json()["error"]
     assert (refused.status_code, reply["param"]) == (400, "tools[0].function.parameters")
-    assert "pattern at /properties/word cannot be enforced" in reply["message"]
-    assert "leave out strict to enforce the rest" in reply["message"]
+    assert "uniqueItems" in reply["message"]
 
 
 def test_a_named_tool_is_called_and_its_result_is_accepted(client: openai.OpenAI) -> None:
