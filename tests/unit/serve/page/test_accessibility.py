@@ -136,7 +136,7 @@ def test_a_dialog_gives_the_focus_back(answered: Page) -> None:
     settings = answered.get_by_role("button", name="Settings")
     settings.focus()
     answered.keyboard.press("Enter")
-    assert answered.get_by_role("dialog", name="Settings").is_visible()
+    answered.get_by_role("dialog", name="Settings").wait_for()
     answered.keyboard.press("Escape")
     assert answered.evaluate("document.activeElement.id") == "open-settings"
 
@@ -184,7 +184,7 @@ def test_no_width_needs_scrolling_sideways(page: Page, serving: Serving, marking
 def test_on_a_phone_the_conversations_lie_over_the_page_and_work_with_keys(answered: Page) -> None:
     answered.set_viewport_size({"width": 360, "height": 740})
     link = answered.get_by_role("link", name="Tell me of the fox.")
-    assert link.is_hidden()
+    link.wait_for(state="hidden")
     toggle = answered.get_by_role("button", name="Conversations")
     assert toggle.get_attribute("aria-expanded") == "false"
     toggle.press("Enter")
@@ -198,14 +198,14 @@ def test_on_a_phone_the_conversations_lie_over_the_page_and_work_with_keys(answe
     assert answered.evaluate("document.activeElement.closest('#stage')") is None  # the page behind is inert
     link.focus()
     answered.keyboard.press("Escape")
-    assert link.is_hidden()
+    link.wait_for(state="hidden")
     assert answered.evaluate("document.activeElement.id") == "toggle-side"
     toggle.click()
     answered.mouse.click(340, 400)
-    assert link.is_hidden()
+    link.wait_for(state="hidden")
     toggle.click()
     answered.get_by_role("button", name="New chat").click()
-    assert link.is_hidden()
+    link.wait_for(state="hidden")
     answered.wait_for_selector("#welcome:visible")
     assert answered.evaluate("document.activeElement.id") == "words"
 

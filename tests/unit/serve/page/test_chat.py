@@ -41,7 +41,7 @@ def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
     example.click()
     page.wait_for_selector(DONE)
     assert prompts(server) == [f"user: {words}\nassistant: "]
-    assert not page.locator("#examples").is_visible()
+    page.locator("#examples").wait_for(state="hidden")
 
 
 @pytest.mark.usefixtures("marking")
@@ -85,7 +85,7 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     page.get_by_text(first_steps.strip()).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(DONE)
-    assert page.get_by_text("You stopped the answer.").is_visible()
+    page.get_by_text("You stopped the answer.").wait_for()
     assert answer_text(page) == first_steps
     assert page.evaluate("document.activeElement.id") == "words"
     ask(page, "And now?")
@@ -202,7 +202,7 @@ def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, serving: Ser
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert answer_text(page) == "Well"
     assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
-    assert page.get_by_role("button", name="Continue").is_visible()
+    page.get_by_role("button", name="Continue").wait_for()
 
 
 @pytest.mark.usefixtures("marking")

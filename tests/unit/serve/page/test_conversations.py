@@ -105,7 +105,7 @@ def test_conversations_are_kept_listed_renamed_exported_and_deleted(
         page.keyboard.press("ArrowUp")
         page.keyboard.press("Enter")
         page.get_by_role("dialog").get_by_role("button", name=answer).press("Enter")
-        page.wait_for_function("n => document.querySelectorAll('#list a').length === n", arg=len(left))
+        page.locator("#list a").nth(len(left)).wait_for(state="detached")
         assert titles(page) == left
     assert (shown(page), page.url) == ([], server.url + "/")
     page.reload()
@@ -166,7 +166,7 @@ def test_a_refused_prompt_goes_back_to_the_input(page: Page, serving: Serving, c
         alert.wait_for()
         assert alert.inner_text() == f"The server refused the request: {said}"
         assert (page.input_value("#words"), shown(page)) == (words, texts)
-        assert page.locator("#send").is_visible()
+        page.locator("#send").wait_for()
         page.fill("#words", "")
 
     page.fill("#words", "Long")
@@ -297,7 +297,7 @@ def test_a_stream_that_was_cut_says_so_and_goes_on(page: Page, serving: Serving)
         press(page, "Continue")
         page.wait_for_selector("#send:visible")
     assert shown(page) == ["Tell.", "The end of it."]
-    assert end.is_hidden()
+    end.wait_for(state="hidden")
     begun = [body["messages"][-1] for body in asked]
     assert begun[1:] == [
         {"role": "assistant", "content": "<think>\nI think"},
@@ -327,7 +327,7 @@ def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Se
     page.keyboard.press("Enter")
     page.get_by_text(BEGUN.strip()).wait_for()
     press(page, "New chat")
-    assert page.locator("#send").is_visible()
+    page.locator("#send").wait_for()
     ask(page, "Second?")
     assert server.backend.gone == [server.backend.works[0].id]
     page.get_by_role("link", name="First?").click()
@@ -336,7 +336,7 @@ def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Se
     page.get_by_role("button", name="More for First?").click()
     press(page, "Delete", exact=False)
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-    page.wait_for_function("document.querySelectorAll('#list a').length === 1")
+    page.locator("#list a").nth(1).wait_for(state="detached")
     assert re.search("specinfer$", page.title())
 
 

@@ -110,7 +110,7 @@ def test_every_step_is_reached_by_the_keyboard_alone(answered: Page) -> None:
     answered.keyboard.press("End")
     assert f"Step {len(STEPS)}: " in answered.get_by_role("status").inner_text()
     answered.keyboard.press("Escape")
-    assert answered.locator("#inspector").is_hidden()
+    answered.locator("#inspector").wait_for(state="hidden")
     assert answered.evaluate("document.activeElement.textContent") == "Inspect steps"
     assert lit(answered) == []
 
@@ -156,7 +156,7 @@ def test_steps_are_played_and_held(answered: Page) -> None:
     answered.clock.install()
     answered.get_by_role("button", name="Inspect steps").click()
     answered.keyboard.press("Space")
-    assert answered.get_by_role("button", name="Pause").is_visible()
+    answered.get_by_role("button", name="Pause").wait_for()
     later = sum(len(tree["path"]) + 1 for tree in STEPS[2:])
     assert answered.locator(".token.later").count() == later
     answered.clock.run_for(1500)
@@ -168,7 +168,7 @@ def test_steps_are_played_and_held(answered: Page) -> None:
     answered.keyboard.press("Space")
     answered.clock.run_for(60_000)
     assert title(answered) == f"Step {len(STEPS)} of {len(STEPS)}"
-    assert answered.get_by_role("button", name="Play").is_visible()
+    answered.get_by_role("button", name="Play").wait_for()
 
 
 def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None:
@@ -197,5 +197,5 @@ def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Servin
     page.wait_for_selector(".answer[aria-busy=false]")
     assert lit(page) != []
     page.get_by_role("button", name="Regenerate").click()
-    assert page.locator("#inspector").is_hidden()
+    page.locator("#inspector").wait_for(state="hidden")
     page.wait_for_selector(".answer[aria-busy=false]")

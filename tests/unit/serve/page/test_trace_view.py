@@ -55,9 +55,9 @@ def test_a_trace_is_shown_with_its_first_tree(page: Page, viewing: Callable[[str
     assert page.locator("#trace-size").inner_text() == f"1 answer, {steps} steps"
     assert page.locator("#inspector h2").inner_text() == f"Step 2 of {steps}"
     assert page.locator(".figure-speed").inner_text() == "25.1"  # ms per step, as the trace says
-    assert page.get_by_role("textbox", name="Message").is_hidden()
+    page.get_by_role("textbox", name="Message").wait_for(state="hidden")
     page.get_by_role("button", name="Settings").click()
-    assert page.get_by_label("Appearance").is_visible()
+    page.get_by_label("Appearance").wait_for()
 
 
 def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
@@ -72,7 +72,7 @@ def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
     reasons.wait_for()
     page.goto(viewing(trace(TEXT, decision={"speculators": turns, "expected_tokens": None})))
     page.get_by_text("lookup: 3 of 7 verified; draft: not worth its cost", exact=True).wait_for()
-    assert page.get_by_label("Temperature").is_hidden()
+    page.get_by_label("Temperature").wait_for(state="hidden")
 
 
 def test_answers_of_several_requests_stand_one_below_the_other(
