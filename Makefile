@@ -27,8 +27,10 @@ DEV := $(VENV)/.installed-dev
 test test-all test-clients: export OMP_WAIT_POLICY ?= PASSIVE
 # Each test process imports every test, so bytecode is kept even if the environment says otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE =
-# A process per core; each starts with its own part of the tests, so that fixtures are made once.
-SHARED_OUT := --numprocesses logical --dist worksteal --durations=30
+# A process per core; each starts with its own part of the tests, so that fixtures are made once. One more where
+# many tests wait for servers and browsers.
+SHARED_OUT := --dist worksteal --durations=30 --numprocesses
+ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Each test runs in one of two targets: quick ones and the named smokes in `test`, the others in `test-all`.
 QUICK := not slow and not thorough or smoke
 
@@ -46,10 +48,10 @@ serve: $(KERNELS) ## serve that model to OpenAI clients at http://127.0.0.1:8000
 	@$(BIN)/specinfer serve $(ARGS)
 
 test: lint types ## lint, types, quick tests and smokes: at most 6 minutes on 2 cores
-	$(BIN)/python -m pytest -m "$(QUICK)" $(SHARED_OUT) $(ARGS)
+	$(BIN)/python -m pytest -m "$(QUICK)" $(SHARED_OUT) logical $(ARGS)
 
 test-all: prose ## the tests that `make test` leaves out, and the English: at most 18 minutes
-	$(BIN)/python -m pytest -m "not ($(QUICK))" $(SHARED_OUT) $(ARGS)
+	$(BIN)/python -m pytest -m "not ($(QUICK))" $(SHARED_OUT) $(ONE_MORE) $(ARGS)
 
 test-gpu: $(DEV) ## what runs on a CUDA card; writes a page to benchmarks/results (under 10 minutes)
 	$(BIN)/python -m tests.gpu.run $(ARGS)
