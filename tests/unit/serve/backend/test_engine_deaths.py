@@ -180,7 +180,7 @@ DEATHS = {
     "all of them, if all do it": Deaths("abcd", "abcd"),
     "who came last and was begun first": Deaths("d", "d", order="dcba"),
     "nobody who waits for blocks": Deaths("a", "a", room=1),
-    "nobody whose text grows": Deaths("ab", "", first=1),
+    "nobody whose text grows": Deaths("ab", "", first=2),
     "one after the other, if nothing is known": Deaths("", "abcd", mute=True),
 }
 
