@@ -36,6 +36,8 @@ PROGRAM = [sys.executable, "-m", "specinfer"]
 
 def main(arguments: list[str]) -> int:
     """Run a command; return its exit status."""
+    if "_SPECINFER_COMPLETE" in os.environ:  # a shell that completes
+        return subprocess.run([*PROGRAM, *arguments], check=False).returncode
     if arguments[0] == "torchrun":
         start([sys.executable, "-m", "torch.distributed.run", *arguments[1:]])
         return until_ready()
