@@ -1,9 +1,8 @@
-"""Fields of other servers: translated, refused and unknown ones."""
+"""Fields of other servers: translated and refused ones."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from itertools import product
 from pathlib import Path
@@ -16,24 +15,13 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
-from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
 from specinfer.serve.fields.body import parse
 from specinfer.serve.fields.foreign import REFUSED, RENAMED, SCHEMAS, THINKING
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
+from tests.unit.serve.fields.bodies import HI, MADE, PLAIN, SCHEMA, TOOL, params, read
 
-HI = [{"role": "user", "content": "Hi"}]
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1.0]}}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-PLAIN: dict[Any, dict[str, Any]] = {
-    ChatFields: {"messages": HI},
-    CompletionFields: {"prompt": "a"},
-    ResponseFields: {"input": "Hi"},
-    TokenizeFields: {"prompt": "a"},
-    DetokenizeFields: {"tokens": [1]},
-}
-MADE = (ChatFields, CompletionFields, ResponseFields)  # those that make text
 # A body of llama.cpp's own clients, which send all their settings.
 LLAMA_CPP: dict[str, Any] = {
     **{"temperature": 0.8, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_k": 40, "top_p": 0.95},
@@ -43,22 +31,6 @@ LLAMA_CPP: dict[str, Any] = {
     **{"seed": -1, "n_probs": 0, "cache_prompt": True, "id_slot": -1},
     **{"samplers": None, "timings_per_token": True, "speculative.n_max": 16, "return_progress": True},
 }
-
-
-def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> Any:
-    """A body of that kind, checked."""
-    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy or FieldPolicy("ignore"))
-    if kind in MADE:
-        fields.check()
-    return fields
-
-
-def params(kind: Any, more: dict[str, Any]) -> SamplingParams:
-    """Return the request's sampling parameters; at /v1/responses with its format."""
-    fields = read(kind, more)
-    found = fields.sampling_params(99) if kind is ResponseFields else fields.params()
-    assert isinstance(found, SamplingParams)
-    return found
 
 
 def documented_names() -> set[str]:
@@ -368,56 +340,6 @@ def test_fields_that_would_change_the_text_are_refused_by_name() -> None:
     penalized = FieldPolicy("ignore", {"repetition_penalty": 1.1})  # by the model's own defaults
     with pytest.raises(ApiError, match="repeat_last_n is 64"):
         read(ChatFields, {"repeat_last_n": 64}, penalized)
-
-
-def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
-    policy = FieldPolicy("ignore")
-    message = {"role": "user", "content": [{"type": "text", "text": "a", "odd part": 1}], "odd one": 2}
-    more: dict[str, Any] = {
-        "odd": {"deep": 1},
-        "messages": [message, message | {"another": 3}],
-        "tools": [TOOL | {"odd": 1}],
-    }
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            fields = read(ChatFields, more, policy)
-    assert [one.model_dump(exclude_none=True) for one in fields.functions] == [TOOL["function"]]
-    part = {"type": "text", "text": "a"}
-    assert [one.rendered()["content"] for one in fields.messages] == [[part], [part]]
-    logged = [record.getMessage() for record in caplog.records]
-    names = ("another", "odd", "odd one", "odd part")
-    assert sorted(logged) == sorted(f"the unknown field {name!r} is ignored" for name in names)
-    for wrong in ({"temperature": -1}, {"typical_p": 0.5}, {"messages": [{"role": "robot", "odd": 1}]}):
-        with pytest.raises(ApiError):
-            read(ChatFields, more | wrong, policy).params()
-
-
-def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    policy = FieldPolicy("ignore")
-    shadows = {"__class__": 1, "_x": 1, "check": 2, "model_config": 3, "__pydantic_extra__": {}}
-    assert read(CompletionFields, shadows, FieldPolicy("ignore")) == read(CompletionFields, {})
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        for batch in range(3):
-            names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 600, (batch + 1) * 600)}
-            assert read(CompletionFields, names, policy).prompt == "a"
-    assert len(caplog.records) == 1000
-    assert "more are left out" in caplog.records[-1].getMessage()
-    assert max(len(record.getMessage()) for record in caplog.records) < 200
-    assert len(policy._logged) == 1000
-
-
-def test_unknown_fields_are_refused_at_every_depth() -> None:
-    for more, param in (
-        ({"odd": 1}, "odd"),
-        ({"messages": [HI[0] | {"odd": 1}]}, "messages[0].odd"),
-        ({"stream_options": {"odd": 1}}, "stream_options.odd"),
-        ({"tools": [TOOL | {"odd": 1}]}, "tools[0].odd"),
-    ):
-        with pytest.raises(ApiError, match="--unknown-fields=ignore") as caught:
-            read(ChatFields, more, FieldPolicy("error"))
-        error = caught.value.body["error"]
-        assert (error["param"], error["code"]) == (param, "unknown_parameter")
 
 
 ODD: list[Any] = [
