@@ -221,14 +221,13 @@ class Engine:
             return []
         self.listeners.announce(plan)
         try:
-            launched = self._launch(plan)
+            return self._land(self._launch(plan))
         except AdapterError as error:  # its pass has not begun
             users = [one for one in self._stepped if one.transcript.request.adapter == error.adapter]
             return self._end_all(users, str(error))
         except ModelFileError as error:
             _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
             return self._end_all(self._stepped, f"the model cannot be read: {error}")
-        return self._land(launched)
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Run the speculators, and the target's pass over all texts and trees."""

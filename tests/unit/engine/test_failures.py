@@ -11,6 +11,7 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
+from specinfer.errors import ModelFileError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
 from specinfer.request import RequestOutput
@@ -126,6 +127,30 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(
         assert output.token_ids == tokens[: len(output.token_ids)]
         assert output.finish_reason == "error" or output.token_ids == tokens
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("part", ["_launch", "_verify"])
+def test_a_model_that_cannot_be_read_ends_the_requests_of_the_step_alone(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The output layer may be read for the first time when a tree is verified."""
+    llm = tiny.llm(["similar"], max_batch_size=2)
+    heard: list[BaseException] = []
+    llm.loop.on_failed = lambda error, names: heard.append(error)
+    real, calls = getattr(engine_of(llm), part), count()
+
+    def fails(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise ModelFileError("the disk failed")
+        return real(*args)
+
+    monkeypatch.setattr(engine_of(llm), part, fails)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    failed = [output.error for output in outputs if output.finish_reason == "error"]
+    assert {*failed} == {"the model cannot be read: the disk failed"}
+    assert len(failed) <= 2
+    assert heard == [], "a server's process does not end"
     assert_idle(llm)
 
 
