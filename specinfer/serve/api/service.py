@@ -253,7 +253,7 @@ class Service:
             except UnavailableError as error:
                 raise ApiError(str(error), status=503, headers={"Retry-After": "5"}) from None
             except BackendError as error:
-                # Another try would end the engine again, and delay everybody.
+                # Another try would end the engine again, and delay every request.
                 once = {"x-should-retry": "false"}
                 raise ApiError(str(error), status=500, code="engine_died", headers=once) from None
             finally:
