@@ -21,13 +21,13 @@ from specinfer.kernels.choice import Kernels
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
+from specinfer.models.shard import Layout, Shard
 from specinfer.models.weights import load_model
 from specinfer.parallel.follower import follow
-from specinfer.parallel.group import Group
-from specinfer.parallel.link import Link
-from specinfer.parallel.shard import Layout, Shard
 from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
+from specinfer.transport.group import Group
+from specinfer.transport.link import Link
 from tests.engines import ENGINE
 
 CPU = torch.device("cpu")

@@ -46,12 +46,12 @@ from specinfer.kernels.native import RefusedLevel, find_best
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
-from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import KvCache, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
+from specinfer.transport.trial import exchange_seconds
 from specinfer.version import VERSION
 
 TEXT: Final = 200  # tokens in the cache before a timed pass

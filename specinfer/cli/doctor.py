@@ -163,7 +163,7 @@ def _level_lines(facts: MachineFacts) -> list[str]:
 
 
 def _exchange_line(facts: ExchangeFacts) -> str:
-    from specinfer.parallel.trial import ROWS, WIDTH
+    from specinfer.transport.trial import ROWS, WIDTH
 
     took = " and ".join(
         f"{1e6 * seconds:.0f} us for {rows}" for rows, seconds in zip(ROWS, facts.seconds, strict=True)

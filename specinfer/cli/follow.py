@@ -17,9 +17,9 @@ from specinfer.cli.command import Command
 from specinfer.cli.options import complete_model
 from specinfer.errors import ConfigError
 from specinfer.option import name_of_address, parse_address
-from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, PEER_LOST, join_group
 from specinfer.parallel.processes import spawn
+from specinfer.transport.link import Link, read_key
 
 _RETRY_SECONDS: Final = 0.5  # between attempts to connect to the master
 _POLL_SECONDS: Final = 0.05  # between checks that processes live

@@ -29,15 +29,15 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.language_model import LanguageModel, LayeredModel
 from specinfer.models.prepared import PreparedFile
+from specinfer.models.shard import Shard
 from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weight_sizes import table_bytes
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.follower import SharedDraft
-from specinfer.parallel.group import Group
-from specinfer.parallel.shard import Shard
 from specinfer.progress import CheckedProgress, Progress
 from specinfer.speculation_config import Quantization
+from specinfer.transport.group import Group
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -24,9 +24,9 @@ from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
+from specinfer.models.shard import Layout
 from specinfer.models.weight_sizes import estimate_bytes, layer_bytes, part_bytes, table_bytes
 from specinfer.parallel.processes import FollowerProcesses
-from specinfer.parallel.shard import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads

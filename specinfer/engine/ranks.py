@@ -15,18 +15,18 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.library import Library
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.shard import Layout
 from specinfer.models.weight_sizes import part_bytes
 from specinfer.option import parse_address
 from specinfer.parallel.follower import Settings, SharedDraft
-from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
-from specinfer.parallel.link import read_key
 from specinfer.parallel.listener import RankListener
 from specinfer.parallel.processes import FollowerProcesses
-from specinfer.parallel.shard import Layout
 from specinfer.runtime.executor import Host
 from specinfer.runtime.sharded import identity_of
 from specinfer.speculation_config import Quantization
+from specinfer.transport.group import LIMIT, Group
+from specinfer.transport.link import read_key
 
 
 class Ranks:

@@ -167,7 +167,7 @@ class InnerRange:
 class Ranges:
     """One rank's parts of a model's matrices; None: all.
 
-    parallel/shard.py computes them.
+    models/shard.py computes them.
     """
 
     queries: range | None = None  # rows of q, and columns of o

@@ -9,7 +9,7 @@ from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct
 from specinfer.kernels.quantized import Int8Product
-from specinfer.parallel.group import Group
+from specinfer.transport.group import Group
 
 
 class EmbeddingTable:

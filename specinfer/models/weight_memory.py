@@ -39,7 +39,7 @@ from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.shared_sums import BranchSumProduct, EmbeddingTable, ExactSumProduct, ShardedTable
 from specinfer.models.stream import WeightStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
-from specinfer.parallel.group import Group
+from specinfer.transport.group import Group
 
 _Part = TypeVar("_Part")
 

@@ -37,9 +37,9 @@ from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader, file_bytes
 from specinfer.models.weight_sizes import estimate_bytes, table_bytes
-from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
 from specinfer.speculation_config import Quantization
+from specinfer.transport.group import Group
 
 _LOG = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
@@ -67,7 +67,7 @@ def load_model(
     int8 or int4 (the output layer int8); with `keep` they are kept in the folder `cache`, by default in the
     user's cache, for the next start. Activations stay in `dtype`. Unquantized matrices are read from there if
     they were prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
-    (parallel/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
+    (models/shard.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
     Embeddings of a model in its file's blocks stay in the file.
     `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
     before any weight is read.

@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism: ranks, their shards of a model, and the exchanges between them."""
+"""Processes of tensor and pipeline parallelism: how ranks start, join, and follow rank 0."""

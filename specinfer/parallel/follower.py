@@ -30,13 +30,11 @@ from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
+from specinfer.models.shard import Layout
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weight_sizes import part_bytes
 from specinfer.models.weights import load_model, prepare
-from specinfer.parallel.group import LAST, Group
-from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
-from specinfer.parallel.shard import Layout
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.sharded import (
@@ -51,6 +49,8 @@ from specinfer.runtime.sharded import (
     widths_of,
 )
 from specinfer.speculation_config import Quantization
+from specinfer.transport.group import LAST, Group
+from specinfer.transport.link import Link, read_key
 from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ starts it (parallel/processes.py)            ends when the link or its parent do
 or accepts it from another host         <--  (parallel/listener.py)
 settings: the kind, kernels             -->
                                         <--  the loaded model and its kernels, or an error
-connect the ranks (parallel/rendezvous.py) -->
+connect the ranks (transport/rendezvous.py) -->
 messages of runtime/sharded.py          -->
 """
 
@@ -24,11 +24,11 @@ from typing import Any, Final
 import psutil
 
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.parallel.group import LIMIT, Group, Loss
-from specinfer.parallel.link import Link
 from specinfer.parallel.listener import PEER_LOST, RankListener
 from specinfer.parallel.processes import FollowerProcesses
-from specinfer.parallel.rendezvous import HERE
+from specinfer.transport.group import LIMIT, Group, Loss
+from specinfer.transport.link import Link
+from specinfer.transport.rendezvous import HERE
 from specinfer.version import VERSION
 
 _SETTLE: Final = 0.5  # seconds for ranks that noticed a loss to end

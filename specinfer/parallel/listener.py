@@ -1,7 +1,7 @@
 """RankListener: rank 0 accepts followers from other hosts; `join_group` is the follower's side.
 
     a follower on another host              rank 0
-    both prove the key (parallel/link.py)
+    both prove the key (transport/link.py)
     its rank number                    -->
                                        <--  welcome, or a refusal with the reason
     its process starts                 <--  settings, as for followers on this host (parallel/launch.py)
@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from specinfer.errors import ConfigError, PeerLostError
 from specinfer.option import name_of_address
-from specinfer.parallel.link import GREET, Greeter, Link, closed_on_error, dial, listen
+from specinfer.transport.link import GREET, Greeter, Link, closed_on_error, dial, listen
 
 _LOG = logging.getLogger(__name__)
 _PURPOSE: Final = "a rank of a group"

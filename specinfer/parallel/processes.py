@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.kernels.exchange import shared_file
-from specinfer.parallel.link import Link
+from specinfer.transport.link import Link
 
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
 _CHECK_INTERVAL: Final = 0.5  # seconds between calls of `check`

@@ -59,6 +59,7 @@ _CODE: Final = (
     "models",
     "parallel",
     "runtime",
+    "transport",
 )
 
 Key = Mapping[str, str]

@@ -39,11 +39,11 @@ from specinfer.errors import PeerLostError
 from specinfer.hub.model_files import hash_of
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.language_model import LanguageModel, PassOutput, check_taps
-from specinfer.parallel.group import Group
-from specinfer.parallel.shard import Shard
+from specinfer.models.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
+from specinfer.transport.group import Group
 from specinfer.version import VERSION
 
 _OPEN, _CLOSE, _PASS, _LOGITS, _MOVE, _TIMES = range(1, 7)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassOutput
-from specinfer.parallel.group import Group
 from specinfer.runtime.batch import Rows
+from specinfer.transport.group import Group
 
 _FEW: Final = 4  # rows that take about as long as one
 _MANY: Final = 32  # rows that suffice to measure the time per row

@@ -13,7 +13,7 @@ from specinfer.cli.follow import follow
 from specinfer.cli.serve import serve
 from specinfer.errors import ConfigError, ModelNotFoundError
 from specinfer.option import name_of_address, parse_address
-from specinfer.parallel.link import Link
+from specinfer.transport.link import Link
 
 
 class Knocked(Exception):

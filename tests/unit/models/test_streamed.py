@@ -11,9 +11,9 @@ import torch
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
+from specinfer.models.shard import Shard
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_model, load_streamed, prepare
-from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization

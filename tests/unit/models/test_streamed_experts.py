@@ -11,9 +11,9 @@ import torch
 from specinfer.errors import DamagedFileError
 from specinfer.models.expert_stream import HALF_LIFE, ExpertStream
 from specinfer.models.open_model import open_model
+from specinfer.models.shard import Shard
 from specinfer.models.stream import StoppedError
 from specinfer.models.weights import load_model, prepare
-from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization

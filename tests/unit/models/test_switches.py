@@ -11,9 +11,9 @@ from specinfer.attention.native import NativeAttend
 from specinfer.models.config import Activation, NormPlace
 from specinfer.models.layers import attention_spec
 from specinfer.models.positions import Alibi
+from specinfer.models.shard import Shard
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
-from specinfer.parallel.shard import Shard
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner

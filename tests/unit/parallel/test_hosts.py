@@ -22,9 +22,9 @@ from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel import launch
-from specinfer.parallel.group import Group
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
+from specinfer.transport.group import Group
 from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, hurry, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 

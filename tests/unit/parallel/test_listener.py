@@ -13,9 +13,9 @@ import pytest
 from specinfer.errors import ConfigError, KeyRefusedError, PeerLostError
 from specinfer.parallel import listener, processes
 from specinfer.parallel.launch import Followers
-from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.listener import RankListener, join_group
 from specinfer.parallel.processes import FollowerProcesses
+from specinfer.transport.link import LOST, Link
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.parallel.link import Link
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import (
     Close,
@@ -23,7 +22,8 @@ from specinfer.runtime.sharded import (
     Pass,
     ReportTimes,
 )
-from tests.unit.parallel.test_shard import SMOL
+from specinfer.transport.link import Link
+from tests.unit.models.test_shard import SMOL
 
 CACHES = {3: Open(3, 0, blocks=4, block_size=8)}
 TEXT = Rows([5, 6, 7], 6, [2, 0], 2)

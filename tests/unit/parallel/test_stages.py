@@ -18,8 +18,8 @@ from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import draft_kernels
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
+from specinfer.models.shard import Layout
 from specinfer.models.weights import load_model
-from specinfer.parallel.shard import Layout
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner

@@ -21,14 +21,14 @@ from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.open_model import open_model
+from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
-from specinfer.parallel.link import Link
-from specinfer.parallel.shard import Shard
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Host, LocalExecutor
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
+from specinfer.transport.link import Link
 from tests.heads import eagle_config, tiny_head, write_tiny_head
 from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model

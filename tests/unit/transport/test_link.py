@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError
-from specinfer.parallel import link as link_module
-from specinfer.parallel import rendezvous
-from specinfer.parallel.link import Link, dial, greet, listen, read_key
-from specinfer.parallel.rendezvous import accept_rank, connect_ranks
+from specinfer.transport import link as link_module
+from specinfer.transport import rendezvous
+from specinfer.transport.link import Link, dial, greet, listen, read_key
+from specinfer.transport.rendezvous import accept_rank, connect_ranks
 from tests.ranks import soon
 
 pytestmark = pytest.mark.thorough

@@ -1,6 +1,6 @@
 """Measures the time of an exchange between processes of this host, without a model, for `specinfer doctor`.
 
-The other ranks are `python -m specinfer.parallel.trial RANK RANKS SOCKET [MEMORY]`: they make the same
+The other ranks are `python -m specinfer.transport.trial RANK RANKS SOCKET [MEMORY]`: they make the same
 exchanges and exit.
 """
 
@@ -15,8 +15,8 @@ from typing import Final
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import load_library
-from specinfer.parallel.group import Group
-from specinfer.parallel.link import Link
+from specinfer.transport.group import Group
+from specinfer.transport.link import Link
 
 WIDTH: Final = 1536  # sums per row
 ROWS: Final = (1, 16)
@@ -37,7 +37,12 @@ def exchange_seconds(ranks: int, library: Library | None) -> list[float]:
             links.append(Link(parent))
             with child:
                 files = [child.fileno(), *memory]
-                command = [sys.executable, "-m", "specinfer.parallel.trial", *map(str, (rank, ranks, *files))]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "specinfer.transport.trial",
+                    *map(str, (rank, ranks, *files)),
+                ]
                 processes.append(subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL))
         return _timed(0, ranks, links, library, *memory)
     finally:

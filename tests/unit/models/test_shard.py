@@ -17,7 +17,7 @@ from specinfer.models.config import (
     QkNorm,
 )
 from specinfer.models.positions import Alibi, Rope
-from specinfer.parallel.shard import Layout, Shard
+from specinfer.models.shard import Layout, Shard
 
 SMOL = ModelConfig(
     family=Family.LLAMA,

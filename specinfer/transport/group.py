@@ -34,9 +34,9 @@ from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
-from specinfer.parallel.link import LOST, Link
-from specinfer.parallel.rank_times import DOING, RankTimes
-from specinfer.parallel.rendezvous import (
+from specinfer.transport.link import LOST, Link
+from specinfer.transport.rank_times import DOING, RankTimes
+from specinfer.transport.rendezvous import (
     HERE,
     accept_rank,
     connect_ranks,

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
-from specinfer.parallel.link import Greeter, Link, dial, listen
+from specinfer.transport.link import Greeter, Link, dial, listen
 
 HERE: Final = "127.0.0.1"  # gloo's address if all ranks are on one host
 _ONE_HOST: Final = (HERE, HERE)  # the addresses of two processes on one host

@@ -1,0 +1,1 @@
+"""How ranks exchange numbers and messages: links, groups, and the times that ranks wait."""
