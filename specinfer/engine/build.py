@@ -35,7 +35,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
+from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
@@ -108,14 +108,14 @@ def build_engine(
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
-    draft_memory: DraftMemoryCurves | None = None  # a draft's memory that layers may use
+    self_draft: SelfDraft | None = None  # a draft whose memory layers may get
     asked, stop = config, first_stop(config, models)
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
             measure = measuring(config, executor, models, progress, stop)
             curve, layers_curve = target_curves(config, models, measure)
         if models.draft_memory is not None and models.target.stream is not None:
-            draft_memory = DraftMemoryCurves(models.draft_memory, curve, layers_curve)
+            self_draft = SelfDraft(models.draft_memory, layers_curve)
         config = resolved(config, curve, max_pass_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
@@ -138,7 +138,7 @@ def build_engine(
             measured=measured,
             known=streamed,
             deepest=deepest,
-            draft_memory=draft_memory,
+            self_draft=self_draft,
         )
         for name, model in draft_names(speculation.drafts).items():
             if model in (SELF, config.model) and name in costs:

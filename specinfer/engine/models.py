@@ -59,7 +59,7 @@ class Models:
     hosts: Sequence[Host] = ()  # hosts of ranks, this one first; empty for a single process
     # Adapters that requests may name; None for models that the caller made.
     adapters: AdapterCache | None = None
-    # Memory of a `self` draft that layers may use while speculation is off.
+    # Memory of a `self` draft that layers get if it does not pay.
     draft_memory: DraftMemory | None = None
     # Quantizations of the target, and of the drafts by speculator name.
     quantization: Quantization = "none"
@@ -146,7 +146,8 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
     self_drafts = [name for name, draft in drafts.items() if draft is target]
     draft_memory: DraftMemory | None = None
     if len(self_drafts) == 1 and config.ranks == 1:
-        draft_memory = loader.draft_memory(target, kinds[self_drafts[0]], output=ids[self_drafts[0]] is None)
+        [name] = self_drafts
+        draft_memory = loader.draft_memory(name, target, kinds[name], output=ids[name] is None)
     ranks: Ranks | None = None
     loaded_drafts: dict[str, AnyDraft] = {}
     if layout is None:

@@ -64,6 +64,10 @@ def variant_models(variant: EngineConfig, config: EngineConfig, models: Models) 
     plan = models.plan
     if plan is not None:
         plan = replace(plan, kv_cache=plan.kv_cache // _KV_DIVISOR)
-    if models.draft_memory is not None and {SELF, config.model} & {*variant.speculation.drafts}:
-        models.draft_memory.keep()
+    memory = models.draft_memory
+    if memory is not None and {SELF, config.model} & {*variant.speculation.drafts} and not memory.keep():
+        raise ConfigError(
+            "drafts names the target's copy, which is no longer in memory: its guesses did not pay, and "
+            "layers got its memory; give drafts=(), or make a separate LLM"
+        )
     return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, draft_memory=None)

@@ -7,7 +7,7 @@ record follows the last, so that the next pass finds its first layers in memory.
                                  ^  |-----|            `first`: the layer that computes, or is waited for;
                                                        readers fill the buffers after it
 
-Some records may temporarily be in other memory (`pin`); the cycle then skips them.
+Some records may come to be in other memory (`pin`); the cycle then skips them.
 
 The computing thread changes only single numbers, above all `first`, so an interrupt between any two of its
 instructions leaves a consistent state. Buffers belong to the readers.
@@ -246,22 +246,11 @@ class LayerStream(WeightStream):
             finally:
                 self._shared.keep_from(max(self._shared.first, self._taken + 1))
 
-    def pin(self, records: Collection[int], fill: Callable[[], None]) -> None:
-        """Keep these records in other memory, filled by `fill`, and stream all others; between passes.
-
-        Records that become unpinned are streamed again before `fill` starts. If `fill` raises, no
-        additional records are pinned.
-        """
-        wanted = frozenset(records)
+    def pin(self, records: Collection[int]) -> None:
+        """Stream only the other records from now on; these are in other memory. Waits for a pass to end."""
         with self._turn:
-            self._stream_without(self._pinned & wanted)
-            fill()
-            self._stream_without(wanted)
-
-    def _stream_without(self, pinned: frozenset[int]) -> None:
-        if pinned != self._pinned:
-            self._pinned = pinned
-            self._cycle = [number for number in range(len(self._records)) if number not in pinned]
+            self._pinned = frozenset(records)
+            self._cycle = [number for number in range(len(self._records)) if number not in self._pinned]
             self._shared.restart([self._records[number] for number in self._cycle])
 
     def take(self, record: int) -> int:

@@ -22,7 +22,7 @@ batch size, if the allowance suffices. A trial may lose 4 plain steps.
 If plain steps take seconds and their cost is known (guard.py), the tolerance is smaller: the allowance starts
 at 2 plain steps and holds at most 8, and a step counts for at most 8. So from the start the loss is at most
 1.5% of S and 10 plain steps, and over any steps 16 of them. Giving a draft's memory to layers of its target
-is charged, too, so that time may be lost once more.
+is charged, too, once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Allowance:
         self.seconds += TRIALS * min(seconds, self._tolerance.max_step * self._plain)
 
     def charge(self, seconds: float) -> None:
-        """Subtract seconds that switching speculation off has cost."""
+        """Subtract seconds that giving a draft's memory away has cost."""
         self.seconds -= seconds
 
     def count_guessing(

@@ -40,7 +40,7 @@ from specinfer.speculate.policy.drafting import (
     keep_largest,
     useful_levels,
 )
-from specinfer.speculate.policy.guard import DraftMemoryCurves, Guard
+from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
@@ -101,7 +101,7 @@ class CostPolicy(SpeculationPolicy):
         guarded: bool = True,
         known: bool = False,
         deepest: int | None = None,
-        draft_memory: DraftMemoryCurves | None = None,
+        self_draft: SelfDraft | None = None,
     ) -> CostPolicy:
         """Return the policy for tree_size "cost", with nothing learned.
 
@@ -113,7 +113,7 @@ class CostPolicy(SpeculationPolicy):
             guarded: False leaves out the guard.
             known: True if the target's curve gives the time of plain steps, as for streamed weights.
             deepest: maximum levels of trees with a learned shape, if not the default.
-            draft_memory: a draft's memory that layers of a target with known costs may use.
+            self_draft: a draft whose memory layers of a target with known costs may get.
         """
         costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
@@ -124,9 +124,7 @@ class CostPolicy(SpeculationPolicy):
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
         guard = (
-            Guard(costs, models, measured=measured, known=known, draft_memory=draft_memory)
-            if guarded
-            else None
+            Guard(costs, models, measured=measured, known=known, self_draft=self_draft) if guarded else None
         )
         return cls(
             costs,
@@ -146,7 +144,7 @@ class CostPolicy(SpeculationPolicy):
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up the target's passes; if the guard is off, the returned plan names no speculators.
 
-        Requests with a size of their own keep their speculators, unless layers use the draft's memory.
+        Requests with a size of their own keep their speculators.
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
@@ -162,9 +160,8 @@ class CostPolicy(SpeculationPolicy):
             names = [entry.request.request_id for entry in entries]
             self._off_reason = self.guard.begin(names, len(trees), rows, own_size)
             if self._off_reason is not None:
-                own = not self.guard.lacks_draft
                 plan = StepPlan(
-                    tuple([e if own and has_own_size(e) else replace(e, speculators=_NONE) for e in entries])
+                    tuple([e if has_own_size(e) else replace(e, speculators=_NONE) for e in entries])
                 )
         if self._off_reason is None or own_size:
             self._look_up(*self._step)
@@ -186,10 +183,14 @@ class CostPolicy(SpeculationPolicy):
     ) -> list[bool]:
         """Return True for requests whose first level is worth its cost, and for those with their own size.
 
+        A draft whose memory was given to layers starts for none.
+
         A prompt is read if the draft is expected to save the time over the whole answer. A text with a long
         unread part is read if the guard's allowance covers it. A draft whose passes have no known
         cost always starts.
         """
+        if self.guard is not None and not self.guard.lets_guess(speculator):
+            return [False] * len(entries)
         if speculator not in self._drafts:
             return [True] * len(entries)
         draft, costs = self._drafts[speculator], self._costs

@@ -12,8 +12,8 @@ steps. Guesses are charged their own time and the cost model's time of their row
 the disk is not charged to them.
 
 A draft may then hold memory that layers of the target could use (models/draft_memory.py). Plain steps are
-those of a target whose layers use it: a step in which the draft holds it is charged the difference, and when
-speculation is off the layers get the memory.
+those of a target whose layers use it: a step with guesses is charged the difference. Once speculation was off
+in 128 steps, and in more than it was on, the layers get the memory, and the draft guesses no more.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _PLAIN_EVERY: Final = 200  # later, one step in this number is plain
 _PLAIN_SOON: Final = 8  # likewise, while the time of passes seems changed
 _CHANGED: Final = 0.1  # relative change of the time of passes
 _FRESH: Final = 3  # plain steps needed after such a change
+_GIVEN_UP: Final = 128  # steps without guesses before layers get a draft's memory
 KEPT: Final = 5  # recent multiples whose median is used
 
 # Stages of a step (engine/metrics.py): those of the target's pass, and those of speculators.
@@ -57,12 +58,11 @@ class GuardState:
     factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
 
 
-class DraftMemoryCurves(NamedTuple):
-    """A draft's memory that layers may use, and the target's cost curves in both cases."""
+class SelfDraft(NamedTuple):
+    """A draft whose memory layers of the target may get."""
 
     memory: DraftMemory
-    draft: CostCurve  # while the draft holds the memory
-    layers: CostCurve  # while layers of the target hold it
+    layers: CostCurve  # the target's, when its layers have the memory
 
 
 @dataclass(slots=True)
@@ -122,15 +122,15 @@ class Guard:
         *,
         measured: bool = True,
         known: bool = False,
-        draft_memory: DraftMemoryCurves | None = None,
+        self_draft: SelfDraft | None = None,
     ) -> None:
-        """Make a guard that starts with the full allowance; `draft_memory` needs `known`."""
-        self._draft_memory = draft_memory
+        """Make a guard that starts with the full allowance; `self_draft` needs `known`."""
+        self._self_draft = self_draft
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
         self._allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
         self._overheads = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
-        self._off_steps = 0
+        self._off_steps = self._on_steps = 0
         self._turn = 0  # counter that selects the draft's pass to learn from
         # State of the step:
         self._names: frozenset[str] = frozenset()  # ids of its requests
@@ -139,12 +139,10 @@ class Guard:
         self._nodes = 0  # verified guesses
         self._own_size = False  # True if a request has its own size
         self._off_reason: str | None = None  # why speculation is off
-        self.lacks_draft = False  # True if the draft could not get its memory back
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # time of such a pass, relative to the curve
         self._plain = 0.0  # seconds of a plain step without prompts
         self._memory_cost = 0.0  # additional seconds of the pass because the draft holds memory of layers
-        self._fetched = False  # True if the draft got its memory back for this step
 
     def state(self) -> GuardState:
         """Return the state; callable from any thread."""
@@ -178,45 +176,42 @@ class Guard:
         self._requests, self._rows, self._nodes, self._own_size = requests, rows, 0, own_size
         known = self._names
         self._names = frozenset(names)
-        self._fetched = False
+        if not (self._allowance.guessing or own_size) and self._off_steps >= max(_GIVEN_UP, self._on_steps):
+            self._give_to_layers()
         self._pass = self._target.expected(max(1, requests))
-        self._memory_cost = self._memory_cost_of(max(1, requests))
+        self._memory_cost = self._memory_cost_of(max(1, rows))
         self._slowness = self._target.slowness(max(1, requests))
         if self._known:
-            self._plain = (
-                self._pass - self._memory_cost + (_median(self._overheads) if self._overheads else 0.0)
-            )
+            self._plain = self._pass - self._memory_cost_of(max(1, requests))
+            self._plain += _median(self._overheads) if self._overheads else 0.0
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
         plain_step = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
         plain_step = plain_step and self._target.settled  # a measurement needs settled costs
         self._off_reason = GUARD if not allowed else PLAIN if plain_step else None
-        if self._draft_memory is not None:
-            self._swap(self._draft_memory)
         self._off_steps += self._off_reason is not None
+        self._on_steps += self._off_reason is None
         return self._off_reason
 
-    def _swap(self, curves: DraftMemoryCurves) -> None:
-        """Give the memory to the draft if speculation is on, else to the layers."""
-        memory, self.lacks_draft = curves.memory, False
-        if self._off_reason is not None and not self._own_size:
-            if memory.layers_may_use and memory.holder != "layers":
-                memory.give_to_layers()
-                self._allowance.charge(memory.seconds)
-        elif memory.holder != "draft":
-            self._fetched = True
-            if not memory.give_to_draft():
-                self._off_reason, self.lacks_draft = GUARD, True
-        self._target.follow(curves.layers if memory.holder == "layers" else curves.draft)
-        self._memory_cost = self._memory_cost_of(max(1, self._rows))
+    def lets_guess(self, draft: str) -> bool:
+        """Return False for a draft whose memory was given to layers."""
+        memory = None if self._self_draft is None else self._self_draft.memory
+        return memory is None or draft != memory.name or not memory.given
+
+    def _give_to_layers(self) -> None:
+        draft = self._self_draft
+        if draft is not None and draft.memory.layers_may_use:
+            if draft.memory.give_to_layers():
+                self._target.follow(draft.layers)
+            self._allowance.charge(draft.memory.seconds)
 
     def _memory_cost_of(self, rows: int) -> float:
         """Return the additional seconds of a pass of `rows` rows because the draft holds memory of layers."""
-        curves = self._draft_memory
-        if curves is None or curves.memory.holder == "layers" or not curves.memory.layers_may_use:
+        draft = self._self_draft
+        if draft is None or not draft.memory.layers_may_use:
             return 0.0
-        return max(0.0, self._target.expected(rows) - self._target.expected_by(curves.layers, rows))
+        return max(0.0, self._target.expected(rows) - self._target.expected_by(draft.layers, rows))
 
     def chosen(self, nodes: int) -> None:
         """Set the number of verified guesses of the step."""
@@ -235,8 +230,6 @@ class Guard:
                 self._plain *= self._learn(stages, passes)
         else:
             guesses, reading = self._seconds_by_costs(passes)
-            if self._draft_memory is not None and self._fetched:
-                guesses += self._draft_memory.memory.seconds
             seconds = self._pass + guesses
         if self._off_reason is not None:
             self._allowance.count_plain(seconds)

@@ -132,8 +132,7 @@ def test_a_flipped_byte_of_a_self_draft_or_of_its_target(
     with streamed(model, monkeypatch, Planned(self_draft=True), **options) as llm:
         assert texts(llm) == want
         assert llm.models.draft_memory is not None
-        llm.models.draft_memory.give_to_layers()
-        assert llm.models.draft_memory.holder == "layers"
+        assert llm.models.draft_memory.give_to_layers()
         assert texts(llm.variant(drafts=())) == want
     assert len(caplog.messages) == 1
 

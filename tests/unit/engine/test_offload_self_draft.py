@@ -1,16 +1,15 @@
-"""A streamed model and its quantized copy, whose memory layers use while speculation is off."""
+"""A streamed model and its quantized copy, whose memory layers get if it does not pay."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer.models.draft_memory import DraftMemory
+from specinfer.errors import ConfigError
+from specinfer.speculate.policy import guard
 from specinfer.speculate.policy.allowance import Allowance
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
@@ -28,31 +27,32 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(folder, num_layers=12, tokenizer=True, eos_token_id=63)
 
 
-def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def counting(*given: Any) -> Any:
-        calls[name] += 1
-        return call(*given)
-
-    return counting
-
-
 @pytest.mark.parametrize("kind", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_while_layers_have_the_memory_of_the_self_draft(
+def test_texts_before_and_after_layers_get_the_memory_of_the_self_draft(
     deep: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
 ) -> None:
-    """Speculation is off in one of three steps."""
+    """Speculation is off in two of three steps."""
     options: dict[str, Any] = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
     want = texts(resident(deep, **options))
     steps = count()
-    monkeypatch.setattr(Allowance, "allows", lambda *asked, **more: next(steps) % 3 > 0)
+
+    def allows(allowance: Allowance, *asked: object, **more: object) -> bool:
+        allowance.guessing = next(steps) % 3 == 0
+        return allowance.guessing
+
+    monkeypatch.setattr(Allowance, "allows", allows)
+    monkeypatch.setattr(guard, "_GIVEN_UP", 9)
     llm = streamed(deep, monkeypatch, Planned(self_draft=True), **options, tree_size="cost")
     draft_memory = llm.models.draft_memory
     assert draft_memory is not None
     assert draft_memory.layers
-    moves = Counter[str]()
-    for name in ("give_to_layers", "give_to_draft"):
-        monkeypatch.setattr(DraftMemory, name, counted(moves, name, getattr(DraftMemory, name)))
+    assert not draft_memory.given
+    assert texts(llm) == want, "the memory is given amid these texts"
+    assert draft_memory.given
+    guessed = llm.statistics().guessed_tokens["draft"]
     assert texts(llm) == want
-    assert min(moves["give_to_layers"], moves["give_to_draft"]) > 9
-    assert next(steps) > 30
+    assert llm.statistics().guessed_tokens["draft"] == guessed
+    with pytest.raises(ConfigError, match="no longer in memory"):
+        llm.variant()
+    assert texts(llm.variant(drafts=())) == want

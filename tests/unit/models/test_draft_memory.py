@@ -1,4 +1,4 @@
-"""Memory that is a twin's, or that of layers of its target: its bytes, and faults while it changes hands."""
+"""Memory that is a twin's, and then that of layers of its target: its bytes, and faults of the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files(tmp_path: Path, own_cache: Path) -> tuple[PreparedFile, PreparedFile]:
 def draft_memory(files: tuple[PreparedFile, PreparedFile]) -> Iterator[DraftMemory]:
     target, twin = files
     names = layer_records(target)
-    found = DraftMemory(twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
+    found = DraftMemory("draft", twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
     records = [
         StreamRecord(one.offset, one.length, one.crc, name)
         for name in names
@@ -77,48 +77,49 @@ def twin_is_right(draft_memory: DraftMemory, twin: PreparedFile) -> bool:
     return True
 
 
-def test_either_is_there_whole(draft_memory: DraftMemory, files: tuple[PreparedFile, PreparedFile]) -> None:
+def test_layers_get_the_memory_once(
+    draft_memory: DraftMemory, files: tuple[PreparedFile, PreparedFile]
+) -> None:
     target, twin = files
     assert 1 < len(draft_memory.layers) < LAYERS
-    for _ in range(2):
-        assert (draft_memory.holder, twin_is_right(draft_memory, twin)) == ("draft", True)
-        assert not layers_are_right(draft_memory, target)
-        draft_memory.give_to_layers()
-        assert (draft_memory.holder, layers_are_right(draft_memory, target)) == ("layers", True)
-        assert draft_memory.give_to_draft()
+    assert twin_is_right(draft_memory, twin)
+    assert not layers_are_right(draft_memory, target)
+    assert draft_memory.give_to_layers()
+    assert draft_memory.given
+    assert layers_are_right(draft_memory, target)
+    assert not draft_memory.give_to_layers()
+    assert not draft_memory.keep(), "the draft is gone"
     size = target.records[layer_records(target)[0]].length
     assert draft_memory.streamed_bytes == (LAYERS - len(draft_memory.layers)) * size
 
 
-def test_files_that_cannot_be_read(
-    draft_memory: DraftMemory,
-    files: tuple[PreparedFile, PreparedFile],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_draft_that_others_use_is_kept(
+    draft_memory: DraftMemory, files: tuple[PreparedFile, PreparedFile]
 ) -> None:
-    _, twin = files
+    assert draft_memory.keep()
+    assert not draft_memory.layers_may_use
+    assert not draft_memory.give_to_layers()
+    assert twin_is_right(draft_memory, files[1])
 
+
+def test_layers_that_cannot_be_read_are_streamed(
+    draft_memory: DraftMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*given: object) -> None:
         raise ModelFileError("the disk has failed")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(StreamSource, "read_into", fail)
-        draft_memory.give_to_layers()
-        assert draft_memory.holder == "neither", "it may be half of either"
-        assert not draft_memory.layers_may_use, "it is not tried in every step"
-        draft_memory.give_to_layers()
-        assert not draft_memory.give_to_draft()
-    assert [record.message for record in caplog.records] == 2 * [
-        "cannot exchange a draft and layers of its target: the disk has failed"
+        assert not draft_memory.give_to_layers()
+    assert draft_memory.given, "some of the draft may be overwritten"
+    assert not draft_memory.layers_may_use
+    assert caplog.messages == [
+        "cannot read layers over a draft, which no longer guesses: the disk has failed"
     ]
-    assert draft_memory.give_to_draft()
-    assert twin_is_right(draft_memory, twin)
-    draft_memory.give_to_layers()
-    assert draft_memory.holder == "layers"
-    with monkeypatch.context() as patch:
-        patch.setattr(StreamSource, "read_into", fail)
-        assert not draft_memory.give_to_draft()
-    assert draft_memory.holder == "neither", "its layers are streamed again"
+    stream = draft_memory._stream
+    assert stream is not None
+    with stream.passing():
+        assert all(stream.take(number) < 2 for number in range(LAYERS))
 
 
 def test_a_twin_that_is_damaged_is_found(
@@ -131,4 +132,4 @@ def test_a_twin_that_is_damaged_is_found(
         file.write(b"\xff\x00\xff")
     names = layer_records(target)
     with pytest.raises(DamagedFileError, match="wrong checksum"):
-        DraftMemory(twin, ["lm_head"], target, names, disk())
+        DraftMemory("draft", twin, ["lm_head"], target, names, disk())

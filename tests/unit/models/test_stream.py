@@ -218,36 +218,17 @@ def test_a_wait_is_counted_and_told_once(
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_records_that_lie_elsewhere_are_not_read(buffers: int) -> None:
-    records = pages(1, 2, 1, 3, 1)
-    source = source_of(records)
-    filled = list[int]()
-    with LayerStream(source, records, buffers=buffers, disk=disk()) as stream:
-        for pinned in ([1, 3], [0], [0, 1, 2, 3, 4], [], [4, 2], []):
-            stream.pin(pinned, lambda: filled.append(len(source.offsets)))
-            source.offsets.clear()
+    for pinned in ([1, 3], [0], [0, 1, 2, 3, 4]):
+        records = pages(1, 2, 1, 3, 1)
+        source = source_of(records)
+        with LayerStream(source, records, buffers=buffers, disk=disk()) as stream:
+            with stream.passing():
+                stream.take(1)  # a cycle has begun
+            stream.pin(pinned)
             for _ in range(3):
                 with stream.passing():
                     for number, record in enumerate(records):
                         if number in pinned:
-                            assert stream.take(number) == buffers
+                            assert stream.take(number) == buffers, pinned
                         else:
-                            assert taken(stream, number, record) == bytes_of(source, record)
-            left = [record.offset for number, record in enumerate(records) if number not in pinned]
-            assert [offset for offset in left if offset not in source.offsets] == []
-        assert len(filled) == 6
-
-
-def test_records_are_streamed_before_others_come_into_their_place() -> None:
-    records = pages(1, 1, 1, 1)
-    with LayerStream(source_of(records), records, buffers=2, disk=disk()) as stream:
-        stream.pin([0, 1], lambda: None)
-
-        def fail() -> None:
-            assert stream.take(0) < 2, "it is in a buffer"
-            assert stream.take(1) == 2, "it is there still"
-            raise ModelFileError("the disk has failed")
-
-        with pytest.raises(ModelFileError):
-            stream.pin([1, 2], fail)
-        with stream.passing():
-            assert [stream.take(number) == 2 for number in range(4)] == [False, True, False, False]
+                            assert taken(stream, number, record) == bytes_of(source, record), pinned
