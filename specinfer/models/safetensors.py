@@ -24,8 +24,7 @@ from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.config import ModelConfig
-from specinfer.models.families.config_keys import read_config
-from specinfer.models.families.registry import hf_family
+from specinfer.models.families.registry import hf_family, read_config
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.integers import IntegerMatrix

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.families.config_keys import HARMLESS, other_value
-from specinfer.models.families.registry import config_from_hf
+from specinfer.models.families.registry import HARMLESS, config_from_hf, other_value
 
 from .families import CASES, config_of
 

@@ -20,7 +20,7 @@ from specinfer.hub.model_files import read_json
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.families.relatives import running_relative, sort_of
+from specinfer.models.families.registry import running_relative, sort_of
 from specinfer.models.fields import all_ids
 from specinfer.models.hosted.checkpoint import ParameterFiles
 from specinfer.models.hosted.library import transformers

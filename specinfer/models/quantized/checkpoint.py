@@ -15,9 +15,8 @@ from specinfer.models.fields import Fields
 from specinfer.models.quantized.bitsandbytes import bitsandbytes
 from specinfer.models.quantized.compressed_tensors import compressed_tensors
 from specinfer.models.quantized.gptq import awq, gptq
-from specinfer.models.quantized.mxfp4 import mxfp4
 from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, TensorEntry
-from specinfer.models.quantized.scaled import fp8
+from specinfer.models.quantized.scaled import fp8, mxfp4
 
 _LOG = logging.getLogger(__name__)
 # Types of tensors in such files besides floats, by safetensors' names.
