@@ -37,8 +37,7 @@ from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LayeredModel
-from specinfer.models.layers import RowNorm
-from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.layers import RotaryEmbedding, RowNorm, rotations
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import slots_of

@@ -28,8 +28,7 @@ from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LayeredModel
-from specinfer.models.layers import RowNorm
-from specinfer.models.rope import RotaryEmbedding
+from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from specinfer.kernels.ops import torch_activation
 from specinfer.models.config import ModelConfig, QkNorm
+from specinfer.models.layers import RotaryEmbedding
 from specinfer.models.positions import Rope
-from specinfer.models.rope import RotaryEmbedding
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
 

@@ -19,7 +19,7 @@ from specinfer.heads.layouts import READS_LAST, SLIDING
 from specinfer.heads.vocabulary import own_tensors
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.hf_config import layers_to_hf
-from specinfer.models.rope_config import rope_to_hf
+from specinfer.models.positions import rope_to_hf
 from specinfer.models.safetensors import write_safetensors
 
 SCALE: Final = "_scale"  # suffix of the tensor with the row factors of an int8 matrix

@@ -23,8 +23,15 @@ from specinfer.kernels.structures import Form
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import Mixture, expert_matrices, mixture
 from specinfer.models.language_model import LayeredModel, PassContext, PassOutput, Residual, Taps, check_taps
-from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
-from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.layers import (
+    MLP,
+    Attention,
+    RotaryEmbedding,
+    RowNorm,
+    attention_spec,
+    embedding_and_output,
+    rotations,
+)
 from specinfer.models.table_on_disk import TableOnDisk
 from specinfer.models.weight_memory import Weights
 

@@ -23,8 +23,7 @@ from specinfer.kernels.file_blocks import BlockForm
 from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.families.registry import gguf_family
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
-from specinfer.models.gguf_config import GgufHead
-from specinfer.models.rope_config import ROPE_TENSORS
+from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead
 from specinfer.models.sources import Sources
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -21,9 +21,11 @@ from specinfer.models.fields import (
     optional_positive,
     positive,
 )
-from specinfer.models.rope_config import longest_text, rope_from_gguf
+from specinfer.models.positions import LongRope, Rope, YarnScaling, longest_text, yarn_attention_factor
 from specinfer.models.sources import Inside, Names
 
+# Tensors of GGUF files that are part of the config.
+ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 OUTSIDE: Final = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
@@ -165,3 +167,59 @@ def decoder_from_gguf(
 def window_of(c: Fields) -> int | None:
     """The sliding window of layers that have one."""
     return integer(c, "attention.sliding_window", 0) or None
+
+
+def rope_from_gguf(
+    c: Fields,
+    context: int,
+    theta: float,
+    tensors: Mapping[str, tuple[float, ...]],
+    rotated: int | None,
+) -> Rope:
+    """The embedding as computed by llama.cpp; `context` is the maximum length, `tensors` are ROPE_TENSORS."""
+    theta = positive(c, "rope.freq_base", theta)
+    divisors, short, long = map(tensors.get, ROPE_TENSORS)
+    kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
+    scale = positive(c, "rope.scaling.attn_factor", 1.0)
+    if short is not None or long is not None:
+        if short is None or long is None or divisors is not None or kind not in ("none", "longrope"):
+            raise ModelError(
+                f"the GGUF file has {', '.join(tensors)} and {kind!r} scaling; supported: rope_factors_short "
+                "and rope_factors_long together, without other scaling"
+            )
+        original = count(c, "rope.scaling.original_context_length", context)
+        return Rope(
+            theta, longrope=LongRope(short, long, original, max(original, context), scale), rotated=rotated
+        )
+    if divisors is not None:
+        if kind not in ("none", "llama3"):
+            raise ModelError(f"the GGUF file has rope_freqs and {kind!r} scaling; supported: one of them")
+        return Rope(theta, divisors=divisors, rotated=rotated)
+    if kind == "yarn":
+        factor = positive(c, "rope.scaling.factor")
+        if number(c, "rope.scaling.yarn_ext_factor", 1.0) != 1:
+            raise ModelError("rope.scaling.yarn_ext_factor is not 1, which is not supported")
+        log = number(c, "rope.scaling.yarn_log_multiplier", 0.0)
+        scale *= positive(c, "rope.scaling.yarn_attn_factor", 1.0)
+        scale *= yarn_attention_factor(factor) / (yarn_attention_factor(factor, log) if log else 1.0)
+        return Rope(
+            theta,
+            yarn=YarnScaling(
+                factor,
+                count(c, "rope.scaling.original_context_length", context),
+                attention_factor=scale,
+                beta_fast=positive(c, "rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=positive(c, "rope.scaling.yarn_beta_slow", 1.0),
+            ),
+            rotated=rotated,
+        )
+    if scale != 1:
+        raise ModelError(f"rope.scaling.attn_factor is {scale} without YaRN, which is not supported")
+    if kind == "none":
+        return Rope(theta, rotated=rotated)
+    if kind == "linear":
+        factor = positive(c, "rope.scaling.factor", positive(c, "rope.scale_linear", 1.0))
+        return Rope(theta, linear_factor=factor, rotated=rotated)
+    raise ModelError(
+        f"the GGUF rope scaling is {kind!r}; supported: none, linear, yarn, or a rope_freqs tensor"
+    )

@@ -14,8 +14,7 @@ from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import MAX_LAYERS, Fields, all_ids, count, integer, number
-from specinfer.models.positions import Rope
-from specinfer.models.rope_config import longest_text
+from specinfer.models.positions import Rope, longest_text
 from specinfer.models.sources import Names
 
 # Class names of transformers for written configs.

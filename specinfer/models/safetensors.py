@@ -27,8 +27,8 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import hf_family, read_config
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
-from specinfer.models.quantized.integers import IntegerMatrix
 from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry
+from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 

@@ -19,7 +19,7 @@ from specinfer.models.hf_config import (
     window_of,
     windows,
 )
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import rope_from_hf
 from specinfer.models.sources import Names
 
 _COHERE: Final[Fields] = {

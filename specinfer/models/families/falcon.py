@@ -15,8 +15,7 @@ from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf, head_dim
-from specinfer.models.positions import Alibi
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import Alibi, rope_from_hf
 from specinfer.models.sources import QKV, Names
 
 _DEFAULTS: Final[Fields] = {

@@ -20,8 +20,7 @@ from specinfer.models.hf_config import (
     window_of,
     windows,
 )
-from specinfer.models.positions import Rope
-from specinfer.models.rope_config import rope_from_hf, ropes_by_layer_type
+from specinfer.models.positions import Rope, rope_from_hf, ropes_by_layer_type
 
 # Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
 _GEMMA_3: Final[Fields] = {

@@ -10,7 +10,7 @@ from specinfer.models.config import Family, ModelConfig, NormPlace
 from specinfer.models.fields import Fields
 from specinfer.models.gguf_config import BOTH_SIDES, INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import rope_from_hf
 from specinfer.models.sources import GATE_UP, QKV, Names
 
 _DEFAULTS: Final[Fields] = {

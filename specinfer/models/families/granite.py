@@ -10,7 +10,7 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fields import Fields, positive
 from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import rope_from_hf
 
 _DEFAULTS: Final[Fields] = {
     "rms_norm_eps": 1e-6,

@@ -12,7 +12,7 @@ from specinfer.models.families.mixtures import mixtral_from_gguf
 from specinfer.models.fields import Fields, count, integer
 from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import rope_from_hf
 
 # Defaults of transformers for keys that config.json omits.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}

@@ -15,7 +15,7 @@ from specinfer.models.fields import Fields, boolean, count, integer, number, pos
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
-from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.positions import rope_from_hf
 from specinfer.models.sources import Names
 
 # Defaults of transformers.

@@ -11,7 +11,7 @@ from specinfer.models.fields import Fields, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf, window_of
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, windows
 from specinfer.models.hf_config import window_of as hf_window
-from specinfer.models.rope_config import rope_from_hf, ropes_by_layer_type
+from specinfer.models.positions import rope_from_hf, ropes_by_layer_type
 from specinfer.models.sources import Names
 
 _DEFAULTS: Final[Fields] = {

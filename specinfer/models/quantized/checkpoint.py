@@ -13,8 +13,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.foreign_format import INSTEAD, quantized_config, quantized_tensor
 from specinfer.models.fields import Fields
 from specinfer.models.quantized.bitsandbytes import bitsandbytes
-from specinfer.models.quantized.compressed_tensors import compressed_tensors
-from specinfer.models.quantized.gptq import awq, gptq
+from specinfer.models.quantized.packed import awq, compressed_tensors, gptq
 from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import fp8, mxfp4
 

@@ -9,8 +9,7 @@ import pytest
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, NormPlace, QkNorm
 from specinfer.models.families.registry import config_from_hf, read_config
-from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
-from specinfer.models.rope_config import rope_to_hf
+from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling, rope_to_hf
 
 LLAMA = {
     "model_type": "llama",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specinfer.attention.sdpa import rotated
+from specinfer.models.layers import RotaryEmbedding, rope_frequencies, rotations
 from specinfer.models.positions import DynamicScaling, Llama3Scaling, Rope, YarnScaling
-from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotations
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():

@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import Int4Weight, empty_int4, int4_rows, lay_out_int4, unpack_levels
 from specinfer.models.open_model import open_model
-from specinfer.models.quantized.integers import IntegerMatrix
+from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress

@@ -1,0 +1,312 @@
+"""Packed integers: GPTQ, AWQ and compressed-tensors.
+
+GPTQ and AWQ pack integers into int32 words, with transposed matrices. compressed-tensors has packed integers,
+int8 and FP8 with scales per matrix, channel, group or block.
+
+Source: AutoGPTQ's and GPTQModel's torch linears, AutoAWQ's gemm linear, the compressed-tensors package's
+pack_quantized and naive_quantized compressors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.models.fields import Fields, boolean, integer, mapping
+from specinfer.models.quantized.pieces import FLOATS, LastFew, Pieces, StoredTensor, whole
+from specinfer.models.quantized.scaled import (
+    IntegerMatrix,
+    LevelRows,
+    TransposedTensor,
+    order_of_groups,
+    scaled,
+    unpacked,
+)
+
+_WORDS: Final = (torch.int32,)
+_PER_WORD: Final = 8  # elements per word in AWQ
+_KEPT: Final = 6  # tensors of two matrices
+# AWQ's positions within a word of eight adjacent columns.
+_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of a GPTQ model by name; `settings` is the quantization_config.
+
+    Raises ModelError for unsupported settings, ModelFileError if tensors contradict them.
+    """
+    bits = _one_of(settings, "bits", (2, 4, 8))
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise ModelError(f"checkpoint_format is {form!r}; supported for GPTQ: 'gptq', 'gptq_v2'")
+    if settings.get("pack_dtype", "int32") != "int32":
+        raise ModelError(f"pack_dtype is {settings['pack_dtype']!r}; supported for GPTQ: 'int32'")
+    if settings.get("adapter"):
+        raise ModelError("the GPTQ model has an adapter (EoRA), which is not supported")
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(not str(rule).startswith("-:") for rule in dynamic):
+        raise ModelError(
+            "dynamic has other settings for some matrices; supported for GPTQ: '-:' rules to skip some"
+        )
+    # The first version stores zero points minus one; 0 wraps to the largest level.
+    offset = 1 if form == "gptq" else 0
+    acts, found = boolean(settings, "desc_act", False), dict[str, StoredTensor]()
+    last = LastFew[Tensor](_KEPT)
+    for stem in pieces.stems(".qweight"):
+        words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
+        inner, channels = words.shape[0] * 32 // bits, words.shape[1]
+        groups = _groups(settings, stem, inner)
+        scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
+        zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, -(-channels * bits // 32)))
+        index = pieces.optional(f"{stem}.g_idx", (torch.int32, torch.int64), (inner,))
+        if index is None and acts:
+            raise ModelFileError(
+                f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
+                "columns; the model is incomplete, get it again"
+            )
+        transposed = (
+            TransposedTensor(words, last),
+            TransposedTensor(scales, last),
+            TransposedTensor(zeros, last),
+        )
+        read = _GptqRows(*transposed, bits, offset).read
+        found[f"{stem}.weight"] = IntegerMatrix(
+            *(words.path, (channels, inner), bits, scales, read),
+            groups=groups,
+            group_of=None if index is None else order_of_groups(f"{stem}.g_idx", index, groups),
+        )
+    return found
+
+
+def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of an AWQ model; see gptq."""
+    _one_of(settings, "bits" if "bits" in settings else "w_bit", (4,))
+    form = settings.get("version") or settings.get("format") or "gemm"
+    if not isinstance(form, str) or form.lower() != "gemm":
+        raise ModelError(f"version is {form!r}; supported for AWQ: 'gemm'")
+    found, last = dict[str, StoredTensor](), LastFew[Tensor](_KEPT)
+    for stem in pieces.stems(".qweight"):
+        words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
+        inner, channels = words.shape[0], words.shape[1] * _PER_WORD
+        groups = _groups(settings, stem, inner)
+        scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
+        zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, words.shape[1]))
+        transposed = (
+            TransposedTensor(words, last),
+            TransposedTensor(scales, last),
+            TransposedTensor(zeros, last),
+        )
+        read = _AwqRows(*transposed).read
+        found[f"{stem}.weight"] = IntegerMatrix(words.path, (channels, inner), 4, scales, read, groups=groups)
+    return found
+
+
+class _GptqRows:
+    """Reads [inner words, channels], scales [groups, channels] and zeros [groups, words of channels]."""
+
+    def __init__(
+        self,
+        words: TransposedTensor,
+        scales: TransposedTensor,
+        zeros: TransposedTensor,
+        bits: int,
+        offset: int,
+    ) -> None:
+        self._words, self._scales, self._zeros = words, scales, zeros
+        self._bits, self._offset = bits, offset
+
+    def read(self, start: int, stop: int) -> LevelRows:
+        per = 32 // self._bits
+        first = start // per
+        packed = self._zeros.rows(first, -(-stop // per)).T
+        zeros = unpacked(packed, self._bits).T[start - first * per : stop - first * per]
+        zeros = zeros.add(self._offset).bitwise_and_((1 << self._bits) - 1)
+        return LevelRows(
+            unpacked(self._words.rows(start, stop), self._bits), self._scales.rows(start, stop), zeros
+        )
+
+
+class _AwqRows:
+    """Reads [inner, words of channels], and scales and zeros as in GPTQ."""
+
+    def __init__(self, words: TransposedTensor, scales: TransposedTensor, zeros: TransposedTensor) -> None:
+        self._words, self._scales, self._zeros = words, scales, zeros
+
+    def read(self, start: int, stop: int) -> LevelRows:
+        first = start // _PER_WORD
+        behind, within = -(-stop // _PER_WORD), slice(start - first * _PER_WORD, stop - first * _PER_WORD)
+        return LevelRows(
+            _channels(self._words.rows(first, behind))[within],
+            self._scales.rows(start, stop),
+            _channels(self._zeros.rows(first, behind))[within],
+        )
+
+
+def _channels(words: Tensor) -> Tensor:
+    """Words of eight channels, int32 [words, n], as uint8 [words * 8, n]."""
+    by_place = unpacked(words, 4).view(*words.shape, _PER_WORD).movedim(2, 1)
+    return by_place[:, list(_AWQ_PLACES)].flatten(0, 1)
+
+
+def _one_of(settings: Fields, key: str, allowed: tuple[int, ...]) -> int:
+    value = integer(settings, key)
+    if value not in allowed:
+        raise ModelError(
+            f"{key} of the quantized model is {value}; supported: {', '.join(map(str, allowed))}. "
+            "Give the original model, or a GGUF file of it"
+        )
+    return value
+
+
+def _groups(settings: Fields, stem: str, inner: int) -> int:
+    """The number of groups in a row of `inner` elements."""
+    size = integer(settings, "group_size" if "group_size" in settings else "q_group_size", -1)
+    if size == -1:
+        return 1
+    if size < 1 or inner % size:
+        raise ModelError(
+            f"group_size is {size}, which does not divide the {inner} elements of a row of {stem}"
+        )
+    return inner // size
+
+
+_FORMATS: Final = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision"),
+)
+_INTEGERS: Final = (torch.int32, torch.int64)
+
+
+def compressed_tensors(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of such a model by name; `settings` is the quantization_config.
+
+    Tensors determine how each matrix is quantized; `settings` has the rest. Raises ModelError for unsupported
+    settings, ModelFileError if tensors contradict them.
+    """
+    groups = list(_weights(settings))
+    block, asymmetric = (
+        _block(groups),
+        bool(groups) and not any(boolean(g, "symmetric", True) for g in groups),
+    )
+    found = dict[str, StoredTensor]()
+    for stem in pieces.stems(".weight_packed"):
+        found[f"{stem}.weight"] = _packed(pieces, stem, asymmetric)
+    kinds = (torch.int8, torch.float8_e4m3fn)
+    for name in [
+        name for name, one in pieces.rest.items() if one.dtype in kinds and name.endswith(".weight")
+    ]:
+        values = pieces.take(name, kinds, (None, None))
+        scales = pieces.take(f"{name}_scale", FLOATS)
+        zeros = None
+        if values.dtype is torch.int8:
+            take = pieces.take if asymmetric else pieces.optional
+            zeros = take(f"{name}_zero_point", (torch.int8,), scales.shape)
+        found[name] = scaled(f"{name}_scale", values, scales, block, zeros)
+    return found
+
+
+def _packed(pieces: Pieces, stem: str, asymmetric: bool) -> IntegerMatrix:
+    words = pieces.take(f"{stem}.weight_packed", (torch.int32,), (None, None))
+    size = pieces.take(f"{stem}.weight_shape", _INTEGERS, (2,))
+    channels, inner = whole(size).tolist()
+    bits = next((bits for bits in (4, 8) if words.shape == (channels, -(-inner * bits // 32))), None)
+    if bits is None:
+        raise ModelFileError(
+            f"{words.path}: tensor '{stem}.weight_packed' has shape {list(words.shape)} for a matrix "
+            f"{channels} x {inner}; supported num_bits: 4, 8. Give the original model"
+        )
+    scales = pieces.take(f"{stem}.weight_scale", FLOATS, (channels, None))
+    groups = scales.shape[1]
+    if not groups or inner % groups:
+        raise ModelFileError(
+            f"{words.path}: '{stem}.weight_scale' has {groups} groups; no group_size divides rows of "
+            f"{inner} elements into that many. Get the model again"
+        )
+    take = pieces.take if asymmetric else pieces.optional
+    zeros = take(f"{stem}.weight_zero_point", (torch.int32, torch.int8))
+    if zeros is not None and zeros.shape != _zeros_shape(zeros.dtype, channels, groups, bits):
+        raise ModelFileError(
+            f"{words.path}: tensor '{stem}.weight_zero_point' has shape {list(zeros.shape)} for "
+            f"{channels} rows of {groups} groups; get the model again"
+        )
+    index = pieces.optional(f"{stem}.weight_g_idx", _INTEGERS, (inner,))
+    rows = _PackedRows(words, scales, zeros, bits, inner)
+    group_of = None if index is None else order_of_groups(f"{stem}.weight_g_idx", index, groups)
+    return IntegerMatrix(
+        words.path, (channels, inner), bits, scales, rows.read, groups=groups, group_of=group_of
+    )
+
+
+class _PackedRows:
+    """Reads [channels, words of a row], scales [channels, groups] and zeros [words of channels, groups]."""
+
+    def __init__(
+        self, words: StoredTensor, scales: StoredTensor, zeros: StoredTensor | None, bits: int, inner: int
+    ) -> None:
+        self._words, self._scales, self._zeros = words, scales, zeros
+        self._bits, self._inner = bits, inner
+
+    def read(self, start: int, stop: int) -> LevelRows:
+        levels = unpacked(self._words.read_rows(start, stop), self._bits)[:, : self._inner]
+        scales = self._scales.read_rows(start, stop)
+        return LevelRows(levels.contiguous(), scales, self._read_zeros(start, stop, scales.shape[1]))
+
+    def _read_zeros(self, start: int, stop: int, groups: int) -> torch.Tensor:
+        """The levels of 0; levels and zero points are stored with half the number of levels added."""
+        half = 1 << (self._bits - 1)
+        if self._zeros is None:
+            return torch.full((stop - start, groups), half, dtype=torch.uint8)
+        if self._zeros.dtype is torch.int8:
+            return (self._zeros.read_rows(start, stop).short() + half).to(torch.uint8)
+        per = 32 // self._bits
+        first = start // per
+        words = self._zeros.read_rows(first, -(-stop // per)).T
+        return unpacked(words, self._bits).T[start - first * per : stop - first * per]
+
+
+def _zeros_shape(dtype: torch.dtype | None, channels: int, groups: int, bits: int) -> tuple[int, int]:
+    return (channels if dtype is torch.int8 else -(-channels * bits // 32)), groups
+
+
+def _weights(settings: Fields) -> Iterator[Fields]:
+    """The weight settings of each config group of matrices."""
+    _check_format("format", settings.get("format"))
+    if settings.get("transform_config"):
+        raise ModelError(
+            "transform_config transforms activations, which is not supported for compressed-tensors"
+        )
+    sparsity = settings.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise ModelError(
+            f"sparsity_config is {str(sparsity)[:60]}; supported for compressed-tensors: 'dense'. "
+            "Give the original model"
+        )
+    for name in mapping(settings, "config_groups"):
+        group = mapping(mapping(settings, "config_groups"), name)
+        _check_format(f"format of {name}", group.get("format"))
+        if isinstance(weights := group.get("weights"), dict):
+            yield weights
+
+
+def _check_format(key: str, value: object) -> None:
+    if value is not None and value not in _FORMATS:
+        raise ModelError(
+            f"{key} is {value!r}; supported for compressed-tensors: {', '.join(_FORMATS)}. "
+            "Give the original model, or a GGUF file of it"
+        )
+
+
+def _block(groups: list[Fields]) -> tuple[int, int] | None:
+    """The rows and columns of a block, if scales are per block."""
+    for weights in groups:
+        match weights.get("block_structure"):
+            case [int(high), int(wide)] if high > 0 and wide > 0:
+                return high, wide
+            case None:
+                continue
+            case other:
+                raise ModelError(f"block_structure is {other!r}; expected two numbers of rows and columns")
+    return None
