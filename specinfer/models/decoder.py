@@ -32,7 +32,7 @@ from specinfer.models.layers import (
     embedding_and_output,
     rotations,
 )
-from specinfer.models.table_on_disk import TableOnDisk
+from specinfer.models.shared_sums import TableOnDisk
 from specinfer.models.weight_memory import Weights
 
 

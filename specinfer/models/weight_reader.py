@@ -46,7 +46,7 @@ from specinfer.models.gguf import GGUFFile, elements_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.table_on_disk import TableOnDisk
+from specinfer.models.shared_sums import TableOnDisk
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
