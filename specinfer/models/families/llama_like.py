@@ -1,18 +1,21 @@
-"""Seed-OSS, ERNIE 4.5, Helium, CWM and EXAONE 4: like Llama, with other biases, windows or norm places."""
+"""Like Llama, with other biases, windows, norm places, factors or fused projections.
+
+Seed-OSS, ERNIE 4.5, Helium, CWM, EXAONE 4, Granite, and Phi-3 and Phi-4, some of which have LongRoPE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from specinfer.models.config import Family, ModelConfig, NormPlace, QkNorm
-from specinfer.models.fields import Fields, count
+from specinfer.models.fields import Fields, count, integer, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, window_of, windows
 from specinfer.models.positions import rope_from_hf
-from specinfer.models.sources import Names
+from specinfer.models.sources import GATE_UP, QKV, Names
 
 _SEED: Final[Fields] = {
     "rms_norm_eps": 1e-6,
@@ -64,6 +67,18 @@ _EXAONE: Final[Fields] = {
     "sliding_window_pattern": 4,
     "tie_word_embeddings": False,
 }
+_GRANITE: Final[Fields] = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}
+_PHI: Final[Fields] = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+_OLD_NAMES: Final = ("su", "yarn")  # earlier names of longrope
 
 
 def _like(
@@ -126,6 +141,44 @@ def _exaone_from_gguf(head: GgufHead) -> ModelConfig:
     return _behind(shared, found, window)
 
 
+def _granite(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GRANITE, **c}
+    bias = bool(c.get("attention_bias", False))
+    return replace(
+        decoder_from_hf(Family.GRANITE, c, ids, rope=rope_from_hf(c, head_dim(c))),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        embedding_scale=positive(c, "embedding_multiplier", 1.0),
+        attention_scale=positive(c, "attention_multiplier", 1.0),
+        residual_scale=positive(c, "residual_multiplier", 1.0),
+        logit_scale=1.0 / positive(c, "logits_scaling", 1.0),
+    )
+
+
+def _granite_from_gguf(head: GgufHead) -> ModelConfig:
+    divided = positive(head.fields, "logit_scale", 1.0)
+    return replace(decoder_from_gguf(Family.GRANITE, head), logit_scale=1.0 / divided)
+
+
+def _phi3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = _with_new_names({**_PHI, **c})
+    shared = decoder_from_hf(Family.PHI3, c, ids, rope=rope_from_hf(c, head_dim(c)))
+    window = window_of(c)
+    if window is not None and window >= integer(c, "max_position_embeddings"):
+        window = None  # Phi-4-mini's exceeds its context
+    return replace(shared, layer_windows=(window,) * shared.num_layers)
+
+
+def _with_new_names(c: Fields) -> Fields:
+    """Replace the earlier names of longrope."""
+    key = "rope_scaling" if c.get("rope_parameters") is None else "rope_parameters"
+    rope = c.get(key)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in _OLD_NAMES:
+        return c
+    return {**c, key: {**rope, "rope_type": "longrope"}}
+
+
 HF: Final = (
     HfFamily(
         ("seed_oss",),
@@ -143,6 +196,12 @@ HF: Final = (
     ),
     HfFamily(("cwm",), _cwm),
     HfFamily(("exaone4",), _exaone),
+    HfFamily(("granite",), _granite),
+    HfFamily(
+        ("phi3",),
+        _phi3,
+        Names(inside={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
+    ),
 )
 GGUF: Final = (
     GgufFamily(
@@ -159,5 +218,11 @@ GGUF: Final = (
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
+    ),
+    GgufFamily("granite", _granite_from_gguf, neighbours=True),
+    GgufFamily(
+        "phi3",
+        lambda head: decoder_from_gguf(Family.PHI3, head),
+        {**INSIDE, "attn_qkv": QKV, "ffn_up": GATE_UP},
     ),
 )

@@ -19,7 +19,6 @@ from specinfer.models.families import (
     gemma,
     glm,
     gpt,
-    granite,
     llama,
     llama_like,
     mixtures,
@@ -27,7 +26,6 @@ from specinfer.models.families import (
     neox,
     olmo,
     opt,
-    phi,
 )
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
@@ -80,7 +78,7 @@ def _name(kind: object) -> str:
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for family in (
-        *(*llama.HF, *gemma.HF, *phi.HF, *olmo.HF, *granite.HF, *glm.HF, *cohere.HF),
+        *(*llama.HF, *gemma.HF, *olmo.HF, *glm.HF, *cohere.HF),
         *mixtures.HF,
         *(*llama_like.HF, *gpt.HF, *falcon.HF, *mpt.HF, *neox.HF, *opt.HF),
     )
@@ -89,7 +87,7 @@ HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
     for family in (
-        *(*llama.GGUF, *gemma.GGUF, *phi.GGUF, *olmo.GGUF, *granite.GGUF, *glm.GGUF, *cohere.GGUF),
+        *(*llama.GGUF, *gemma.GGUF, *olmo.GGUF, *glm.GGUF, *cohere.GGUF),
         *mixtures.GGUF,
         *(*llama_like.GGUF, *gpt.GGUF, *falcon.GGUF, *mpt.GGUF, *neox.GGUF),
     )
