@@ -18,13 +18,13 @@ import numpy
 import psutil
 import torch
 
-from specinfer.attention.native import NativeAttention
 from specinfer.check.kernel_faults import kernel_fault
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelFileError
 from specinfer.files import cache_dir
 from specinfer.hub import resolve
+from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
 from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure

@@ -12,13 +12,13 @@ from typing import Final, TypeVar
 
 import torch
 
-from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.engine.drafts import AnyDraft, FoundHead, FoundModel
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import AnyHeadModel, load_head
+from specinfer.kernels.attention import NativeAttention, unsupported
 from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import release_free_memory

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from specinfer.attention.native import NativeAttention
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
 from specinfer.engine.found_models import FoundModels, find_models, report, short_name
@@ -17,6 +16,7 @@ from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryPlan, offload_folder, plan_memory
 from specinfer.engine.ranks import Ranks
 from specinfer.hub.model_files import hash_of
+from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.machine import short_turns, thread_count
 from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype
 from specinfer.models.draft_memory import DraftMemory

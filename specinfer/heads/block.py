@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend, Paths
-from specinfer.attention.native import NativeCache
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
+from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.attention.native import NativeCache
+from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.decoder import LayerParts, MakeRotations, NativeLayers, RotationTables
 from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 
 from specinfer.attention.backend import AttentionBackend
-from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
+from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import cache_bytes
 from specinfer.kernels.native import load_library

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Rotation
-from specinfer.attention.native import NativeAttend, NativeCache, heads_args
+from specinfer.kernels.attention import NativeAttend, NativeCache, heads_args
 from specinfer.kernels.experts import ExpertParts, experts_args
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows

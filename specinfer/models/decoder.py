@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
-from specinfer.attention.native import NativeAttend
+from specinfer.kernels.attention import NativeAttend
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, Places
 from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.kernels.parts import SumParts

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.errors import CapacityError, ModelError, PeerLostError, SpecInferError
+from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.choice import Kernels, choose_kernels, draft_kernels
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count

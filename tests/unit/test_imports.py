@@ -22,7 +22,8 @@ ORDER: list[set[str]] = [
     {"sampling_params", "grammar"},
     {"request", "processors"},
     {"plan", "verify"},
-    {"kernels", "attention"},
+    {"attention"},
+    {"kernels"},
     {"transport"},
     {"models", "report"},
     {"runtime"},
@@ -43,10 +44,6 @@ ORDER: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-TWINS = {
-    "kernels",
-    "attention",
-}  # one package in two folders: layers call attention, which is native, too
 LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on demand, in no order
 
 # These start without torch; a name stands for a module or for a package with all its modules.
@@ -152,7 +149,7 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
             other, its = room_of(imported.target)
             if other > own:
                 found.append(f"{where}, which is to its right")
-            elif other == own and room != its and {room, its} != TWINS:
+            elif other == own and room != its:
                 found.append(f"{where}, which is on its own floor")
     return found
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specinfer.attention.backend import AttentionBackend, Paths
-from specinfer.attention.native import unsupported
 from specinfer.attention.sdpa import SdpaAttention, weighed
+from specinfer.kernels.attention import unsupported
 from specinfer.runtime.batch import Rows
 from tests.kernels import NAMES, kernels
 from tests.unit.attention.paths import BLOCK, BLOCKS, Layer, paths_of, random, scattered

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.attention.native import NativeCache
 from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadRunner
+from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.attention.native import NativeAttention
 from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels import build
+from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.ops import NativeOps

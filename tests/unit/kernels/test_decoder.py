@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.attention.native import NativeCache
 from specinfer.errors import PeerLostError
+from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, CacheAttention, Paths
-from specinfer.attention.native import NativeAttend, NativeAttention
+from specinfer.kernels.attention import NativeAttend, NativeAttention
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.ops import Ops

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specinfer.attention.native import NativeAttend
+from specinfer.kernels.attention import NativeAttend
 from specinfer.models.config import Activation, NormPlace
 from specinfer.models.layers import attention_spec
 from specinfer.models.positions import Alibi
