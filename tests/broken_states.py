@@ -17,7 +17,7 @@ import torch
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import IntegrityError
-from specinfer.kernels.native import load_library
+from specinfer.kernels.library import load_library
 from specinfer.kernels.sampling import NativeScan
 from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache

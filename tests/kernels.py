@@ -10,9 +10,8 @@ import torch
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import build_library
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import Library, load_library
 from specinfer.kernels.machine import levels_here
-from specinfer.kernels.native import load_library
 
 NAMES: Final = ("torch", "native")
 

@@ -28,7 +28,7 @@ from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
 from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import Library, RefusedLevel, find_best
 from specinfer.kernels.machine import (
     LEVELS,
     VARIABLE,
@@ -42,7 +42,6 @@ from specinfer.kernels.machine import (
     thread_count,
     usable_cores,
 )
-from specinfer.kernels.native import RefusedLevel, find_best
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes

@@ -18,8 +18,8 @@ from torch import Tensor
 from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.decoder import LayerParts, MakeRotations, NativeLayers, RotationTables
 from specinfer.kernels.ops import NormParts
-from specinfer.kernels.product import FLOATS, NativeProduct, Product
-from specinfer.kernels.structures import TYPES, BlockHeadArgs, BlockStepArgs, ProductArgs
+from specinfer.kernels.product import FLOATS, Product, product_args
+from specinfer.kernels.structures import TYPES, BlockHeadArgs, BlockStepArgs
 
 _NUMBERS: Final = 8  # numbers per text in a call
 
@@ -54,7 +54,7 @@ class NativeBlockHead:
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers) -> None:
         """All products are native, and `layers` are made from `parts.layers`."""
-        fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
+        fc, context, output = (product_args(product) for product in (parts.fc, parts.context, parts.output))
         self._library = layers.library
         self._layers = layers
         self._kept = parts  # owns the memory that the arguments point to
@@ -77,7 +77,7 @@ class NativeBlockHead:
             mask=parts.mask_token_id,
         )
         if parts.entry is not None and parts.entry_norm is not None:
-            self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm.args
+            self._args.entry, self._args.entry_norm = product_args(parts.entry), parts.entry_norm.args
         self._rotations = RotationTables([self._args.rotations], parts.rotations)
 
     def reach(self, positions: int) -> None:
@@ -132,8 +132,3 @@ class NativeBlockHead:
         if not there:
             raise IndexError(f"texts {[*texts]} in blocks {[*tables]} have an invalid slot or token")
         return last_ND, read_RD, logits_RU
-
-
-def _args(product: Product) -> ProductArgs:
-    assert isinstance(product, NativeProduct)
-    return product.args

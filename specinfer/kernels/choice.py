@@ -12,9 +12,8 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.attention import NativeAttention
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import Library, load_library
 from specinfer.kernels.machine import cache_bytes
-from specinfer.kernels.native import load_library
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.sampling import NativeScan

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Rotation
 from specinfer.kernels.attention import NativeAttend, NativeCache, heads_args
-from specinfer.kernels.experts import ExpertParts, experts_args
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
 from specinfer.kernels.ops import NativeOps, NormParts, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.product import FLOATS, NativeProduct, Product, product_args
 from specinfer.kernels.structures import (
     ACTIVATIONS,
     FORMS,
@@ -45,6 +44,23 @@ _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
 _LOST: Final = 3
 _ROPES: Final = {"global": 0, "local": 1, "none": 2}  # as in cpu/layers.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts:
+    """The products of a mixture of experts: the router, and per expert gate and up stacked, and down."""
+
+    router: Product  # float32; after the experts' logits it has the logit of the shared expert's gate, if any
+    each: Sequence[tuple[Product, Product]]
+    shared: tuple[Product, Product] | None  # an expert that every row uses
+    per_token: int
+    normalized: bool  # the weights of a row's experts add up to 1
+
+    @property
+    def products(self) -> list[Product]:
+        """All products."""
+        shared = () if self.shared is None else self.shared
+        return [self.router, *(product for both in self.each for product in both), *shared]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +94,7 @@ class NativeLayers:
         """All products must be native."""
         self.library = library
         self._kept = list(layers)  # owns the memory that `args` points to
-        self._experts = [None if layer.experts is None else experts_args(layer.experts) for layer in layers]
+        self._experts = [None if layer.experts is None else _experts_args(layer.experts) for layer in layers]
         self.args = (LayerArgs * len(layers))(*map(_layer_args, layers, self._experts))
 
     @classmethod
@@ -125,6 +141,27 @@ def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
     if experts is not None:
         args.experts = ctypes.pointer(experts)
     return args
+
+
+def _experts_args(parts: ExpertParts) -> ExpertsArgs:
+    """The structure for these parts, all native; the caller must keep their memory."""
+    gate_up, down = (_array([both[which] for both in parts.each]) for which in (0, 1))
+    args = ExpertsArgs(
+        router=product_args(parts.router),
+        gate_up=gate_up,
+        down=down,
+        count=len(parts.each),
+        per_token=parts.per_token,
+        normalized=parts.normalized,
+        shared=parts.shared is not None,
+    )
+    if parts.shared is not None:
+        args.shared_gate_up, args.shared_down = map(product_args, parts.shared)
+    return args
+
+
+def _array(products: Sequence[Product]) -> object:
+    return (ProductArgs * len(products))(*map(product_args, products))
 
 
 class Places(NamedTuple):

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.kernels.library import Library
-from specinfer.kernels.parts_product import FLOAT_ROWS
-from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.product import FLOAT_ROWS, FLOATS, NativeProduct, Product
 from specinfer.kernels.structures import (
     BLOCK,
     KINDS,

@@ -1,10 +1,11 @@
-"""NativeProduct: a product with a weight laid out for the native library."""
+"""NativeProduct: a product with a weight laid out for the native library; PartsProduct, its PyTorch twin."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.layout import BlocksWeight, empty_floats, lay_out_floats
 from specinfer.kernels.library import Library
-from specinfer.kernels.parts import SumParts
+from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.structures import (
     BLOCK,
     KINDS,
@@ -29,7 +30,8 @@ from specinfer.kernels.structures import (
 )
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
-
+PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
+FLOAT_ROWS: Final = 16  # rows that PyTorch multiplies at once
 
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -304,6 +306,12 @@ class NativeProduct:
             raise TypeError(f"a product with {self.kind} weights has no exact sums; use int8")
 
 
+def product_args(product: Product) -> ProductArgs:
+    """The structure of a native product; the caller must keep the product."""
+    assert isinstance(product, NativeProduct), "native layers have native products"
+    return product.args
+
+
 def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
     """Steps, mins and their steps, None if absent; raises ValueError if a shape is wrong."""
     groups, spans = weight.groups, weight.scales.shape[1]
@@ -317,3 +325,59 @@ def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
                 f"{name} must be contiguous [{blocks}, {entries}, {BLOCK}], got {list(tensor.shape)}"
             )
     return [steps, mins, min_steps]
+
+
+class PartsProduct:
+    """The PyTorch twin of a native product whose sums have parts."""
+
+    __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
+
+    def __init__(
+        self, sums: Sequence[PartSum], bias: Tensor | None, parts: SumParts, channels: int, inner: int
+    ) -> None:
+        """`sums` are over one part each; `bias` is [channels]."""
+        self._sums, self._bias = sums, bias
+        self.parts, self.channels, self.inner = parts, channels, inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inner] -> [rows, channels] in x's dtype."""
+        return self._out(self._branches(x), x.dtype)
+
+    def branches(self, x: Tensor) -> Tensor:
+        """See NativeProduct."""
+        return torch.stack(self._branches(x).sums)
+
+    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
+        """See NativeProduct."""
+        check_branches(branches, self.parts, self.channels)
+        tree = Branches[Tensor]()
+        for one, parts in zip(branches, self.parts.all_branches, strict=True):
+            tree.push(one, parts)
+        return self._out(tree, dtype)
+
+    def _branches(self, x: Tensor) -> Branches[Tensor]:
+        tree = Branches[Tensor](self.parts.numbers.start)
+        for add_up, (begin, end) in zip(self._sums, pairwise((0, *self.parts.ends)), strict=True):
+            tree.push(add_up(x[:, begin:end])[:, : self.channels])
+        return tree
+
+    def _out(self, tree: Branches[Tensor], dtype: torch.dtype) -> Tensor:
+        out = tree.total()
+        return (out if self._bias is None else out + self._bias).to(dtype)
+
+
+def float_sums(weight: Tensor) -> PartSum:
+    """Float32 sums over a part of a float weight, [channels, elements].
+
+    Adds one element after another: a library's product adds in an order that depends on the CPU and on the
+    number of rows and channels.
+    """
+    columns = weight.float().T.contiguous().unbind()
+
+    def add_up(x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), len(weight))
+        for of_rows, of_channels in zip(x.float().T.unsqueeze(2).unbind(), columns, strict=True):
+            total += of_rows * of_channels
+        return total
+
+    return add_up

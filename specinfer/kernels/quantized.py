@@ -42,15 +42,18 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, float_sums
 from specinfer.kernels.product import (
     DEFAULT_OPTIONS,
+    FLOAT_ROWS,
     FLOATS,
     NativeProduct,
+    PartsProduct,
+    PartSum,
     Product,
     ProductOptions,
     check_maxima,
     check_sums,
+    float_sums,
 )
 from specinfer.kernels.structures import BLOCK, padded_inner
 

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.kernels.experts import ExpertParts
+from specinfer.kernels.decoder import ExpertParts
 from specinfer.kernels.ops import Ops
 from specinfer.kernels.product import Product
 from specinfer.models.config import Experts, InnerRange, ModelConfig

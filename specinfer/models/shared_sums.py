@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.product import NativeProduct, PartsProduct
 from specinfer.kernels.quantized import Int8Product
 from specinfer.transport.group import Group
 

@@ -31,8 +31,7 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.product import NativeProduct, PartsProduct, Product
 from specinfer.kernels.quantized import Int8Product, NativeProducts
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.draft_memory import DraftMemory

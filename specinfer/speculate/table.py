@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.library import Library
-from specinfer.kernels.native import load_library
+from specinfer.kernels.library import Library, load_library
 from specinfer.progress import Progress
 from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator

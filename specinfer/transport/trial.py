@@ -13,8 +13,7 @@ import sys
 from typing import Final
 
 from specinfer.kernels.exchange import SharedExchange, shared_file
-from specinfer.kernels.library import Library
-from specinfer.kernels.native import load_library
+from specinfer.kernels.library import Library, load_library
 from specinfer.transport.group import Group
 from specinfer.transport.link import Link
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from specinfer.kernels.native import Library, find_best
+from specinfer.kernels.library import Library, find_best
 
 REPOSITORY: Final = Path(__file__).parents[2]
 _COMPILER: Final = """#!/bin/sh

@@ -54,7 +54,7 @@ WITHOUT_TORCH = (
     *("serve.http.page_server", "cli.small", "cli.follow"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.routing"),
-    *("kernels.machine", "kernels.build", "kernels.library", "kernels.native", "kernels.exchange"),
+    *("kernels.machine", "kernels.build", "kernels.library", "kernels.exchange"),
     *(
         "kernels.disk",
         "models.placement",

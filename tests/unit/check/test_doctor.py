@@ -18,8 +18,8 @@ from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
+from specinfer.kernels.library import RefusedLevel
 from specinfer.kernels.machine import LEVELS, VARIABLE
-from specinfer.kernels.native import RefusedLevel
 from specinfer.models.open_model import open_model
 from specinfer.speculation_config import Quantization
 from tests.streaming import Streaming

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specinfer import cli
-from specinfer.kernels.native import find_best
+from specinfer.kernels.library import find_best
 from tests.engines import write_tiny
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 

@@ -27,8 +27,8 @@ import pytest
 import torch
 
 from specinfer.kernels.choice import Kernels, native_kernels
+from specinfer.kernels.library import load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
-from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan
 from specinfer.kernels.structures import ACTIVATIONS
 from specinfer.models.gguf_blocks import FILE_BLOCKS

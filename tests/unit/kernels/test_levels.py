@@ -6,8 +6,8 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels import machine, native
+from specinfer.kernels.library import load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
-from specinfer.kernels.native import load_library
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe abm"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"

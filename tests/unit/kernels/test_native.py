@@ -11,11 +11,10 @@ from typing import Any, Final
 import pytest
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import native
+from specinfer.kernels import library as native
 from specinfer.kernels.build import find_compiler
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import Library, find_best, killer, load_library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
-from specinfer.kernels.native import find_best, killer, load_library
 
 # A fake library: all functions are empty except those of the fault.
 FAKE: Final = """
@@ -31,7 +30,7 @@ void specinfer_multiply() { %(multiply)s; }
 %(others)s
 }
 """
-DECLARED: Final = Path(native.__file__).with_name("library.py").read_text("ascii")
+DECLARED: Final = Path(native.__file__).read_text("ascii")
 OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.findall(r"specinfer_\w+", FAKE)}
 FAKES: Final = {  # fault -> (functions, reason of the refusal)
     "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "a process that runs them ends with SIGILL"),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct, ProductOptions
+from specinfer.kernels.product import NativeProduct, PartsProduct, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.quantizers import quantize_int4
 from tests.kernels import NAMES, kernels, library_or_skip
