@@ -1,20 +1,16 @@
-"""Memory bandwidth, the lower bound of a pass, and the time of native calls by stage."""
+"""Memory bandwidth, the lower bound of a pass."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
-import numpy as np
 import torch
 
-from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.kernels.library import Library
-from specinfer.kernels.structures import STAGES
 
 STREAMED: Final = 1 << 29  # bytes of one measurement, more than any cache holds
 _USUAL: Final = 3  # measurements whose median is taken
@@ -66,22 +62,3 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-@contextmanager
-def profiled(kernels: Kernels) -> Iterator[dict[str, int]]:
-    """Nanoseconds per stage of native calls inside the block, filled in at its end.
-
-    Empty for PyTorch's kernels. Reading the clock takes about 50 ns per stage.
-    """
-    found: dict[str, int] = {}
-    if kernels.library is None:
-        yield found
-        return
-    nanoseconds = np.zeros(len(STAGES), dtype=np.int64)
-    kernels.library.profile(1, nanoseconds.ctypes.data)
-    try:
-        yield found
-    finally:
-        kernels.library.profile(0, nanoseconds.ctypes.data)
-        found.update(zip(STAGES, nanoseconds.tolist(), strict=True))

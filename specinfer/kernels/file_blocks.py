@@ -1,40 +1,63 @@
-"""Matrices of GGUF blocks in their own precision, and the PyTorch twin of cpu/blocks_product.cpp.
+"""Matrices of GGUF blocks in their own precision, and rows of files in the layout of products.
 
 A group of 32 elements of a row is scale * step * level - min * min_step. Scales and mins are the file's
 float16 values, steps are integers: per group in Q4_K and Q5_K, per half group in Q6_K. So no number of the
 file is rounded, and the scale of a group, a product of 17 bits, is exact in float32.
 
-Rows are quantized in groups of 32 to int8, as for int4. A group's products are added as integers; two float
-operations follow in a fixed order, so the twin and the native products of every CPU give the same bits.
+The library reads rows of blocks and of floats, quantized or not (`read_stored`), with the numbers of
+models/gguf_blocks.py, `lay_out_blocks` and kernels/layout.py, which do the same in PyTorch.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import (
     GROUP,
+    OFFSET,
     BlocksWeight,
+    Int4Weight,
+    Int8Weight,
     in_huge_pages,
     pack_levels,
     padded,
-    unpack_levels,
 )
 from specinfer.kernels.library import Library
-from specinfer.kernels.structures import BLOCK, num_blocks
+from specinfer.kernels.product import FLOATS, NativeProduct
+from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.structures import (
+    BLOCK,
+    FILE_KINDS,
+    FLOAT_KINDS,
+    TYPES,
+    FileRowsArgs,
+    num_blocks,
+)
 
 # Bytes of a group of a row, as read from a file's blocks: levels, scale, a step for each half, min, its step.
 ROW_BYTES: Final = GROUP + 2 + 2 + 2 + 1
 _SCALE, _STEPS, _MIN, _MIN_STEP = GROUP, GROUP + 2, GROUP + 4, GROUP + 6
-_OFFSET: Final = 128  # offset of stored steps, and of 8-bit levels
 SPAN: Final = 8  # groups that share a scale in blocks of 256
+_ONE: Final = 129  # a step of 1, as stored
+_UNREAD: Final = 1  # of Stored in cpu/file_blocks.h
+ODD_LEVEL: Final = "a level of -128; allowed for Q8_0: -127 .. 127"
+NOT_FINITE: Final = (
+    "a scale that is not finite in float16; get the file again, or use quantization int8, int4 or none"
+)
+_FAULTS: Final = {2: ODD_LEVEL, 3: NOT_FINITE}  # of Stored, too
+_AT_ONCE: Final = 1 << 24  # elements per call, during which no other thread can use the library
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,7 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     if form.bits == 4:
         words, steps = pack_levels(levels), rows[..., _STEPS : _STEPS + 1]
     else:
-        words = (levels ^ _OFFSET).view(count, BLOCK, groups * GROUP // 4, 4).transpose(1, 2).contiguous()
+        words = (levels ^ OFFSET).view(count, BLOCK, groups * GROUP // 4, 4).transpose(1, 2).contiguous()
         steps = rows[..., _STEPS:_MIN].reshape(len(rows), groups * 2, 1)
     if not form.steps:
         steps = steps[:, :1] * 0 + 1
@@ -131,45 +154,10 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     return BlocksWeight(
         words,
         by_blocks(rows[:, spans, _SCALE:_STEPS], torch.float16),
-        by_blocks(steps ^ _OFFSET),
+        by_blocks(steps ^ OFFSET),
         by_blocks(mins, torch.float16),
         by_blocks(min_steps),
     )
-
-
-def blocks_sums(weight: BlocksWeight, groups: range) -> Callable[[Tensor], Tensor]:
-    """Sums over some groups of a matrix of blocks, in order: a PartSum."""
-
-    def add_up(x: Tensor) -> Tensor:
-        values_RGI, scales_RG = blocks_inputs(x)
-        of_mins_RG = -values_RGI.sum(2) * scales_RG
-        total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
-        for own, g in enumerate(groups):
-            of_channels_C = weight.scales[:, g // weight.span].reshape(-1).float()
-            if weight.bits == 4:
-                sums_RC = F.linear(values_RGI[:, own], unpack_levels(weight.levels[:, g]).float()) * 16.0
-                of_channels_C = of_channels_C * 0.0625
-                if weight.has_steps:
-                    of_channels_C = of_channels_C * _steps(weight, g)
-            else:
-                sums_RC = _sums_of_halves(weight, g, values_RGI[:, own])
-            total_RC += sums_RC * (of_channels_C * scales_RG[:, own : own + 1])
-            if weight.has_mins:
-                min_C = weight.mins[:, g // weight.span].reshape(-1).float()
-                min_C = min_C * weight.min_steps[:, g].reshape(-1).float()
-                total_RC += min_C * of_mins_RG[:, own : own + 1]
-        return total_RC
-
-    return add_up
-
-
-def blocks_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] as integers [rows, groups, GROUP], and their scales [rows, groups]; both float32."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), padded(x.shape[1]) // GROUP, GROUP)
-    highest = groups.abs().amax(2, keepdim=True)
-    # `127.0 / highest` would be 127 times the reciprocal, and rounded twice.
-    inverse = torch.where(highest < 1e-30, 0.0, torch.tensor(127.0).div(highest))
-    return (groups * inverse).round(), highest.squeeze(2) / 127.0
 
 
 def one_form(forms: Sequence[BlockForm]) -> BlockForm:
@@ -177,18 +165,90 @@ def one_form(forms: Sequence[BlockForm]) -> BlockForm:
     return reduce(BlockForm.__or__, forms)
 
 
-def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
-    """The sums of a group, each half times its step, rounded to float32."""
-    per, half = GROUP // 4, GROUP // 2
-    words = (weight.levels[:, g * per : (g + 1) * per] ^ _OFFSET).view(torch.int8)  # [blocks, 8, BLOCK, 4]
-    levels_CI = words.transpose(1, 2).reshape(-1, GROUP).float()
-    total = torch.zeros(len(values_RI), len(levels_CI), dtype=torch.float64)
-    for n in range(2):
-        part = slice(n * half, (n + 1) * half)
-        sums_RC = F.linear(values_RI[:, part], levels_CI[:, part])
-        total += sums_RC.double() * (_steps(weight, 2 * g + n) if weight.has_steps else 1.0)
-    return total.float()
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a matrix in a file."""
+
+    path: Path
+    name: str  # of the matrix there
+    kind: str  # ggml's name of their type, of FILE_KINDS, FLOAT_KINDS or others
+    offset: int  # bytes before the matrix
+    row_bytes: int
+    rows: Sequence[int]  # their numbers, in order
 
 
-def _steps(weight: BlocksWeight, number: int) -> Tensor:
-    return weight.steps[:, number].reshape(-1).float() - _OFFSET
+def read_stored(
+    library: Library,
+    stored: Sequence[StoredRows],
+    inner: int,
+    into: BlocksWeight | Int8Weight | Int4Weight,
+    count: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Fill `into` with matrices, stacked by rows; `count` is called with numbers of elements.
+
+    A BlocksWeight is filled from FILE_KINDS. The others are quantized from these and from FLOAT_KINDS, with
+    the bits of `quantize_int8` and `quantize_int4`; False if a value is not finite, or too large, which they
+    treat. Raises ModelFileError if a file cannot be read, or has a level or scale that products do not
+    support.
+    """
+    channels, channel = sum(len(one.rows) for one in stored), 0
+    product = _product(library, into, inner, channels)
+    step = max(1, _AT_ONCE // inner // BLOCK) * BLOCK
+    for one in stored:
+        try:
+            with one.path.open("rb", buffering=0) as file:
+                for start in range(0, len(one.rows), step):
+                    rows = one.rows[start : start + step]
+                    order = (
+                        None if isinstance(rows, range) and rows.step == 1 else np.array(rows, dtype=np.int64)
+                    )
+                    args = FileRowsArgs(
+                        *(file.fileno(), (FILE_KINDS | FLOAT_KINDS)[one.kind], one.offset, one.row_bytes),
+                        *(None if order is None else order.ctypes.data, rows[0], len(rows)),
+                    )
+                    found = library.lay_out_rows(ctypes.byref(args), channel, ctypes.byref(product.args))
+                    if found:
+                        break
+                    channel += len(rows)
+                    count(len(rows) * inner)
+        except OSError as error:
+            raise ModelFileError(f"{one.path} cannot be read ({error.strerror})") from error
+        if found == _UNREAD:
+            raise ModelFileError(f"{one.path} cannot be read, or became shorter; download it again")
+        if found and not isinstance(into, BlocksWeight):
+            return False
+        if found:
+            raise ModelFileError(f"tensor {one.name!r} has {_FAULTS[found]}")
+    return True
+
+
+def _product(
+    library: Library, into: BlocksWeight | Int8Weight | Int4Weight, inner: int, channels: int
+) -> NativeProduct:
+    """The product whose arrays are filled."""
+    products = NativeProducts(library)
+    if isinstance(into, Int8Weight):
+        return products.int8(into, None, inner, channels)
+    if isinstance(into, Int4Weight):
+        product = products.int4(into, None, inner, channels, largest=0.0)
+    else:
+        if not into.has_steps:
+            into.steps.fill_(_ONE)
+        if not into.has_mins:
+            into.mins.zero_()
+            into.min_steps.zero_()
+        product = products.blocks(into, None, inner, channels)
+    assert isinstance(product, NativeProduct)
+    return product
+
+
+def block_elements(
+    library: Library, kind: str, octets_NB: NDArray[np.uint8], inner: int, dtype: torch.dtype
+) -> Tensor:
+    """The elements of N rows of blocks of FILE_KINDS, [N, inner] in float32 or bfloat16."""
+    elements = torch.empty(len(octets_NB), inner, dtype=dtype)
+    library.to_elements(
+        *(FILE_KINDS[kind], octets_NB.ctypes.data, elements.numel()),
+        *(TYPES[FLOATS[dtype]], elements.data_ptr()),
+    )
+    return elements

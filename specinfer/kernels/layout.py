@@ -1,8 +1,12 @@
-"""Memory and file layout of matrices: blocks of 16 rows, as in cpu/product.h.
+"""Memory and file layout of matrices: blocks of 16 rows, as in cpu/product.h; and floats in that layout.
 
 A 4-byte word holds adjacent elements of a row: one float32, two bfloat16 or four int8. A block contains the
 first word of each of its 16 rows, then the second, and so on. int4 weights are packed by groups instead
 (`pack_levels`). Padding rows and elements are zeros.
+
+kernels/quantized.py defines the meaning of int8 and int4. cpu/quantizer.cpp computes the bits of
+`quantize_int8` and `quantize_int4` from files; these take values that are not finite, too, and every matrix
+that is computed before it is quantized.
 """
 
 from __future__ import annotations
@@ -19,9 +23,14 @@ from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 INT4_BYTES: Final = GROUP + 3  # per group of a row: its levels, a float16 scale, a zero in sixteenths
-_ZERO: Final = 128  # offset of stored int8 values
+OFFSET: Final = 128  # offset of stored int8 values, of 8-bit levels and of steps
 _ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # axis of a block's rows in a tensor with this many dimensions
 _ZEROS: Final = -0x7F7F7F80  # the offset in all four bytes of a word
+LEVELS: Final = 16  # per int4 weight
+# Levels that a group's range is divided into. Fewer than 15 match the groups of 4-bit files that do not use
+# every level; more cut off the end of the range, which pays if few weights are there.
+_SPANS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 15.5, 16.0, 16.5, 17.0)
+_MIN_SCALE: Final = 2.0**-24  # smallest positive float16
 
 
 class FloatTable(NamedTuple):
@@ -162,7 +171,7 @@ def lay_out_int8(values: Tensor, scales: Tensor) -> Int8Weight:
 
 def int8_matrix(weight: Int8Weight, channels: int, inner: int) -> tuple[Tensor, Tensor]:
     """The inverse of `lay_out_int8`: int8 [channels, inner] and float32 [channels]."""
-    values = (weight.values ^ _ZERO).view(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
+    values = (weight.values ^ OFFSET).view(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
     return values[:channels, :inner].contiguous(), weight.scales.view(-1)[:channels]
 
 
@@ -208,7 +217,7 @@ def unpack_levels(levels: Tensor) -> Tensor:
 
 def choose_rows(weight: Weight, ids: Sequence[int], into: Weight) -> None:
     """Fill `into`, of that many rows, with these rows of a matrix, in order."""
-    fill = _ZERO if isinstance(weight, Int8Weight) else 0
+    fill = OFFSET if isinstance(weight, Int8Weight) else 0
     wanted, places = torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids))
     for source, there in zip(weight, into, strict=True):
         axis = _ROW_AXES[source.dim()]
@@ -232,7 +241,7 @@ def cut(weight: Weight, rows: Sequence[range], columns: range, into: Weight) -> 
     part, there = _columns(weight, columns), _columns(into, range(len(columns)))
     for whole, filled in zip(into, there, strict=True):
         if whole is not filled:
-            whole[:, filled.shape[1] :] = _ZERO if isinstance(into, Int8Weight) else 0
+            whole[:, filled.shape[1] :] = OFFSET if isinstance(into, Int8Weight) else 0
     ends = [one.stop // BLOCK * BLOCK for one in rows]
     ends[-1] = rows[-1].stop if num_blocks(rows[-1].stop) == len(weight[0]) else ends[-1]
     if all(one.start % BLOCK == 0 and one.stop == end for one, end in zip(rows, ends, strict=True)):
@@ -264,3 +273,90 @@ def _lay_out(matrix: Tensor, into: Tensor) -> None:
         matrix = F.pad(matrix, missing)
     by_words = matrix.contiguous().view(torch.int32).view(blocks, BLOCK, words)
     into.view(torch.int32).view(blocks, words, BLOCK).copy_(by_words.transpose(1, 2))
+
+
+def grouped(x: Tensor) -> Tensor:
+    """x [rows, inner] as float32 [rows, groups, GROUP], padded with zeros."""
+    return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), padded(x.shape[1]) // GROUP, GROUP)
+
+
+def rotate(groups: Tensor) -> Tensor:
+    """The last dimension, of 32, times the Hadamard matrix H; five rounds of sums and differences."""
+    # With groups as columns, sums run along contiguous memory, which halves the time of quantizing to int8.
+    columns = groups.reshape(-1, GROUP).T.contiguous()
+    for width in (16, 8, 4, 2, 1):
+        pairs = (GROUP // (2 * width), 2, width, columns.shape[1])
+        first, second = columns.view(pairs).unbind(1)
+        columns = torch.empty_like(columns)
+        sums, differences = columns.view(pairs).unbind(1)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+    return columns.T.reshape(groups.shape)
+
+
+def quantize_int8(rows: Tensor) -> Int8Weight:
+    """Quantize rows of a float32 matrix [rows, inner], one scale each, padded with zeros to whole blocks."""
+    rotated = rotate(grouped(rows)).flatten(1) / GROUP
+    scales = (rotated.abs().amax(1) / 127.0).clamp_(min=_MIN_SCALE)
+    return lay_out_int8((rotated / scales[:, None]).round_().to(torch.int8), scales)
+
+
+def quantize_int4(rows: Tensor) -> Int4Weight:
+    """Quantize rows of a float32 matrix [rows, inner], padded with zeros to whole blocks.
+
+    The grid of a group of 32 weights is the one with the least square error among a few that divide the
+    group's range into more or fewer levels. Weights from files with such 4-bit groups (GGUF's Q4_0, Q4_1,
+    Q4_K) lie on one of these grids, and are recovered almost exactly.
+    """
+    return _int4_blocks(F.pad(rows, (0, 0, 0, -len(rows) % BLOCK)))
+
+
+def _int4_blocks(rows: Tensor) -> Int4Weight:
+    """Quantize whole blocks of rows."""
+    levels, scale, zero = int4_levels(rows)
+
+    def by_blocks(of_groups: Tensor, dtype: torch.dtype) -> Tensor:
+        return of_groups.view(-1, BLOCK, of_groups.shape[1]).transpose(1, 2).to(dtype).contiguous()
+
+    return Int4Weight(pack_levels(levels), by_blocks(scale, torch.float16), by_blocks(zero * 16, torch.uint8))
+
+
+def int4_levels(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return levels, uint8 [rows, padded inner], and groups' scales and zeros, float32 [rows, groups]."""
+    groups = grouped(rows)
+    shape = groups.shape[:2]
+    # Groups as columns: computations per group then run along contiguous memory.
+    x = groups.view(-1, GROUP).T.contiguous()
+    low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
+    scale, zero = _grid(low, high, _SPANS[0])
+    best_error = _error(x, scale, zero)
+    for span in _SPANS[1:]:
+        other_scale, other_zero = _grid(low, high, span)
+        error = _error(x, other_scale, other_zero)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        scale, zero = torch.where(better, other_scale, scale), torch.where(better, other_zero, zero)
+    levels = _levels(x, scale, zero).to(torch.uint8).T.reshape(len(rows), -1)
+    return levels, scale.view(shape), zero.view(shape)
+
+
+def _grid(low: Tensor, high: Tensor, span: float) -> tuple[Tensor, Tensor]:
+    """Scales, rounded to float16, and zeros, in sixteenths, with `span` levels from `low` to `high`."""
+    scale = ((high - low) / span).clamp_(_MIN_SCALE, torch.finfo(torch.float16).max).half().float()
+    return scale, (-16 * low / scale).round_().clamp_(0, 255) / 16
+
+
+def _levels(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    return (x / scale).add_(zero).round_().clamp_(0, LEVELS - 1)
+
+
+def _error(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The square error of each group, [groups]; the halves of a group are added one by one.
+
+    The order of PyTorch's sum depends on the CPU and on the number of groups.
+    """
+    squares = _levels(x, scale, zero).sub_(zero).mul_(scale).sub_(x).square_().view(2, GROUP // 2, -1)
+    halves = squares[:, 0]
+    for i in range(1, GROUP // 2):
+        halves = halves + squares[:, i]
+    return halves[0] + halves[1]

@@ -29,15 +29,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.file_blocks import blocks_sums
 from specinfer.kernels.layout import (
     GROUP,
+    OFFSET,
     BlocksWeight,
     FloatWeight,
     Int4Weight,
     Int8Weight,
+    grouped,
     int8_matrix,
     padded,
+    rotate,
     unpack_levels,
 )
 from specinfer.kernels.library import Library
@@ -120,7 +122,7 @@ class Products:
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
         parts = _checked(parts, inner)
         groups = (0, *(-(-end // GROUP) for end in parts.ends))
-        sums = [group_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
+        sums = [_group_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
         return PartsProduct(sums, bias, parts, channels, inner)
 
     def blocks(
@@ -135,7 +137,7 @@ class Products:
         _check_inner(padded(inner), weight.groups * GROUP)
         parts = _checked(parts, inner)
         groups = (0, *(-(-end // GROUP) for end in parts.ends))
-        sums = [blocks_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
+        sums = [_blocks_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
         return PartsProduct(sums, bias, parts, channels, inner)
 
 
@@ -228,25 +230,6 @@ class NativeProducts(Products):
         )
 
 
-def grouped(x: Tensor) -> Tensor:
-    """x [rows, inner] as float32 [rows, groups, GROUP], padded with zeros."""
-    return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), padded(x.shape[1]) // GROUP, GROUP)
-
-
-def rotate(groups: Tensor) -> Tensor:
-    """The last dimension, of 32, times the Hadamard matrix H; five rounds of sums and differences."""
-    # With groups as columns, sums run along contiguous memory, which halves the time of quantizing to int8.
-    columns = groups.reshape(-1, GROUP).T.contiguous()
-    for width in (16, 8, 4, 2, 1):
-        pairs = (GROUP // (2 * width), 2, width, columns.shape[1])
-        first, second = columns.view(pairs).unbind(1)
-        columns = torch.empty_like(columns)
-        sums, differences = columns.view(pairs).unbind(1)
-        torch.add(first, second, out=sums)
-        torch.sub(first, second, out=differences)
-    return columns.T.reshape(groups.shape)
-
-
 class Int8Product:
     """The twin of a native product with int8 weights."""
 
@@ -287,31 +270,72 @@ class Int8Product:
         return exact_sums(values, self._matrix)
 
 
-def group_sums(weight: Int4Weight, groups: range) -> PartSum:
+def _group_sums(weight: Int4Weight, groups: range) -> PartSum:
     """Sums over some groups of an int4 weight, in order."""
 
     def add_up(x: Tensor) -> Tensor:
-        values_RGI, scales_RG = int4_rows(x)
+        values_RGI, scales_RG = quantized_rows(x)
         total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
         for own, g in enumerate(groups):
             # In sixteenths of a level, and without its scale, an element is an integer up to 255: the sum of
             # 32 products with int8 is exact in float32.
             levels_CI = unpack_levels(weight.levels[:, g]) * 16.0 - weight.zeros[:, g].reshape(-1, 1)
             sums_RC = F.linear(values_RGI[:, own], levels_CI)
-            total_RC += sums_RC * (weight.scales[:, g].reshape(-1).float() * scales_RG[:, own : own + 1])
+            scales_C = weight.scales[:, g].reshape(-1).float() * 0.0625
+            total_RC += sums_RC * (scales_C * scales_RG[:, own : own + 1])
         return total_RC
 
     return add_up
 
 
-def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] as integers, and a sixteenth of their scales.
+def _blocks_sums(weight: BlocksWeight, groups: range) -> PartSum:
+    """Sums over some groups of a matrix of GGUF blocks, in order."""
 
-    Both float32: [rows, groups, GROUP] and [rows, groups].
-    """
+    def add_up(x: Tensor) -> Tensor:
+        values_RGI, scales_RG = quantized_rows(x)
+        of_mins_RG = -values_RGI.sum(2) * scales_RG
+        total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
+        for own, g in enumerate(groups):
+            of_channels_C = weight.scales[:, g // weight.span].reshape(-1).float()
+            if weight.bits == 4:
+                sums_RC = F.linear(values_RGI[:, own], unpack_levels(weight.levels[:, g]).float()) * 16.0
+                of_channels_C = of_channels_C * 0.0625
+                if weight.has_steps:
+                    of_channels_C = of_channels_C * _steps(weight, g)
+            else:
+                sums_RC = _sums_of_halves(weight, g, values_RGI[:, own])
+            total_RC += sums_RC * (of_channels_C * scales_RG[:, own : own + 1])
+            if weight.has_mins:
+                min_C = weight.mins[:, g // weight.span].reshape(-1).float()
+                min_C = min_C * weight.min_steps[:, g].reshape(-1).float()
+                total_RC += min_C * of_mins_RG[:, own : own + 1]
+        return total_RC
+
+    return add_up
+
+
+def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
+    """The sums of a group, each half times its step, rounded to float32."""
+    per, half = GROUP // 4, GROUP // 2
+    words = (weight.levels[:, g * per : (g + 1) * per] ^ OFFSET).view(torch.int8)  # [blocks, 8, BLOCK, 4]
+    levels_CI = words.transpose(1, 2).reshape(-1, GROUP).float()
+    total = torch.zeros(len(values_RI), len(levels_CI), dtype=torch.float64)
+    for n in range(2):
+        part = slice(n * half, (n + 1) * half)
+        sums_RC = F.linear(values_RI[:, part], levels_CI[:, part])
+        total += sums_RC.double() * (_steps(weight, 2 * g + n) if weight.has_steps else 1.0)
+    return total.float()
+
+
+def _steps(weight: BlocksWeight, number: int) -> Tensor:
+    return weight.steps[:, number].reshape(-1).float() - OFFSET
+
+
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, inner] as integers [rows, groups, GROUP], and their scales [rows, groups]; both float32."""
     groups = grouped(x)
     highest = groups.abs().amax(2, keepdim=True)
-    return (groups * _inverse(highest)).round(), highest.squeeze(2) / (127.0 * 16)
+    return (groups * _inverse(highest)).round(), highest.squeeze(2) / 127.0
 
 
 def exact_sums(values: Tensor, weight: Tensor) -> Tensor:

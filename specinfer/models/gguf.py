@@ -19,8 +19,7 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
-from specinfer.kernels.file_blocks import BlockForm
-from specinfer.kernels.stored_blocks import StoredRows
+from specinfer.kernels.file_blocks import BlockForm, StoredRows
 from specinfer.models.families.registry import gguf_family
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
 from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead

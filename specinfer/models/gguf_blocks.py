@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
-from specinfer.kernels.layout import GROUP
-from specinfer.kernels.quantizers import int4_levels
-from specinfer.kernels.stored_blocks import NOT_FINITE, ODD_LEVEL
+from specinfer.kernels.file_blocks import NOT_FINITE, ODD_LEVEL, SPAN, BlockForm, block_rows
+from specinfer.kernels.layout import GROUP, int4_levels
 
 _MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
 _HALVES: Final = (slice(GROUP, GROUP + 2), slice(GROUP + 4, GROUP + 6))  # bytes of a row's scale and min

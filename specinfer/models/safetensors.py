@@ -22,7 +22,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.files import NewFile, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
-from specinfer.kernels.stored_blocks import StoredRows
+from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import hf_family, read_config
 from specinfer.models.hf_config import HfFamily, config_to_hf

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.model_files import files_of
-from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks, one_form
+from specinfer.kernels.file_blocks import (
+    BlockForm,
+    StoredRows,
+    block_elements,
+    empty_blocks,
+    lay_out_blocks,
+    one_form,
+    read_stored,
+)
 from specinfer.kernels.layout import (
     BlocksWeight,
     FloatTable,
@@ -37,10 +45,10 @@ from specinfer.kernels.layout import (
     empty_int8,
     lay_out_floats,
     lay_out_int4,
+    quantize_int4,
+    quantize_int8,
 )
 from specinfer.kernels.library import Library
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
-from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
 from specinfer.kernels.structures import BLOCK, FILE_KINDS, FLOAT_KINDS
 from specinfer.models.gguf import GGUFFile, elements_of
 from specinfer.models.hosted.folder import HostedFolder

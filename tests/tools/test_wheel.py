@@ -36,7 +36,7 @@ import torch
 import specinfer
 from specinfer.kernels.choice import choose_kernels
 from specinfer.kernels.quantized import Products
-from specinfer.kernels.quantizers import quantize_int8
+from specinfer.kernels.layout import quantize_int8
 
 kernels, _ = choose_kernels("native", torch.device("cpu"))
 weight, x = torch.randn(80, 800), torch.randn(17, 800)

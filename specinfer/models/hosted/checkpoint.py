@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import UnhostedError
-from specinfer.kernels.stored_blocks import StoredRows
+from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.quantized.pieces import StoredTensor, TensorEntry
 
 _KEPT: Final = 4  # whole tensors kept, since their rows are read in sequence

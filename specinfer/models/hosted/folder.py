@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from specinfer.errors import ModelError, ModelFileError, UnhostedError
 from specinfer.hub.foreign_format import quantized_tensor
 from specinfer.hub.model_files import read_json
+from specinfer.kernels.file_blocks import StoredRows
 from specinfer.kernels.layout import int4_bytes, int8_bytes
-from specinfer.kernels.stored_blocks import StoredRows
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.families.registry import running_relative, sort_of
 from specinfer.models.fields import all_ids

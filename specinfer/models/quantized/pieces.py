@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
-from specinfer.kernels.stored_blocks import StoredRows
+from specinfer.kernels.file_blocks import StoredRows
 
 _T = TypeVar("_T")
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

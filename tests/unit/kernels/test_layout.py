@@ -17,8 +17,8 @@ from specinfer.kernels.layout import (
     int8_matrix,
     lay_out_floats,
     lay_out_int8,
+    quantize_int4,
 )
-from specinfer.kernels.quantizers import quantize_int4
 
 
 def element(blocks: Tensor, row: int, column: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
+from specinfer.kernels.layout import quantize_int4, quantize_int8
 from specinfer.kernels.low_rank import (
     AdaptedRows,
     Adapter,
@@ -20,7 +21,6 @@ from specinfer.kernels.low_rank import (
     Span,
 )
 from specinfer.kernels.product import Product
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
 CHANNELS = (40, 8, 23)  # channels of the stacked matrices

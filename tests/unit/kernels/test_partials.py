@@ -13,10 +13,9 @@ from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
-from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
+from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded, quantize_int8
 from specinfer.kernels.product import NativeProduct
 from specinfer.kernels.quantized import Int8Product, Products
-from specinfer.kernels.quantizers import quantize_int8
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 

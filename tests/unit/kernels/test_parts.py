@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
+from specinfer.kernels.layout import quantize_int4
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import NativeProduct, PartsProduct, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
-from specinfer.kernels.quantizers import quantize_int4
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.layout import GROUP
+from specinfer.kernels.layout import GROUP, quantize_int4, quantize_int8, rotate
 from specinfer.kernels.product import NativeProduct, ProductOptions
-from specinfer.kernels.quantized import NativeProducts, Product, Products, rotate
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
+from specinfer.kernels.quantized import NativeProducts, Product, Products
 from tests.kernels import NAMES, kernels
 
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner

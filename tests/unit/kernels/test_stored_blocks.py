@@ -12,11 +12,23 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.errors import ModelFileError
-from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
-from specinfer.kernels.layout import Int4Weight, Int8Weight, empty_int4, empty_int8
+from specinfer.kernels.file_blocks import (
+    BlockForm,
+    StoredRows,
+    block_elements,
+    empty_blocks,
+    lay_out_blocks,
+    read_stored,
+)
+from specinfer.kernels.layout import (
+    Int4Weight,
+    Int8Weight,
+    empty_int4,
+    empty_int8,
+    quantize_int4,
+    quantize_int8,
+)
 from specinfer.kernels.library import Library
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
-from specinfer.kernels.stored_blocks import StoredRows, block_elements, read_stored
 from specinfer.kernels.structures import FILE_KINDS
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks

@@ -13,12 +13,11 @@ from specinfer.check.kernel_faults import faults
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import native_kernels
-from specinfer.kernels.layout import Int4Weight, unpack_levels
+from specinfer.kernels.layout import Int4Weight, quantize_int4, quantize_int8, unpack_levels
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, levels_here
 from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Product, Products
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
 from tests.kernels import plain_tiles
 from tests.unit.kernels import test_partials, test_parts
 

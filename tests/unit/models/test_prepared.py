@@ -16,8 +16,16 @@ import torch
 from safetensors import safe_open
 
 from specinfer.errors import DamagedFileError
-from specinfer.kernels.layout import FloatTable, FloatWeight, Int8Weight, Weight, empty_floats, lay_out_floats
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
+from specinfer.kernels.layout import (
+    FloatTable,
+    FloatWeight,
+    Int8Weight,
+    Weight,
+    empty_floats,
+    lay_out_floats,
+    quantize_int4,
+    quantize_int8,
+)
 from specinfer.models.checksums import joined_crc32, start_crc32
 from specinfer.models.prepared import NewPreparedFile, PreparedFile, identity, prepare_once, prepared_path
 from tests.tiny_models import write_tiny_llama

@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.layout import GROUP, Int4Weight, int8_matrix, unpack_levels
-from specinfer.kernels.quantized import rotate
-from specinfer.kernels.quantizers import quantize_int4, quantize_int8
+from specinfer.kernels.layout import (
+    GROUP,
+    Int4Weight,
+    int8_matrix,
+    quantize_int4,
+    quantize_int8,
+    rotate,
+    unpack_levels,
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
