@@ -79,7 +79,7 @@ class HostedModel(LanguageModel):
             setattr(module, ATTENTION, self._attention)
             if _multiplies(module) and not any(id(one) in calling for one in module.modules()):
                 module.forward = RowByRow(module.forward, self._rows)
-            elif (native := native_forward(module, skeleton.calls, self._attention, ops)) is not None:
+            elif native := native_forward(module, skeleton.calls, self._attention, ops, self.device):
                 module.forward = native
             elif self._is_uneven(module, VECTOR if id(module) in calling else 2 * VECTOR):
                 uneven.append(WholeVectors(module.forward))

@@ -1,19 +1,16 @@
-"""Modules of transformers with Llama's code, computed by native kernels.
+"""Modules of transformers' models, computed by native kernels: norms, gated MLPs and rotated attention.
 
-Most families copy that code for norms, gated MLPs and attention. Two or three native calls replace about a
-dozen calls of PyTorch.
+Two or three native calls replace about a dozen calls of PyTorch. A module is recognized by its layers and
+weights, and tried once on random rows: a kernel replaces it if its own code has the bits of the formula that
+the kernel computes (Llama's, which most families share). All other modules run as they are.
 
 Shapes: T rows of a step, D hidden size, F MLP size, H head size.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +19,18 @@ from specinfer.kernels.ops import NormParts, Ops, torch_activation
 from specinfer.kernels.product import Product
 from specinfer.kernels.structures import ACTIVATIONS
 from specinfer.models.hosted.attention import Call, PassAttention
+from specinfer.models.hosted.library import ATTENTION
 from specinfer.models.hosted.modules import ProductLinear
 
 Forward = Callable[..., Any]
-_NAMES: Final = ("RMSNorm", "MLP", "Attention")  # suffixes of the classes' names
+_SIZES: Final = (1e-3, 1.0, 1e3)  # of the rows of a trial, which show an epsilon, and the clamping of values
 
 
 class NativeNorm:
     """The forward of an RMSNorm."""
 
-    def __init__(self, module: Any, ops: Ops) -> None:
-        self._norm, self._ops = NormParts(module.weight.detach(), module.variance_epsilon), ops
-        self._forward = module.forward
+    def __init__(self, norm: NormParts, forward: Forward, ops: Ops) -> None:
+        self._norm, self._forward, self._ops = norm, forward, ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """x / rms(x) * weight."""
@@ -74,33 +71,94 @@ class NativeSelfAttention:
         return self._output(out_TC).view(*hidden_states.shape[:-1], -1), None
 
 
+@torch.inference_mode()
 def native_forward(
-    module: nn.Module, calls: Sequence[Call], attention: PassAttention, ops: Ops
+    module: nn.Module, calls: Sequence[Call], attention: PassAttention, ops: Ops, device: torch.device
 ) -> Forward | None:
     """The forward that replaces a module's forward; None to run the module's code.
 
-    The products must exist; `calls` are the calls of `attention` in a pass.
+    The weights must be in memory; `calls` are the calls of `attention` in a pass.
     """
-    kind: Any = type(module)
-    if not kind.__name__.endswith(_NAMES):
-        return None
-    code = _code(kind.forward)
     children: Any = module._modules
-    if code == _llama().norm:
-        return NativeNorm(module, ops)
-    if code == _llama().mlp:
-        gate_up, down = _stacked(children, ("gate_proj", "up_proj")), _alone(children, "down_proj")
-        activation = activation_of(children["act_fn"]) if "act_fn" in children else None
-        if gate_up is not None and down is not None and activation is not None:
-            return NativeGatedMLP(gate_up, activation, down, ops)
-    if code in _llama().attention and _rotates_as_llama(kind):
-        qkv, output = _stacked(children, ("q_proj", "k_proj", "v_proj")), _alone(children, "o_proj")
-        size = attention.specs[0].head_dim
-        own = [call for call in calls if call.module is module]
-        sized = all(call.key_size == call.value_size == size for call in own)
-        if qkv is not None and output is not None and own and sized:
-            return NativeSelfAttention(qkv, output, attention, module.forward)
+    if (norm := _norm_of(module)) is not None:
+        return NativeNorm(norm, module.forward, ops)
+    gate_up, down = _stacked(children, ("gate_proj", "up_proj")), _alone(children, "down_proj")
+    activation = activation_of(children["act_fn"]) if "act_fn" in children else None
+    if gate_up is not None and down is not None and activation is not None and _is_gated_mlp(module, device):
+        return NativeGatedMLP(gate_up, activation, down, ops)
+    qkv, output = _stacked(children, ("q_proj", "k_proj", "v_proj")), _alone(children, "o_proj")
+    own = [call for call in calls if call.module is module]
+    size = attention.specs[0].head_dim
+    sized = own and all(call.key_size == call.value_size == size for call in own)
+    if qkv is not None and output is not None and sized and _rotates_halves(module, size, device):
+        return NativeSelfAttention(qkv, output, attention, module.forward)
     return None
+
+
+def _norm_of(module: Any) -> NormParts | None:
+    """The norm that a module computes; None if it computes something else."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    eps = getattr(module, "eps", None) if eps is None else eps
+    if [*module._parameters] != ["weight"] or weight is None or weight.dim() != 1 or not eps:
+        return None
+    x = _samples(weight.numel(), weight.dtype, weight.device)
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    same = _equal(lambda: module.forward(x), weight * normed.to(x.dtype))
+    return NormParts(weight.detach(), eps) if same else None
+
+
+def _is_gated_mlp(module: Any, device: torch.device) -> bool:
+    """True if a module's code multiplies an activated gate with up, and nothing else."""
+    x = _samples(module.gate_proj.in_features, module.gate_proj.weight.dtype, device)
+    gated = module.act_fn(module.gate_proj(x)) * module.up_proj(x)
+    return _equal(lambda: module.forward(x), module.down_proj(gated))
+
+
+def _rotates_halves(module: Any, size: int, device: torch.device) -> bool:
+    """True if an attention module's code does no more than rotate the halves of heads before attention."""
+    x = _samples(module.q_proj.in_features, module.q_proj.weight.dtype, device)
+    angles = _samples(size // 2, x.dtype, device).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    found: list[Tensor] = []
+
+    def attend(module: object, query: Tensor, key: Tensor, value: Tensor, *given: object) -> Tensor:
+        found.extend((query, key, value))
+        return query.transpose(1, 2)
+
+    def rotated(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, -1)
+        return heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+    parts = [
+        layer(x).view(1, len(_SIZES), -1, size).transpose(1, 2)
+        for layer in (module.q_proj, module.k_proj, module.v_proj)
+    ]
+    query, key, value = rotated(parts[0]), rotated(parts[1]), parts[2]
+    made = module.o_proj(query.transpose(1, 2).flatten(2))
+    usual = getattr(module, ATTENTION)
+    setattr(module, ATTENTION, attend)
+    try:
+        same = _equal(
+            lambda: module.forward(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0],
+            made,
+        )
+    finally:
+        setattr(module, ATTENTION, usual)
+    return same and len(found) == 3 and all(map(torch.equal, found, (query, key, value)))
+
+
+def _samples(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random rows, [1, T, size]."""
+    made = torch.randn(1, len(_SIZES), size, generator=torch.Generator().manual_seed(0))
+    return (made * torch.tensor(_SIZES)[:, None]).to(device, dtype)
+
+
+def _equal(forward: Callable[[], Tensor], want: Tensor) -> bool:
+    """True if a module's forward has these bits; one with other arguments raises any exception."""
+    try:
+        return torch.equal(forward(), want)
+    except Exception:
+        return False
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -126,42 +184,3 @@ def activation_of(function: Any) -> str | None:
     numbers = torch.linspace(-12, 12, 1024)
     made = function(numbers)
     return next((name for name in ACTIVATIONS if torch.equal(torch_activation(name)(numbers), made)), None)
-
-
-class _LlamaCode(NamedTuple):
-    """The parts of Llama's code that are compared."""
-
-    norm: str
-    mlp: str
-    attention: tuple[str, ...]  # without and with an argument for a sliding window
-    rotation: str
-
-
-@cache
-def _llama() -> _LlamaCode:
-    from transformers.models.llama import modeling_llama as llama
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-
-    return _LlamaCode(
-        _code(llama.LlamaRMSNorm.forward),
-        _code(llama.LlamaMLP.forward),
-        (_code(llama.LlamaAttention.forward), _code(Qwen2Attention.forward)),
-        _code(llama.apply_rotary_pos_emb),
-    )
-
-
-def _rotates_as_llama(kind: Any) -> bool:
-    """True if the function that rotates q and k for a class of attention has Llama's code."""
-    function = inspect.unwrap(kind.forward).__globals__.get("apply_rotary_pos_emb")
-    return function is not None and _code(function) == _llama().rotation
-
-
-@cache
-def _code(function: Any) -> str:
-    """The names of a function's parameters and its statements, without types and docstring."""
-    try:
-        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return f"unknown code of {function}"
-    first = ast.get_docstring(tree) is not None
-    return "\n".join([one.arg for one in tree.args.args] + [ast.unparse(one) for one in tree.body[first:]])
