@@ -21,7 +21,7 @@ import sys
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import find_library, kernels_folder
@@ -50,137 +50,99 @@ _TIMEOUT: Final = 60  # seconds
 _CODE_FAULTS: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # caused by the code alone
 _LOG: Final = logging.getLogger(__name__)
 
+# The result of each function, which is specinfer_NAME in the library, and its arguments.
+_ADDRESS, _COUNT, _FLAG = c_void_p, c_int64, c_int32
+_PRODUCT, _HEADS, _PATHS = POINTER(ProductArgs), POINTER(HeadsArgs), POINTER(PathsArgs)
+_LOGITS: Final = (_FLAG, _ADDRESS, _COUNT, _COUNT, _COUNT)
+_FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "ready": (_FLAG,),
+    "int4_is_exact": (_FLAG,),
+    "set_threads": (None, _FLAG),
+    "threads": (_FLAG,),
+    "want_huge_pages": (None, _ADDRESS, _COUNT),
+    "lay_out_rows": (_FLAG, POINTER(FileRowsArgs), _COUNT, _PRODUCT),
+    "to_elements": (None, _FLAG, _ADDRESS, _COUNT, _FLAG, _ADDRESS),
+    "multiply": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS),
+    "multiply_adapted": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, POINTER(AdaptedRowsArgs), _COUNT, _ADDRESS),
+    "find_maxima": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS),
+    "add_up": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
+    "finish": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
+    "add_branches": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS),
+    "finish_branches": (None, _PRODUCT, _FLAG, _ADDRESS, _COUNT, _ADDRESS),
+    "add_norm": (
+        *(None, _FLAG, _ADDRESS, _ADDRESS, POINTER(NormArgs)),
+        *(_ADDRESS, _ADDRESS, _COUNT, _COUNT, _FLAG),
+    ),
+    "gate": (None, _FLAG, _FLAG, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
+    "choose_experts": (None, _ADDRESS, _COUNT, _COUNT, _COUNT, _COUNT, _FLAG, _ADDRESS, _ADDRESS),
+    "open_gates": (None, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "add_weighted": (None, _FLAG, *[_ADDRESS] * 4, _COUNT, _COUNT),
+    "activate": (None, _FLAG, _FLAG, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
+    "embed": (_FLAG, _FLAG, _ADDRESS, _COUNT, _ADDRESS, c_float, _ADDRESS, _COUNT, _COUNT),
+    "rope_and_store": (None, _FLAG, _HEADS, _PATHS, *[_ADDRESS] * 6),
+    "tree_attention": (None, _FLAG, _HEADS, _PATHS, *[_ADDRESS] * 4),
+    "fault_of_paths": (_FLAG, _PATHS, _COUNT),
+    "decode": (
+        *(_FLAG, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), _PATHS, _ADDRESS, _ADDRESS),
+        *(POINTER(TapsArgs), _ADDRESS, _ADDRESS),
+    ),
+    "most_likely": (_COUNT, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "mass": (c_double, _ADDRESS, _COUNT, c_double, c_double),
+    "racers": (_COUNT, _ADDRESS, _COUNT, _ADDRESS, _COUNT, c_double, c_uint64, _ADDRESS),
+    "likeliest": (_FLAG, *_LOGITS, _ADDRESS, _COUNT, _COUNT, _ADDRESS, *[_ADDRESS] * 4),
+    "choices": (_COUNT, *_LOGITS, _ADDRESS, _COUNT, _ADDRESS, *[_ADDRESS] * 4),
+    "step_blocks": (
+        *(_FLAG, POINTER(BlockHeadArgs), POINTER(BlockStepArgs), POINTER(CachesArgs)),
+        *[_ADDRESS] * 3,
+    ),
+    "grow_trees": (_FLAG, POINTER(GuesserArgs), *_LOGITS[:4], c_char_p, _COUNT, POINTER(GrownArgs)),
+    "index_new": (_ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "index_free": (None, _ADDRESS),
+    "index_extend": (_FLAG, _ADDRESS, _ADDRESS, _COUNT),
+    "index_close": (_FLAG, _ADDRESS),
+    "index_drop_oldest": (_COUNT, _ADDRESS),
+    "index_figures": (None, _ADDRESS, _ADDRESS),
+    "index_sound": (_FLAG, _ADDRESS),
+    "index_bytes_with": (_COUNT, _ADDRESS, _COUNT),
+    "index_tokens": (_COUNT, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "index_places": (_COUNT, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
+    "lookup_trees": (_FLAG, POINTER(LookupRules), _ADDRESS, _COUNT, _ADDRESS, _COUNT, POINTER(GrownArgs)),
+    "exchange_bytes": (_COUNT, _FLAG, _COUNT),
+    "exchange_new": (_ADDRESS, _ADDRESS, _FLAG, _FLAG, _COUNT),
+    "exchange_free": (None, _ADDRESS),
+    "exchange_set_limit": (None, _ADDRESS, c_double),
+    "exchange_largest": (_FLAG, _ADDRESS, _ADDRESS, _COUNT),
+    "exchange_add": (_FLAG, _ADDRESS, _ADDRESS, _COUNT),
+    "exchange_gather": (_FLAG, *[_ADDRESS] * 4),
+    "exchange_loss": (_FLAG, _ADDRESS, _ADDRESS),
+    "exchange_figures": (None, _ADDRESS, _ADDRESS),
+    "stream": (c_double, _ADDRESS, _COUNT),
+    "profile": (None, _FLAG, _ADDRESS),
+}
+
 
 class Library:
-    """A loaded library; callers pass addresses of valid memory of sufficient size."""
+    """A loaded library, with its functions; callers pass addresses of valid memory of sufficient size."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, path: Path, level: Level) -> None:
         """Raises KernelBuildError if it cannot be loaded."""
         self.path = path
         self.level = level
         try:
-            library: Any = ctypes.CDLL(str(path))
-            self.ready = _function(library.specinfer_ready, c_int32)
-            self.int4_is_exact = _function(library.specinfer_int4_is_exact, c_int32)
+            library = ctypes.CDLL(str(path))
+            for name, (returns, *takes) in _FUNCTIONS.items():
+                function = getattr(library, f"specinfer_{name}")
+                function.restype, function.argtypes = returns, takes
+                setattr(self, name, function)
         except (OSError, AttributeError) as error:
             raise KernelBuildError(
                 f"{path} cannot be loaded ({error}); delete it, or set SPECINFER_CACHE to a folder from "
                 "which libraries may be loaded"
             ) from error
-        address, count, flag, product = c_void_p, c_int64, c_int32, POINTER(ProductArgs)
-        self.set_threads = _function(library.specinfer_set_threads, None, c_int32)
-        self.threads = _function(library.specinfer_threads, c_int32)
-        self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
-        self.lay_out_rows = _function(
-            library.specinfer_lay_out_rows, flag, POINTER(FileRowsArgs), count, product
-        )
-        self.to_elements = _function(library.specinfer_to_elements, None, flag, address, count, flag, address)
-        self.multiply = _function(library.specinfer_multiply, None, product, flag, address, count, address)
-        self.multiply_adapted = _function(
-            *(library.specinfer_multiply_adapted, None, product, flag, address, count),
-            *(POINTER(AdaptedRowsArgs), count, address),
-        )
-        self.find_maxima = _function(
-            library.specinfer_find_maxima, None, product, flag, address, count, address
-        )
-        self.add_up = _function(
-            library.specinfer_add_up, None, product, flag, address, count, address, address
-        )
-        self.finish = _function(
-            library.specinfer_finish, None, product, flag, address, count, address, address
-        )
-        self.add_branches = _function(
-            library.specinfer_add_branches, None, product, flag, address, count, address
-        )
-        self.finish_branches = _function(
-            library.specinfer_finish_branches, None, product, flag, address, count, address
-        )
-        self.add_norm = _function(
-            *(library.specinfer_add_norm, None, flag, address, address, POINTER(NormArgs)),
-            *(address, address, count, count, flag),
-        )
-        self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
-        self.choose_experts = _function(
-            *(library.specinfer_choose_experts, None, address, count, count, count, count),
-            *(flag, address, address),
-        )
-        self.open_gates = _function(library.specinfer_open_gates, None, address, count, count, address)
-        self.add_weighted = _function(
-            library.specinfer_add_weighted, None, flag, *[address] * 4, count, count
-        )
-        self.activate = _function(
-            library.specinfer_activate, None, flag, flag, address, address, count, count
-        )
-        self.embed = _function(
-            *(library.specinfer_embed, c_int32, flag, address, count, address, c_float),
-            *(address, count, count),
-        )
-        heads, paths = POINTER(HeadsArgs), POINTER(PathsArgs)
-        self.rope_and_store = _function(
-            library.specinfer_rope_and_store, None, flag, heads, paths, *[address] * 6
-        )
-        self.tree_attention = _function(
-            library.specinfer_tree_attention, None, flag, heads, paths, *[address] * 4
-        )
-        self.fault_of_paths = _function(library.specinfer_fault_of_paths, c_int32, paths, count)
-        self.decode = _function(
-            *(library.specinfer_decode, c_int32, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), paths),
-            *(address, address, POINTER(TapsArgs), address, address),
-        )
-        self.most_likely = _function(library.specinfer_most_likely, c_int64, address, count, count, address)
-        self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)
-        self.racers = _function(
-            *(library.specinfer_racers, c_int64, address, count, address, count),
-            *(c_double, c_uint64, address),
-        )
-        block = (flag, address, count, count, count)
-        self.likeliest = _function(
-            *(library.specinfer_likeliest, c_int32, *block, address, count, count, address),
-            *[address] * 4,
-        )
-        self.choices = _function(
-            library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
-        )
-        block_head, caches = POINTER(BlockHeadArgs), POINTER(CachesArgs)
-        self.step_blocks = _function(
-            *(library.specinfer_step_blocks, c_int32, block_head, POINTER(BlockStepArgs), caches),
-            *[address] * 3,
-        )
-        self.grow_trees = _function(
-            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], c_char_p),
-            *(count, POINTER(GrownArgs)),
-        )
-        self.index_new = _function(library.specinfer_index_new, c_void_p, address, count, count, address)
-        self.index_free = _function(library.specinfer_index_free, None, address)
-        self.index_extend = _function(library.specinfer_index_extend, flag, address, address, count)
-        self.index_close = _function(library.specinfer_index_close, flag, address)
-        self.index_drop_oldest = _function(library.specinfer_index_drop_oldest, count, address)
-        self.index_figures = _function(library.specinfer_index_figures, None, address, address)
-        self.index_sound = _function(library.specinfer_index_sound, flag, address)
-        self.index_bytes_with = _function(library.specinfer_index_bytes_with, count, address, count)
-        self.index_tokens = _function(library.specinfer_index_tokens, count, address, count, count, address)
-        self.index_places = _function(
-            library.specinfer_index_places, *(count, address, address, count, count, count, address)
-        )
-        asks = POINTER(LookupRules), address, count, address, count, POINTER(GrownArgs)
-        self.lookup_trees = _function(library.specinfer_lookup_trees, flag, *asks)
-        self.exchange_bytes = _function(library.specinfer_exchange_bytes, count, flag, count)
-        self.exchange_new = _function(library.specinfer_exchange_new, c_void_p, address, flag, flag, count)
-        self.exchange_free = _function(library.specinfer_exchange_free, None, address)
-        self.exchange_set_limit = _function(library.specinfer_exchange_set_limit, None, address, c_double)
-        self.exchange_largest = _function(library.specinfer_exchange_largest, flag, address, address, count)
-        self.exchange_add = _function(library.specinfer_exchange_add, flag, address, address, count)
-        self.exchange_gather = _function(library.specinfer_exchange_gather, flag, *[address] * 4)
-        self.exchange_loss = _function(library.specinfer_exchange_loss, flag, address, address)
-        self.exchange_figures = _function(library.specinfer_exchange_figures, None, address, address)
-        self.stream = _function(library.specinfer_stream, c_double, address, count)
-        self.profile = _function(library.specinfer_profile, None, flag, address)
-
-
-def _function(function: Any, returns: Any, *takes: Any) -> Any:
-    function.restype = returns
-    function.argtypes = takes
-    return function
 
 
 def killer(library: Path, level: Level) -> str | None:
