@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks8"]
 FloatType = Literal["float32", "bfloat16"]
@@ -27,13 +27,17 @@ _PADDED: Final[dict[Kind, int]] = {
 BLOCK: Final = 16  # output channels that are interleaved
 
 
+def _alike(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type, one after another."""
+    return tuple((name, kind) for name in names)
+
+
 class PartsArgs(ctypes.Structure):
     """The parts of a product's inner elements, as in cpu/product.h."""
 
     _fields_ = (
         ("ends", c_void_p),
-        ("count", c_int64),
-        ("first", c_int64),
+        *_alike(c_int64, "count", "first"),
         ("shares", c_void_p),
         ("ranks", c_int64),
     )
@@ -42,7 +46,10 @@ class PartsArgs(ctypes.Structure):
 class BlockPartsArgs(ctypes.Structure):
     """Further arrays of block weights, as in cpu/product.h."""
 
-    _fields_ = (("steps", c_void_p), ("mins", c_void_p), ("min_steps", c_void_p), ("span", c_int64))
+    _fields_ = (
+        *_alike(c_void_p, "steps", "mins", "min_steps"),
+        ("span", c_int64),
+    )
 
 
 class ProductArgs(ctypes.Structure):
@@ -50,15 +57,10 @@ class ProductArgs(ctypes.Structure):
 
     _fields_ = (
         ("kind", c_int32),
-        ("weight", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("bias", c_void_p),
-        ("channels", c_int64),
-        ("inner", c_int64),
+        *_alike(c_void_p, "weight", "scales", "zeros", "bias"),
+        *_alike(c_int64, "channels", "inner"),
         ("largest", c_float),
-        ("loose", c_int32),
-        ("nontemporal", c_int32),
+        *_alike(c_int32, "loose", "nontemporal"),
         ("exchange", c_void_p),
         ("parts", PartsArgs),
         ("blocks", BlockPartsArgs),
@@ -69,30 +71,28 @@ class FileRowsArgs(ctypes.Structure):
     """Rows of a matrix in a file, as in cpu/file_blocks.h."""
 
     _fields_ = (
-        ("file", c_int32),
-        ("kind", c_int32),
-        ("offset", c_int64),
-        ("row_bytes", c_int64),
+        *_alike(c_int32, "file", "kind"),
+        *_alike(c_int64, "offset", "row_bytes"),
         ("order", c_void_p),
-        ("first", c_int64),
-        ("count", c_int64),
+        *_alike(c_int64, "first", "count"),
     )
 
 
 class NormArgs(ctypes.Structure):
     """A norm of rows, as in cpu/layer_ops.h; without a weight there is none."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
+    _fields_ = (
+        *_alike(c_void_p, "weight", "bias"),
+        ("eps", c_float),
+        ("centred", c_int32),
+    )
 
 
 class LowRankPartArgs(ctypes.Structure):
     """An adapter's term for one matrix of a product, as in cpu/low_rank.h."""
 
     _fields_ = (
-        ("block", c_int64),
-        ("blocks", c_int64),
-        ("offset", c_int64),
-        ("rank", c_int64),
+        *_alike(c_int64, "block", "blocks", "offset", "rank"),
         ("up", c_void_p),
         ("scale", c_float),
     )
@@ -114,9 +114,7 @@ class AdaptedRowsArgs(ctypes.Structure):
     """The adapted rows of a pass, as in cpu/low_rank.h."""
 
     _fields_ = (
-        ("rows", c_void_p),
-        ("ends", c_void_p),
-        ("adapters", c_void_p),
+        *_alike(c_void_p, "rows", "ends", "adapters"),
         ("count", c_int64),
         ("places", c_void_p),
     )
@@ -126,14 +124,10 @@ class HeadsArgs(ctypes.Structure):
     """The heads of an attention block, as in cpu/layer_ops.h."""
 
     _fields_ = (
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head", c_int64),
-        ("scale", c_float),
-        ("eps", c_float),
+        *_alike(c_int64, "heads", "kv_heads", "head"),
+        *_alike(c_float, "scale", "eps"),
         ("window", c_int64),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        *_alike(c_void_p, "q_norm", "k_norm"),
         ("whole_norms", c_int32),
         ("softcap", c_float),
         ("slopes", c_void_p),
@@ -146,16 +140,8 @@ class PathsArgs(ctypes.Structure):
     """The positions each row attends to, and their slots, as in cpu/paths.h."""
 
     _fields_ = (
-        ("tables", c_void_p),
-        ("requests", c_void_p),
-        ("shared", c_void_p),
-        ("tail_ends", c_void_p),
-        ("tails", c_void_p),
-        ("num_blocks", c_int64),
-        ("num_requests", c_int64),
-        ("rows", c_int64),
-        ("num_tails", c_int64),
-        ("block_size", c_int64),
+        *_alike(c_void_p, "tables", "requests", "shared", "tail_ends", "tails"),
+        *_alike(c_int64, "num_blocks", "num_requests", "rows", "num_tails", "block_size"),
     )
 
 
@@ -164,14 +150,10 @@ class ExpertsArgs(ctypes.Structure):
 
     _fields_ = (
         ("router", ProductArgs),
-        ("gate_up", POINTER(ProductArgs)),
-        ("down", POINTER(ProductArgs)),
-        ("count", c_int64),
-        ("per_token", c_int64),
-        ("normalized", c_int32),
-        ("shared", c_int32),
-        ("shared_gate_up", ProductArgs),
-        ("shared_down", ProductArgs),
+        *_alike(POINTER(ProductArgs), "gate_up", "down"),
+        *_alike(c_int64, "count", "per_token"),
+        *_alike(c_int32, "normalized", "shared"),
+        *_alike(ProductArgs, "shared_gate_up", "shared_down"),
     )
 
 
@@ -179,21 +161,11 @@ class LayerArgs(ctypes.Structure):
     """A decoder layer, as in cpu/layers.h."""
 
     _fields_ = (
-        ("before_attention", NormArgs),
-        ("before_mlp", NormArgs),
-        ("after_attention", NormArgs),
-        ("after_mlp", NormArgs),
+        *_alike(NormArgs, "before_attention", "before_mlp", "after_attention", "after_mlp"),
         ("heads", HeadsArgs),
-        ("qkv", ProductArgs),
-        ("o", ProductArgs),
-        ("up", ProductArgs),
-        ("down", ProductArgs),
-        ("rope", c_int32),
-        ("form", c_int32),
-        ("activation", c_int32),
-        ("gated", c_int32),
-        ("clip", c_float),
-        ("scale", c_float),
+        *_alike(ProductArgs, "qkv", "o", "up", "down"),
+        *_alike(c_int32, "rope", "form", "activation", "gated"),
+        *_alike(c_float, "clip", "scale"),
         ("experts", POINTER(ExpertsArgs)),
     )
 
@@ -201,13 +173,20 @@ class LayerArgs(ctypes.Structure):
 class TapsArgs(ctypes.Structure):
     """The layers whose inputs are copied, as in cpu/layers.h."""
 
-    _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
+    _fields_ = (
+        ("layers", c_void_p),
+        ("count", c_int64),
+        ("out", c_void_p),
+    )
 
 
 class RotationsArgs(ctypes.Structure):
     """Rotations of positions 0, 1, ..., as in cpu/layers.h."""
 
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64))
+    _fields_ = (
+        *_alike(c_void_p, "cos", "sin"),
+        ("positions", c_int64),
+    )
 
 
 class DecoderArgs(ctypes.Structure):
@@ -219,8 +198,7 @@ class DecoderArgs(ctypes.Structure):
         ("embedding", c_void_p),
         ("tokens", c_int64),
         ("places", c_void_p),
-        ("num_places", c_int64),
-        ("place_offset", c_int64),
+        *_alike(c_int64, "num_places", "place_offset"),
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
         ("norm", NormArgs),
@@ -234,9 +212,7 @@ class DecoderRowsArgs(ctypes.Structure):
     """The rows of a decoder's pass, as in cpu/decoder.h."""
 
     _fields_ = (
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("chosen", c_void_p),
+        *_alike(c_void_p, "tokens", "positions", "chosen"),
         ("num_chosen", c_int64),
         ("adapted", POINTER(AdaptedRowsArgs)),
     )
@@ -248,21 +224,14 @@ class BlockHeadArgs(ctypes.Structure):
     _fields_ = (
         ("type", c_int32),
         ("scale", c_float),
-        ("causal", c_int32),
-        ("skipped", c_int32),
-        ("fc", ProductArgs),
-        ("context", ProductArgs),
-        ("entry", ProductArgs),
-        ("output", ProductArgs),
-        ("hidden_norm", NormArgs),
-        ("entry_norm", NormArgs),
-        ("norm", NormArgs),
+        *_alike(c_int32, "causal", "skipped"),
+        *_alike(ProductArgs, "fc", "context", "entry", "output"),
+        *_alike(NormArgs, "hidden_norm", "entry_norm", "norm"),
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
         ("rotations", RotationsArgs),
         ("embedding", c_void_p),
-        ("tokens", c_int64),
-        ("mask", c_int64),
+        *_alike(c_int64, "tokens", "mask"),
     )
 
 
@@ -272,17 +241,18 @@ class BlockStepArgs(ctypes.Structure):
     _fields_ = (
         ("texts", c_void_p),
         ("count", c_int64),
-        ("taps", c_void_p),
-        ("tables", c_void_p),
-        ("num_blocks", c_int64),
-        ("block_size", c_int64),
+        *_alike(c_void_p, "taps", "tables"),
+        *_alike(c_int64, "num_blocks", "block_size"),
     )
 
 
 class CachesArgs(ctypes.Structure):
     """Caches of all layers, as in cpu/block_head.h."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slots", c_int64))
+    _fields_ = (
+        *_alike(c_void_p, "keys", "values"),
+        ("slots", c_int64),
+    )
 
 
 class GuesserArgs(ctypes.Structure):
@@ -292,8 +262,7 @@ class GuesserArgs(ctypes.Structure):
         ("type", c_int32),
         ("ids", c_void_p),
         ("markov", ProductArgs),
-        ("before", c_void_p),
-        ("named", c_void_p),
+        *_alike(c_void_p, "before", "named"),
         ("tokens", c_int64),
     )
 
@@ -309,11 +278,7 @@ class GrownArgs(ctypes.Structure):
 
     _fields_ = (
         ("room", c_int64),
-        ("counts", c_void_p),
-        ("parents", c_void_p),
-        ("tokens", c_void_p),
-        ("confidences", c_void_p),
-        ("evidence", c_void_p),
+        *_alike(c_void_p, "counts", "parents", "tokens", "confidences", "evidence"),
     )
 
 
@@ -321,10 +286,8 @@ class LookupRules(ctypes.Structure):
     """Settings of lookups in texts, as in cpu/lookups.h."""
 
     _fields_ = (
-        ("longest", c_int64),
-        ("surest", c_int64),
-        ("depth_factor", c_double),
-        ("min_probability", c_double),
+        *_alike(c_int64, "longest", "surest"),
+        *_alike(c_double, "depth_factor", "min_probability"),
     )
 
 
