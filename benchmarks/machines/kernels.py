@@ -175,7 +175,7 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     int8 = Int8Weight(*_stacked(quantize_int8(part.float()) for part in parts))
 
     def int8_copy() -> Product:
-        return kernels.products.int8(
+        return kernels.products.laid_out(
             Int8Weight(*(tensor.clone() for tensor in int8)), None, inner, len(weight)
         )
 
@@ -185,7 +185,7 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     int4 = Int4Weight(*_stacked(quantize_int4(part.float()) for part in parts))
 
     def int4_copy() -> Product:
-        return kernels.products.int4(
+        return kernels.products.laid_out(
             Int4Weight(*(tensor.clone() for tensor in int4)), None, inner, len(weight)
         )
 

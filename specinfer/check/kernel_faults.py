@@ -125,7 +125,7 @@ class _ProductCheck:
         parts = []
         for begin, end in ((0, cut), (cut, self._inner)):
             weight = lay_out_int8(self._values[:, begin:end], self._scales)
-            product = products.int8(weight, self._bias, end - begin, self._channels)
+            product = products.laid_out(weight, self._bias, end - begin, self._channels)
             parts.append((product, x[:, begin:end].contiguous()))
         maxima = torch.stack([product.maxima(part) for product, part in parts]).amax(0)
         sums = torch.stack([product.partials(part, maxima) for product, part in parts]).sum(0).int()
@@ -134,11 +134,11 @@ class _ProductCheck:
 
     def _by(self, products: Products) -> Product:
         if self._kind == "int8":
-            return products.int8(self._int8, self._bias, self._inner, self._channels)
+            return products.laid_out(self._int8, self._bias, self._inner, self._channels)
         if self._kind == "int4":
-            return products.int4(self._int4, self._bias, self._inner, self._channels)
+            return products.laid_out(self._int4, self._bias, self._inner, self._channels)
         if self._kind in self._blocks:
-            return products.blocks(self._blocks[self._kind], self._bias, self._inner, self._channels)
+            return products.laid_out(self._blocks[self._kind], self._bias, self._inner, self._channels)
         dtype = torch.float32 if self._kind == "float32" else torch.bfloat16
         return products.floats(self._floats.to(dtype), self._bias.to(dtype))
 

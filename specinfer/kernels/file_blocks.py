@@ -226,20 +226,12 @@ def _product(
     library: Library, into: BlocksWeight | Int8Weight | Int4Weight, inner: int, channels: int
 ) -> NativeProduct:
     """The product whose arrays are filled."""
-    products = NativeProducts(library)
-    if isinstance(into, Int8Weight):
-        return products.int8(into, None, inner, channels)
-    if isinstance(into, Int4Weight):
-        product = products.int4(into, None, inner, channels, largest=0.0)
-    else:
-        if not into.has_steps:
-            into.steps.fill_(_ONE)
-        if not into.has_mins:
-            into.mins.zero_()
-            into.min_steps.zero_()
-        product = products.blocks(into, None, inner, channels)
-    assert isinstance(product, NativeProduct)
-    return product
+    if isinstance(into, BlocksWeight) and not into.has_steps:
+        into.steps.fill_(_ONE)
+    if isinstance(into, BlocksWeight) and not into.has_mins:
+        into.mins.zero_()
+        into.min_steps.zero_()
+    return NativeProducts(library).laid_out(into, None, inner, channels, largest=0.0)
 
 
 def block_elements(

@@ -57,7 +57,7 @@ from specinfer.kernels.product import (
     check_sums,
     float_sums,
 )
-from specinfer.kernels.structures import BLOCK, padded_inner
+from specinfer.kernels.structures import BLOCK, Kind, padded_inner
 
 _EXACT: Final = 1024  # int8 products whose sum is exact in float32
 _MIN_RANGE: Final = 1e-30  # the inverse of a smaller scale would be infinite
@@ -95,49 +95,30 @@ class Products:
 
         return product
 
-    def int8(
-        self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int
-    ) -> NativeProduct | Int8Product:
-        """The product of rows of `inner` elements with the first `channels` of an int8 weight.
-
-        `bias` is float32 [channels].
-        """
-        _check_inner(padded_inner("int8", inner), weight.values.shape[1] * 4)
-        matrix, scales = int8_matrix(weight, channels, padded(inner))
-        return Int8Product(matrix, scales, bias, inner)
-
-    def int4(
+    def laid_out(
         self,
-        weight: Int4Weight,
+        weight: FloatWeight | Int8Weight | Int4Weight | BlocksWeight,
         bias: Tensor | None,
         inner: int,
         channels: int,
         largest: float | None = None,
         parts: SumParts | None = None,
-    ) -> Product:
-        """The same with an int4 weight whose scales are at most `largest`; None: computed.
+    ) -> NativeProduct | Int8Product | PartsProduct:
+        """The product of rows of `inner` elements with the first `channels` of a weight.
 
-        `parts` determines the order of sums; None: a single part.
+        `bias` is float32 [channels]. Scales of an int4 weight are at most `largest`; None: computed. `parts`
+        determines the order of sums, except of int8, whose sums are exact; None: a single part. PyTorch takes
+        no FloatWeight.
         """
-        _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
+        assert not isinstance(weight, FloatWeight), "PyTorch multiplies plain matrices"
+        if isinstance(weight, Int8Weight):
+            _check_inner(padded_inner("int8", inner), weight.values.shape[1] * 4)
+            matrix, scales = int8_matrix(weight, channels, padded(inner))
+            return Int8Product(matrix, scales, bias, inner)
+        _check_inner(padded(inner), _groups(weight) * GROUP)
         parts = _checked(parts, inner)
         groups = (0, *(-(-end // GROUP) for end in parts.ends))
-        sums = [_group_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
-        return PartsProduct(sums, bias, parts, channels, inner)
-
-    def blocks(
-        self,
-        weight: BlocksWeight,
-        bias: Tensor | None,
-        inner: int,
-        channels: int,
-        parts: SumParts | None = None,
-    ) -> Product:
-        """The same with a weight of GGUF blocks."""
-        _check_inner(padded(inner), weight.groups * GROUP)
-        parts = _checked(parts, inner)
-        groups = (0, *(-(-end // GROUP) for end in parts.ends))
-        sums = [_blocks_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
+        sums = [_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
         return PartsProduct(sums, bias, parts, channels, inner)
 
 
@@ -160,73 +141,35 @@ class NativeProducts(Products):
 
     def laid_out(
         self,
-        weight: FloatWeight,
-        bias: Tensor | None,
-        inner: int,
-        channels: int,
-        parts: SumParts | None = None,
-    ) -> Product:
-        """The product with the first `channels` of a float weight; `bias` is float32 [channels]."""
-        return NativeProduct(
-            *(self.library, FLOATS[weight.values.dtype], weight.values),
-            channels=channels,
-            inner=inner,
-            bias=bias,
-            use=self.use,
-            parts=parts,
-        )
-
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> NativeProduct:
-        """See Products."""
-        return NativeProduct(
-            *(self.library, "int8", weight.values),
-            channels=channels,
-            inner=inner,
-            scales=weight.scales,
-            bias=bias,
-            use=self.use,
-        )
-
-    def int4(
-        self,
-        weight: Int4Weight,
+        weight: FloatWeight | Int8Weight | Int4Weight | BlocksWeight,
         bias: Tensor | None,
         inner: int,
         channels: int,
         largest: float | None = None,
         parts: SumParts | None = None,
-    ) -> Product:
+    ) -> NativeProduct:
         """See Products."""
+        scales = zeros = None
+        if isinstance(weight, FloatWeight):
+            kind: Kind = FLOATS[weight.values.dtype]
+        elif isinstance(weight, Int8Weight):
+            kind, scales, parts = "int8", weight.scales, None
+        elif isinstance(weight, Int4Weight):
+            kind, scales, zeros = "int4", weight.scales, weight.zeros
+            largest = float(scales.max()) if largest is None else largest
+        else:
+            kind, scales = ("blocks4" if weight.bits == 4 else "blocks8"), weight.scales
         return NativeProduct(
-            *(self.library, "int4", weight.levels),
+            *(self.library, kind, weight[0]),
             channels=channels,
             inner=inner,
-            scales=weight.scales,
-            zeros=weight.zeros,
-            largest=float(weight.scales.max()) if largest is None else largest,
+            scales=scales,
+            zeros=zeros,
+            largest=largest or 0.0,
             bias=bias,
             use=self.use,
             parts=parts,
-        )
-
-    def blocks(
-        self,
-        weight: BlocksWeight,
-        bias: Tensor | None,
-        inner: int,
-        channels: int,
-        parts: SumParts | None = None,
-    ) -> Product:
-        """See Products."""
-        return NativeProduct(
-            *(self.library, "blocks4" if weight.bits == 4 else "blocks8", weight.levels),
-            channels=channels,
-            inner=inner,
-            scales=weight.scales,
-            bias=bias,
-            use=self.use,
-            parts=parts,
-            blocks=weight,
+            blocks=weight if isinstance(weight, BlocksWeight) else None,
         )
 
 
@@ -270,7 +213,11 @@ class Int8Product:
         return exact_sums(values, self._matrix)
 
 
-def _group_sums(weight: Int4Weight, groups: range) -> PartSum:
+def _sums(weight: Int4Weight | BlocksWeight, groups: range) -> PartSum:
+    return _int4_sums(weight, groups) if isinstance(weight, Int4Weight) else _blocks_sums(weight, groups)
+
+
+def _int4_sums(weight: Int4Weight, groups: range) -> PartSum:
     """Sums over some groups of an int4 weight, in order."""
 
     def add_up(x: Tensor) -> Tensor:
@@ -345,6 +292,10 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
         part = slice(start, start + _EXACT)
         total += F.linear(values[:, part].float(), weight[:, part].float())
     return total.int()
+
+
+def _groups(weight: Int4Weight | BlocksWeight) -> int:
+    return weight.groups if isinstance(weight, BlocksWeight) else weight.scales.shape[1]
 
 
 def _checked(parts: SumParts | None, inner: int) -> SumParts:

@@ -18,11 +18,8 @@ from torch import Tensor
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.file_blocks import empty_blocks
 from specinfer.kernels.layout import (
-    BlocksWeight,
     FloatTable,
-    FloatWeight,
     Int4Weight,
-    Int8Weight,
     Weight,
     cut,
     empty_floats,
@@ -32,7 +29,7 @@ from specinfer.kernels.layout import (
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import NativeProduct, PartsProduct, Product
-from specinfer.kernels.quantized import Int8Product, NativeProducts
+from specinfer.kernels.quantized import Int8Product
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.shared_sums import BranchSumProduct, EmbeddingTable, ExactSumProduct, ShardedTable
@@ -322,14 +319,7 @@ def product_over(
     if isinstance(weight, FloatTable):
         return products.floats(weight.rows, bias, parts)
     bias = None if bias is None else bias.float()
-    if isinstance(weight, FloatWeight):
-        assert isinstance(products, NativeProducts), "PyTorch multiplies plain matrices"
-        return products.laid_out(weight, bias, inner, channels, parts)
-    if isinstance(weight, Int8Weight):
-        return products.int8(weight, bias, inner, channels)
-    if isinstance(weight, BlocksWeight):
-        return products.blocks(weight, bias, inner, channels, parts)
-    return products.int4(weight, bias, inner, channels, largest, parts)
+    return products.laid_out(weight, bias, inner, channels, largest, parts)
 
 
 class PassingWeights(Weights):

@@ -41,7 +41,7 @@ from specinfer.kernels.layout import quantize_int8
 kernels, _ = choose_kernels("native", torch.device("cpu"))
 weight, x = torch.randn(80, 800), torch.randn(17, 800)
 quantized = quantize_int8(weight)
-got, want = (products.int8(quantized, None, 800, 80)(x) for products in (kernels.products, Products()))
+got, want = (products.laid_out(quantized, None, 800, 80)(x) for products in (kernels.products, Products()))
 print(json.dumps({
     "package": str(Path(specinfer.__file__).parent),
     "library": str(kernels.library.path),

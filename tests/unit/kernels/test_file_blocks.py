@@ -46,7 +46,7 @@ def activations(rows: int, inner: int, dtype: torch.dtype = torch.float32) -> Te
 
 
 def product(products: Products, weight: BlocksWeight, channels: int, bias: Tensor | None = None) -> Product:
-    return products.blocks(weight, bias, weight.groups * GROUP, channels)
+    return products.laid_out(weight, bias, weight.groups * GROUP, channels)
 
 
 @KINDS
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: NativeProducts, kin
 def test_sums_of_parts_are_those_of_the_twin(native: NativeProducts, kind: str) -> None:
     weight = lay_out_blocks(matrix(kind, 20, 512)[0], FILE_BLOCKS[kind].form)
     parts, x = SumParts((128, 256, 512), (0, 3)), activations(9, 512)
-    ours, twin = (products.blocks(weight, None, 512, 20, parts) for products in (native, Products()))
+    ours, twin = (products.laid_out(weight, None, 512, 20, parts=parts) for products in (native, Products()))
     assert torch.equal(ours(x), twin(x))
     assert not torch.equal(ours(x), product(native, weight, 20)(x))
 

@@ -37,9 +37,9 @@ def random(*shape: int, seed: int) -> Tensor:
 def product_of(chosen: Kernels, kind: str) -> Product:
     weight, bias = random(SIZE, INNER, seed=1), random(SIZE, seed=2)
     if kind == "int8":
-        return chosen.products.int8(quantize_int8(weight), bias, INNER, SIZE)
+        return chosen.products.laid_out(quantize_int8(weight), bias, INNER, SIZE)
     if kind == "int4":
-        return chosen.products.int4(quantize_int4(weight), bias, INNER, SIZE)
+        return chosen.products.laid_out(quantize_int4(weight), bias, INNER, SIZE)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     return chosen.products.floats(weight.to(dtype), bias.to(dtype))
 

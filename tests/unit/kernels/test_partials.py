@@ -14,7 +14,7 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded, quantize_int8
-from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import Int8Product, Products
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
@@ -43,19 +43,24 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def _exact(product: Product) -> NativeProduct | Int8Product:
+    assert isinstance(product, NativeProduct | Int8Product)
+    return product
+
+
 class Parts:
     """A matrix as one product has it, and as the products of several processes do."""
 
     def __init__(self, products: Products, channels: int, inner: int, starts: Sequence[int]) -> None:
         self._bias = random(channels, seed=2) if inner != 64 else None
         self._weight = quantize_int8(random(channels, inner))
-        self.whole = products.int8(self._weight, self._bias, inner, channels)
+        self.whole = _exact(products.laid_out(self._weight, self._bias, inner, channels))
         values, scales = int8_matrix(self._weight, channels, padded(inner))
         self._ranges = list(pairwise([*(GROUP * start for start in starts), inner]))
         self.products: list[NativeProduct | Int8Product] = []
         for begin, end in self._ranges:
             part = lay_out_int8(values[:, begin : max(end, padded(end))], scales)
-            self.products.append(products.int8(part, self._bias, end - begin, channels))
+            self.products.append(_exact(products.laid_out(part, self._bias, end - begin, channels)))
 
     def of(self, x: Tensor) -> list[tuple[NativeProduct | Int8Product, Tensor]]:
         """Each product, and the elements of rows that it multiplies."""

@@ -60,7 +60,7 @@ def product(
     weight, added = matrix[:channels, begin:end], random(CHANNELS, seed=2)[:channels] if bias else None
     if "int4" in kind:
         largest = float(quantize_int4(matrix).scales.max())
-        made = by.int4(quantize_int4(weight), added, end - begin, channels, largest, parts)
+        made = by.laid_out(quantize_int4(weight), added, end - begin, channels, largest, parts)
     else:
         dtype = getattr(torch, kind)
         made = by.floats(weight.to(dtype), None if added is None else added.to(dtype), parts)

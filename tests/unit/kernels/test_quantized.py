@@ -39,8 +39,8 @@ def activations(rows: int, inner: int, dtype: torch.dtype = torch.float32) -> Te
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None = None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8(weight), bias, inner, channels)
-    return products.int4(quantize_int4(weight), bias, inner, channels)
+        return products.laid_out(quantize_int8(weight), bias, inner, channels)
+    return products.laid_out(quantize_int4(weight), bias, inner, channels)
 
 
 @KINDS
@@ -152,11 +152,11 @@ def test_a_weight_of_another_shape_is_refused(name: Literal["torch", "native"]) 
     with pytest.raises(
         ValueError, match=r"a weight of (inner size 64 for rows of 128|1024 bytes .* has 2048)"
     ):
-        products.int8(int8, None, 96, 16)
+        products.laid_out(int8, None, 96, 16)
     with pytest.raises(ValueError, match=r"a weight of (inner size 64 for rows of 96|512 bytes .* has 768)"):
-        products.int4(int4, None, 96, 16)
+        products.laid_out(int4, None, 96, 16)
     short = int4._replace(scales=int4.scales[:, :1])
     with pytest.raises(
         ValueError, match=r"a weight of (inner size 32 for rows of 64|512 bytes with 32 of sc)"
     ):
-        products.int4(short, None, 64, 16)
+        products.laid_out(short, None, 64, 16)

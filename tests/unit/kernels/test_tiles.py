@@ -67,9 +67,9 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8(weight), bias, inner, channels)
+        return products.laid_out(quantize_int8(weight), bias, inner, channels)
     if kind == "int4":
-        return products.int4(quantize_int4(weight), bias, inner, channels)
+        return products.laid_out(quantize_int4(weight), bias, inner, channels)
     return products.floats(weight.to(getattr(torch, kind)), bias)
 
 
@@ -129,7 +129,7 @@ def test_int4_on_tiles_is_the_product_with_bfloat16_weights(
 ) -> None:
     """Equal up to float32 sums; the next test compares the weights bit by bit."""
     weight, bias = quantize_int4(random(channels, inner, seed=0)), random(channels, seed=2)
-    ours = native_kernels(plain).products.int4(weight, bias, inner, channels)
+    ours = native_kernels(plain).products.laid_out(weight, bias, inner, channels)
     levels, zeros = (part[:channels, :inner].double() for part in as_bfloat16(weight))
     for rows in ROWS:
         x = activations(rows, inner, dtype)
@@ -172,7 +172,7 @@ def test_the_largest_scale_there_is_fits(plain: Library) -> None:
     weight = quantize_int4(random(16, 32, seed=0))
     largest = weight._replace(scales=torch.full_like(weight.scales, 65504.0))
     levels, zeros = (part[:16] for part in as_bfloat16(largest))
-    got = native_kernels(plain).products.int4(largest, None, 32, 16)(torch.eye(32))
+    got = native_kernels(plain).products.laid_out(largest, None, 32, 16)(torch.eye(32))
     assert got.isfinite().all()
     assert torch.equal(got.T, levels - zeros / 16)
 
@@ -183,7 +183,7 @@ def test_int4_weights_become_the_nearest_bfloat16_ones(plain: Library, size: flo
     values = random(33, 80, seed=0) * torch.logspace(-4, 0, 33)[:, None] * size
     weight = quantize_int4(values)
     levels, zeros = (part[:33, :80] for part in as_bfloat16(weight))
-    got = native_kernels(plain).products.int4(weight, None, 80, 33)(torch.eye(80))
+    got = native_kernels(plain).products.laid_out(weight, None, 80, 33)(torch.eye(80))
     assert torch.equal(got.T, levels - zeros / 16)
 
 
@@ -242,7 +242,8 @@ def test_int4_on_plain_tiles_has_the_bits_of_amx(
         values = random(channels, inner, seed=0) * torch.logspace(-6, 0, channels)[:, None] * size
         weight = quantize_int4(values)
         ours, other = (
-            native_kernels(library).products.int4(weight, None, inner, channels) for library in (amx, plain)
+            native_kernels(library).products.laid_out(weight, None, inner, channels)
+            for library in (amx, plain)
         )
         for rows in (1, 17, 65):
             x = activations(rows, inner, dtype)
