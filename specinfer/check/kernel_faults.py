@@ -27,7 +27,7 @@ from specinfer.kernels.layout import (
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
 from specinfer.kernels.ops import NormParts
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, ProductOptions
+from specinfer.kernels.product import FLOATS, Product, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.structures import (
     ACTIVATIONS,
@@ -271,7 +271,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
     size, rank, levels = 48, 16, 4
     logits = chance.standard_normal((levels, size)).astype(np.float32)
     before, named = (8 * chance.standard_normal((size, rank)).astype(np.float32) for _ in range(2))
-    markov = NativeProduct.of_floats(library, torch.from_numpy(named), None)
+    markov = NativeProducts(library).floats(torch.from_numpy(named), None)
     at = before.ctypes.data, named.ctypes.data
     guesser = GuesserArgs(TYPES["float32"], None, markov.args, *at, size)
     token, chain = 5, []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
-from specinfer.kernels.layout import BlocksWeight, empty_floats, lay_out_floats
+from specinfer.kernels.layout import BlocksWeight
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.structures import (
@@ -166,28 +166,6 @@ class NativeProduct:
             self._kept_parts = numbers
             ends, shares = map(ctypes.addressof, numbers)
             self.args.parts = PartsArgs(ends, len(parts.ends), parts.numbers.start, shares, parts.ranks)
-
-    @classmethod
-    def of_floats(
-        cls,
-        library: Library,
-        weight: Tensor,
-        bias: Tensor | None,
-        use: ProductOptions = DEFAULT_OPTIONS,
-        parts: SumParts | None = None,
-    ) -> NativeProduct:
-        """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""
-        channels, inner = weight.shape
-        laid_out = empty_floats(channels, inner, weight.dtype, library)
-        lay_out_floats(weight, laid_out)
-        return cls(
-            *(library, FLOATS[weight.dtype], laid_out.values),
-            channels=channels,
-            inner=inner,
-            bias=None if bias is None else bias.float(),
-            use=use,
-            parts=parts,
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""

@@ -36,8 +36,10 @@ from specinfer.kernels.layout import (
     FloatWeight,
     Int4Weight,
     Int8Weight,
+    empty_floats,
     grouped,
     int8_matrix,
+    lay_out_floats,
     padded,
     rotate,
     unpack_levels,
@@ -135,9 +137,13 @@ class NativeProducts(Products):
         """A copy with other uses."""
         return NativeProducts(self.library, self.use._replace(**changes))
 
-    def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
+    def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> NativeProduct:
         """See Products; multiplies with a laid-out copy of `weight`."""
-        return NativeProduct.of_floats(self.library, weight, bias, self.use, parts)
+        channels, inner = weight.shape
+        copied = empty_floats(channels, inner, weight.dtype, self.library)
+        lay_out_floats(weight, copied)
+        bias = None if bias is None else bias.float()
+        return self.laid_out(copied, bias, inner, channels, parts=parts)
 
     def laid_out(
         self,

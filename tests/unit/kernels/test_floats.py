@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import kernels
 
 SHAPES = [(16, 4), (48, 80), (17, 6), (1, 1), (100, 1536), (33, 8960), (20, 33)]  # channels, inner
@@ -22,7 +23,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 def product(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
     library = kernels("native").library
     assert library is not None
-    return NativeProduct.of_floats(library, weight, bias)
+    return NativeProducts(library).floats(weight, bias)
 
 
 @DTYPES
