@@ -1,6 +1,9 @@
-"""Native float products: near the real ones, a row for itself, and refused where shapes do not fit."""
+"""Float products: near the real ones, a row for itself, and no copy of a weight too many."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import pytest
 import torch
@@ -66,3 +69,26 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
     finite = product(random(20, 64, seed=1, dtype=dtype))(x).isfinite()
     assert finite[[0, 2]].all()
     assert not finite[1].any()
+
+
+def test_twins_are_near_the_real_ones_and_know_no_other_row() -> None:
+    for dtype, inner in ((torch.float32, 80), (torch.bfloat16, 80), (torch.bfloat16, 8960)):
+        weight, bias = random(48, inner, seed=0, dtype=dtype), random(48, seed=1, dtype=dtype)
+        run, x = kernels("torch").products.floats(weight, bias), random(130, inner, seed=2, dtype=dtype)
+        whole, near = run(x), TOLERANCE[dtype] * inner**0.5
+        want = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(whole.double(), want, rtol=TOLERANCE[dtype], atol=near)
+        for rows in ROWS:
+            got = run(x[:rows])
+            assert torch.equal(got, whole[:rows]), (dtype, inner, rows)
+            assert (got.dtype, got.shape) == (dtype, (rows, 48))
+
+
+@DTYPES
+def test_laying_a_weight_out_does_not_keep_it(dtype: torch.dtype) -> None:
+    weight = random(64, 64, seed=0, dtype=dtype)
+    alive = weakref.ref(weight)
+    run = product(weight)
+    del weight
+    gc.collect()
+    assert alive() is None, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specinfer.errors import ConfigError
-from specinfer.kernels import machine, native
+from specinfer.kernels import library, machine
 from specinfer.kernels.library import load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
 
@@ -54,7 +54,7 @@ def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_on(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     architecture, features, _ = CPUS[cpu]
     monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features.split()))
-    for module in (machine, native):
+    for module in (machine, library):
         monkeypatch.setattr(module, "architecture", lambda: architecture)
         monkeypatch.setattr(module, "cpu_name", lambda: cpu)
 
