@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import build, native
+from specinfer.kernels import build, library
 from specinfer.kernels.build import build_library, find_compiler, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import LEVELS
@@ -51,7 +51,7 @@ WRAPPER = '#!/bin/sh\nexec "$@"\n'  # as ccache is one
 def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A wheel without libraries, on a CPU of two levels."""
     monkeypatch.setattr(build, "_PACKAGED", tmp_path / "lib")
-    monkeypatch.setattr(native, "levels_here", lambda: (AMX, AVX2))
+    monkeypatch.setattr(library, "levels_here", lambda: (AMX, AVX2))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, version: int = 1) -> Path:
