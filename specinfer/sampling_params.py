@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
 from specinfer.tree.draw import PAIRS, Verifier
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 # For requests that leave these out, if the model recommends none of _CUTS. Without a cut small models write
 # nonsense at temperature 1. These two are what llama.cpp and LM Studio use, and every client can set both.

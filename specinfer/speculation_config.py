@@ -10,7 +10,7 @@ from typing import Final, Literal
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
 from specinfer.tree.draw import PAIRS, DraftDraw, DrawRule, Verifier, draw_rule
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
 QuantizationOption = Literal["auto", Quantization]

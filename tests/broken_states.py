@@ -27,7 +27,7 @@ from specinfer.speculate.lookups.alignment import Alignment
 from specinfer.speculate.lookups.answer_store import AnswerStore
 from specinfer.speculate.lookups.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
-from specinfer.verify.law import Law
+from specinfer.verify.target_law import Law
 from tests.engines import engine_of, write_tiny
 
 REQUEST = Request("r", (1, 2, 3, 4, 5), SamplingParams(temperature=0), seed=0)

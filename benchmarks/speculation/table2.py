@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.study import REQUIRED, Study, ask, parser, row, run, total_figures
 from specinfer import LLM, SamplingParams
 from specinfer.report.dataset import read_dataset
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 PAPER = {  # tokens per step for w = 1..5, SpecInfer, Table 2: LLaMA-7B with a 68M SSM
     "greedy": {

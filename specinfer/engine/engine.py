@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
-from specinfer.engine.listeners import Listeners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics
 from specinfer.engine.target_laws import TargetLaws, TreeResult, tree_results
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.trace import Listeners, TreeEvent
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError

@@ -32,11 +32,10 @@ from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance
-from specinfer.verify.law import Law
 from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.scan import NO_TOKEN, SAMPLE_REQUEST, LogitBlock, SampleRequest, sample_request
-from specinfer.verify.target_law import point_mass, target_law
+from specinfer.verify.target_law import Law, point_mass, target_law
 
 
 class TargetLaws:

@@ -14,7 +14,6 @@ from specinfer.errors import ensure
 from specinfer.kernels.library import Library
 from specinfer.kernels.structures import TYPES
 from specinfer.processors.changes import Changes
-from specinfer.verify.law import Law
 from specinfer.verify.scan import (
     SAMPLE_REQUEST,
     Likeliest,
@@ -25,7 +24,7 @@ from specinfer.verify.scan import (
     check_rows,
     choice,
 )
-from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
+from specinfer.verify.target_law import HOTTEST, NUMPY_ROW, Law
 
 _REQUEST: Final = struct.Struct("=dqddQq")  # one sampling request
 _UNDECIDED: Final = -2  # as in cpu/sampling.h

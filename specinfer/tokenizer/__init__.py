@@ -1,8 +1,7 @@
 """Tokenizers, chat templates and incremental detokenization."""
 
-from specinfer.tokenizer.chat_encoder import ChatEncoder
+from specinfer.tokenizer.chat_encoder import ChatEncoder, Rendered
 from specinfer.tokenizer.detokenizer import Detokenizer
-from specinfer.tokenizer.special_names import Rendered
 from specinfer.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["ChatEncoder", "Detokenizer", "Rendered", "Tokenizer"]

@@ -30,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError, shown
-from specinfer.tokenizer.special_names import Rendered, SpecialNames
+from specinfer.tokenizer.chat_encoder import Rendered, SpecialNames
 
 # Fields of clients and of OpenAI's answers that templates do not read.
 _DROPPED: Final = frozenset({"refusal", "audio", "annotations", "function_call", "cache_control"})

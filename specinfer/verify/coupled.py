@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import noise
-from specinfer.verify.law import Law
-from specinfer.verify.target_law import NUMPY_ROW, RowScan, race_scores
+from specinfer.verify.target_law import NUMPY_ROW, Law, RowScan, race_scores
 
 POOL: Final = 64  # likeliest tokens of a speculator that take part in its race
 

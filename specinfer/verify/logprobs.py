@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from specinfer.request import Logprob, Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.law import most_likely
 from specinfer.verify.scan import NO_TOKEN, LogitBlock, Scan
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import most_likely, target_law
 
 LOGPROB_BYTES: Final = 16  # bytes for one token at one position: id, rank and log-probability
 

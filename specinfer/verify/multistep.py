@@ -27,7 +27,7 @@ from specinfer.tree.draw import Draw, DrawRule, check_pair
 from specinfer.tree.token_tree import TokenTree, draws_by_parent
 from specinfer.verify import noise
 from specinfer.verify.coupled import Acceptance
-from specinfer.verify.law import inverse_cdf
+from specinfer.verify.target_law import inverse_cdf
 
 _SUM_TOLERANCE: Final = 1e-5  # a float32 softmax passes, a distribution that is not normalized does not
 

@@ -20,9 +20,8 @@ from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import keep
-from specinfer.tree.token_tree import single_node
+from specinfer.tree.token_tree import Expansion, single_node
 from tests import plans
 from tests.flights import flight_of
 from tests.kernels import kernels

@@ -21,7 +21,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.tree.draw import DrawRule
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from specinfer.verify import noise
 from specinfer.verify.coupled import Acceptance
 from tests import plans

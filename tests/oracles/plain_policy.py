@@ -12,9 +12,8 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.policy import StepReport, has_own_size
 from specinfer.tree import TokenTree
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import keep, pinned_nodes, sampled
-from specinfer.tree.token_tree import single_node
+from specinfer.tree.token_tree import Expansion, single_node
 
 Floats = NDArray[np.float64]
 # initial value of the share of a first level that others miss, without and with a prediction

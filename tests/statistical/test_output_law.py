@@ -134,8 +134,7 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
     # The classic mistake: the draft's top-k, verified as if it had been sampled.
     from specinfer.speculate.drafts import draft as drafting
     from specinfer.speculate.drafts import draws
-    from specinfer.verify.law import most_likely
-    from specinfer.verify.target_law import target_law
+    from specinfer.verify.target_law import most_likely, target_law
 
     def top_k_called_samples(flight: Any, sites: Any, speculator: str, *_: Any) -> None:
         for row, site in enumerate(sites):

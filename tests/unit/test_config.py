@@ -12,7 +12,7 @@ from specinfer.errors import ConfigError
 from specinfer.scheduler_config import CacheConfig, SchedulerConfig
 from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import PAIRS, DrawRule
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 
 def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:

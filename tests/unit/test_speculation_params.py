@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SpeculationParams
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 
 @pytest.mark.parametrize(

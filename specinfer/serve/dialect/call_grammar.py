@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import escaped
-from specinfer.grammar.lark import json_rule, lark_of
+from specinfer.grammar.lark import escaped, json_rule, lark_of
 from specinfer.serve.dialect.call_format import (
     ARGS,
     CALL_ID,

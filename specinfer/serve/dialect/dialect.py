@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import escaped
+from specinfer.grammar.lark import escaped
 from specinfer.serve.dialect.call_format import CallFormat
 from specinfer.serve.dialect.call_parser import CallParser
 from specinfer.serve.dialect.reader import Content, Event, Reader, ReasoningPiece, Rule

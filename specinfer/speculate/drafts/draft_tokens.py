@@ -5,7 +5,7 @@ So the output layer of a draft model, a large part of a small model, can be redu
 files do not give frequencies, but byte-pair merges are numbered from the most frequent pair on, so low ids
 are frequent ones. A user who knows the texts better can give a file of ids.
 
-A draft with another tokenizer reads the target's text in its own tokens (tokenizer/respelling.py), and
+A draft with another tokenizer reads the target's text in its own tokens (tokenizer/detokenizer.py), and
 guesses only tokens that both vocabularies have. Its distribution is restricted to them and renormalized; its
 draws are declared with that distribution, a valid q for every verifier.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from specinfer.errors import ConfigError
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.respelling import Respelling, shared_tokens
+from specinfer.tokenizer.detokenizer import Respelling, shared_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

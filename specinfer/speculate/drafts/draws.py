@@ -24,8 +24,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import POOL, coupled_top_k, fastest
-from specinfer.verify.law import Law, inverse_cdf
-from specinfer.verify.target_law import NUMPY_ROW, RowScan, target_law
+from specinfer.verify.target_law import NUMPY_ROW, Law, RowScan, inverse_cdf, target_law
 
 
 @dataclass(frozen=True, slots=True)

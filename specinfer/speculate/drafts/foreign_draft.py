@@ -21,7 +21,7 @@ from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome
-from specinfer.tokenizer.respelling import Respelling
+from specinfer.tokenizer.detokenizer import Respelling
 
 _ENDED = 16  # ended texts kept for requests with the same prefix
 

@@ -13,7 +13,7 @@ from specinfer.speculate.drafts.draws import Site
 from specinfer.speculation_config import MAX_DEPTH, MAX_DEPTH_STREAMED, SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.draw import draw_rule
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
 _NODES: Final = 32  # maximum nodes of a tree with a learned shape, without its root

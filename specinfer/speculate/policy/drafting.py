@@ -16,9 +16,8 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.acceptance import AcceptanceRates, DraftLevels, LevelRate
 from specinfer.speculate.policy.choose import StepCosts, best_count, path_probabilities
 from specinfer.tree import TokenTree
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import pinned_nodes
-from specinfer.tree.token_tree import child_of
+from specinfer.tree.token_tree import Expansion, child_of
 
 # Factor of a level's cost when the worth of reading a prompt is judged: the draft will start only in those
 # steps where it yields more than usual.

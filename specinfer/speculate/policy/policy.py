@@ -16,7 +16,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from specinfer.speculate.drafts import draft as drafting
 from specinfer.speculate.lookups.lookup import LookupSpeculator
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
-from specinfer.verify.law import most_likely
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import most_likely, target_law
 from tests.engines import Tiny, engine_of, write_tiny
 from tests.flights import accept_everything, each_tree
 

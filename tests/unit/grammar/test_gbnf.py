@@ -3,7 +3,7 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import lark_of_gbnf
+from specinfer.grammar.lark import lark_of_gbnf
 from tests.unit.grammar.vocabulary import accepts, grammar_of
 
 BODIES = [

@@ -10,9 +10,8 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.law import Law
 from specinfer.verify.scan import NUMPY
-from specinfer.verify.target_law import MASS_ERROR, target_law
+from specinfer.verify.target_law import MASS_ERROR, Law, target_law
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, SIZES, rows
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.respelling import Respelling, complete
+from specinfer.tokenizer.detokenizer import Respelling, complete
 from tests.foreign import byte_level
 
 from .made_up import sentencepiece_header

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.respelling import shared_tokens
+from specinfer.tokenizer.detokenizer import shared_tokens
 from tests.foreign import byte_level
 
 from .made_up import sentencepiece_header

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specinfer.errors import ConfigError
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.draw import PAIRS, check_pair
 from specinfer.verify.coupled import Acceptance
-from specinfer.verify.law import inverse_cdf
 from specinfer.verify.multistep import Coin, seeded_coin, verify_multistep
+from specinfer.verify.target_law import inverse_cdf
 from tests.oracles import verification
 
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS

@@ -8,8 +8,7 @@ import pytest
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.law import most_likely
-from specinfer.verify.target_law import MASS_ERROR, RowScan, target_law
+from specinfer.verify.target_law import MASS_ERROR, RowScan, most_likely, target_law
 
 
 def oracle(logits, params):

@@ -17,7 +17,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.engines import Tiny, write_tiny
 from tests.plans import outcome

@@ -10,8 +10,7 @@ from specinfer.speculate.drafts.draws import Site, coupled_children, draw_childr
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.law import most_likely
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import most_likely, target_law
 from tests.flights import flight_of
 
 LOGITS = np.log(np.array([[0.05, 0.4, 0.3, 0.2, 0.05]], dtype=np.float32))

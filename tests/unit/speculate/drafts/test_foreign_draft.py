@@ -25,7 +25,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.engines import CPU
 from tests.foreign import byte_level, write_foreign_llama

@@ -20,7 +20,7 @@ from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
 from specinfer.speculate.drafts.one_pass import NativeTrees
 from specinfer.speculation_config import Quantization
 from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.heads import SIZE, VOCAB, block_config, tiny_head, write_tiny_head
 from tests.oracles.best_first import PlainTrees

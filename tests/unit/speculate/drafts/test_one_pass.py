@@ -13,8 +13,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import single_node
+from specinfer.tree.token_tree import Expansion, single_node
 from tests import plans
 from tests.heads import SIZE
 from tests.unit.speculate.drafts.test_native_trees import loaded

@@ -15,7 +15,7 @@ from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests import plans
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))  # memory-bound: rows cost nothing

@@ -21,8 +21,7 @@ from specinfer.speculate.policy.drafting import (
     useful_levels,
 )
 from specinfer.tree import TokenTree
-from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import single_node
+from specinfer.tree.token_tree import Expansion, single_node
 from tests.unit.speculate.policy.priced import entry, unlearning
 
 NOBODY = single_node(7)  # guesses below this root

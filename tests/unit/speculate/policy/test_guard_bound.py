@@ -25,7 +25,7 @@ from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
 from tests.unit.speculate.policy.priced import Reckless
 

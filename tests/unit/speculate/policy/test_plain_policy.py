@@ -17,7 +17,7 @@ from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.oracles.plain_policy import PlainPolicy
 from tests.unit.speculate.policy.priced import sized

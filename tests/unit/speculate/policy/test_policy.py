@@ -9,7 +9,7 @@ import pytest
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import Expansion
 from tests.unit.speculate.policy.priced import entry
 
 
