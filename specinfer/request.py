@@ -92,16 +92,6 @@ class SpeculationFigures:
         """Accepted and bonus tokens per step; 0 without steps. The paper calls them verified tokens."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
-    @property
-    def credit(self) -> dict[str, int]:
-        """The former name of `accepted_by`."""
-        return self.accepted_by
-
-    @property
-    def drafted(self) -> dict[str, int]:
-        """The former name of `proposed_by`."""
-        return self.proposed_by
-
     def copy(self) -> SpeculationFigures:
         """Return a copy that later steps do not change."""
         figures = SpeculationFigures()

@@ -15,7 +15,7 @@ from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics
-from specinfer.engine.target_laws import TargetLaws, TreeResult, tree_results
+from specinfer.engine.target_laws import TargetLaws, accepted_moves, verify_trees
 from specinfer.engine.trace import Listeners, TreeEvent
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
@@ -48,6 +48,22 @@ class _Running:
 
     sequence: SequenceState
     transcript: Transcript
+
+    def accept(
+        self, law: TargetLaws, acceptance: Acceptance, now: float, tokenizer: Tokenizer
+    ) -> tuple[int, ...]:
+        """Add a step's tokens to the text; returns those up to its end."""
+        transcript, sequence = self.transcript, self.sequence
+        tokens = transcript.commit(law.tree, acceptance, now)
+        if (top := law.request.params.logprobs) is not None:
+            # Now, while the processors' state is that of the tree's root.
+            nodes = (0, *acceptance.path)[: len(tokens)]
+            transcript.logprobs += law.reports(nodes, tokens, top, tokenizer)
+        if not transcript.finished:
+            sequence.computed += len(acceptance.path)
+            if sequence.processors is not None:
+                sequence.processors.commit(tokens)
+        return tokens
 
     def delta(self) -> Delta:
         """Return the new output since the last call."""
@@ -240,12 +256,17 @@ class Engine:
 
     def _land(self, launched: _Launched) -> list[Delta]:
         """Verify the trees of a pass and commit their tokens; returns the deltas."""
-        results = self._verify(launched)
+        entries, flight = launched.plan.tree_entries, launched.flight
+        laws = [
+            TargetLaws(entry, tree, flight, row)
+            for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
+        ]
+        verdicts = verify_trees(laws, self._verifier, flight)
         self.clock.lap(Stage.VERIFY)
         now = self.clock.now()
-        self._advance(launched.plan, results)
-        changed, outcomes = self._commit(launched, results, now)
-        self._pass_states(launched, results)
+        committed = self._commit(launched, laws, verdicts, now)
+        changed, outcomes = self._outcomes(launched, verdicts, committed, now)
+        self._pass_states(launched, verdicts)
         self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
         if self._memory is not None:
@@ -253,62 +274,63 @@ class Engine:
         self.clock.lap(Stage.COMMIT)
         return [running.delta() for running in changed]
 
-    def _verify(self, launched: _Launched) -> list[TreeResult]:
-        """Verify each tree; includes log-probabilities if requested."""
-        entries = launched.plan.tree_entries
-        laws = [
-            TargetLaws(entry, tree, launched.flight, row)
-            for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
-        ]
-        transcripts = [self._requests[entry.request.request_id].transcript for entry in entries]
-        return tree_results(laws, transcripts, self._verifier, launched.flight, self._tokenizer)
-
-    def _advance(self, plan: StepPlan, results: Sequence[TreeResult]) -> None:
-        """Update the state for the next plan: processors, accepted paths, and computed positions."""
-        for entry in plan.entries:
-            self._requests[entry.request.request_id].sequence.computed = entry.end
-        moves: list[Move] = []
-        for entry, result in zip(plan.tree_entries, results, strict=True):
-            if result.finished or not isinstance(result.verdict, Acceptance):
-                continue
-            sequence = self._requests[entry.request.request_id].sequence
-            sequence.computed += len(result.verdict.path)
-            moves.extend(result.moves(entry))
-            if sequence.processors is not None:
-                sequence.processors.commit(result.tokens)
-        self._executor.move(moves)
-
     def _commit(
-        self, launched: _Launched, results: Sequence[TreeResult], now: float
-    ) -> tuple[list[_Running], list[Outcome]]:
-        """Add the tokens to their texts, and remove requests that end; returns the requests and outcomes."""
+        self,
+        launched: _Launched,
+        laws: Sequence[TargetLaws],
+        verdicts: Sequence[Acceptance | UserError],
+        now: float,
+    ) -> list[tuple[int, ...]]:
+        """Add the accepted tokens to their texts, and their K and V to the cache; returns them by tree."""
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
+        for entry in launched.plan.entries:
+            self._requests[entry.request.request_id].sequence.computed = entry.end
+        committed: list[tuple[int, ...]] = []
+        moves: list[Move] = []
+        for entry, law, verdict in zip(launched.plan.tree_entries, laws, verdicts, strict=True):
+            running = self._requests[entry.request.request_id]
+            if isinstance(verdict, UserError):
+                running.transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
+                committed.append(())
+            else:
+                committed.append(running.accept(law, verdict, now, self._tokenizer))
+                if not running.transcript.finished:
+                    moves += accepted_moves(entry, verdict.path)
+        self._executor.move(moves)
+        return committed
+
+    def _outcomes(
+        self,
+        launched: _Launched,
+        verdicts: Sequence[Acceptance | UserError],
+        committed: Sequence[tuple[int, ...]],
+        now: float,
+    ) -> tuple[list[_Running], list[Outcome]]:
+        """Report the trees, and remove requests that end; returns the requests and their outcomes."""
         changed: list[_Running] = []
         outcomes: list[Outcome] = []
 
-        def add(running: _Running, committed: tuple[int, ...]) -> None:
+        def add(running: _Running, tokens: tuple[int, ...]) -> None:
             finished = running.transcript.finished
             changed.append(running)
-            outcomes.append(Outcome(running.transcript.request.request_id, committed, finished))
+            outcomes.append(Outcome(running.transcript.request.request_id, tokens, finished))
             if finished:
                 self._remove(running)
 
-        for result, decision in zip(results, launched.decisions, strict=True):
-            running = self._requests[result.request.request_id]
-            transcript, verdict = running.transcript, result.verdict
-            committed: tuple[int, ...] = ()
-            if isinstance(verdict, UserError):
-                transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
-            else:
-                committed = transcript.commit(result.tree, verdict, now, result.logprobs)
-                if self.listeners.on_tree is not None:
-                    name, clock = result.request.request_id, self.clock
-                    event = TreeEvent(clock.steps, name, result.tree, verdict, clock.last, decision)
-                    wrong = self.listeners.trace(event)
-                    if wrong is not None and not transcript.finished:
-                        transcript.fail(wrong, now, internal=True)
-            add(running, committed)
+        entries, clock = launched.plan.tree_entries, self.clock
+        for entry, tree, verdict, decision, tokens in zip(
+            entries, launched.trees, verdicts, launched.decisions, committed, strict=True
+        ):
+            running = self._requests[entry.request.request_id]
+            if isinstance(verdict, Acceptance) and self.listeners.on_tree is not None:
+                name = entry.request.request_id
+                wrong = self.listeners.trace(
+                    TreeEvent(clock.steps, name, tree, verdict, clock.last, decision)
+                )
+                if wrong is not None and not running.transcript.finished:
+                    running.transcript.fail(wrong, now, internal=True)
+            add(running, tokens)
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
@@ -316,15 +338,15 @@ class Engine:
                 add(running, ())
         return changed, outcomes
 
-    def _pass_states(self, launched: _Launched, results: Sequence[TreeResult]) -> None:
+    def _pass_states(self, launched: _Launched, verdicts: Sequence[Acceptance | UserError]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
         if not self._speculators.taps:
             return
         paths = [
-            result.verdict.path
-            if isinstance(result.verdict, Acceptance) and result.request.request_id in self._requests
+            verdict.path
+            if isinstance(verdict, Acceptance) and entry.request.request_id in self._requests
             else None
-            for result in results
+            for entry, verdict in zip(launched.plan.tree_entries, verdicts, strict=True)
         ]
         rows = text_rows(launched.plan, launched.trees, paths)
         self._speculators.receive_states(rows, launched.flight)

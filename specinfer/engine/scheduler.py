@@ -273,8 +273,7 @@ class Scheduler:
         if not self._prefix_reuse:
             return
         size = self._pool.block_size
-        computed = min(sequence.computed, len(sequence.token_ids))  # a stop string may end a text in its path
-        full = min(computed // size, len(sequence.block_table))
+        full = sequence.computed // size
         if full > sequence.published:
             hashes = sequence.hash_blocks(size)
             for block in range(sequence.published, full):

@@ -20,8 +20,8 @@ class Stage(StrEnum):
     SCHEDULE = "schedule"
     PROPOSE = "propose"  # speculators, including their models' passes
     FORWARD = "target_forward"  # preparing and running the target's pass, with its likeliest logits
-    VERIFY = "verify"  # processed distributions at the visited nodes, verification, and further logits
-    COMMIT = "commit"  # KV moves, speculators' observe, detokenizing, bookkeeping
+    VERIFY = "verify"  # processed distributions at the visited nodes, and verification
+    COMMIT = "commit"  # log-probabilities, KV moves, speculators' observe, detokenizing, bookkeeping
 
 
 @dataclass(slots=True)

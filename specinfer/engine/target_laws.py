@@ -14,7 +14,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.engine.transcript import Transcript
 from specinfer.errors import (
     DrawRuleError,
     IntegrityError,
@@ -25,7 +24,7 @@ from specinfer.errors import (
 )
 from specinfer.plan import PlanEntry
 from specinfer.processors.changes import NOTHING, RowChanges
-from specinfer.request import Logprobs, Request
+from specinfer.request import Logprobs
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import Move
 from specinfer.tokenizer import Tokenizer
@@ -159,45 +158,12 @@ class _Walk:
         raise IntegrityError(f"no choice was made at node {self.node}, whose logits are good")
 
 
-@dataclass(slots=True)
-class TreeResult:
-    """Result of verifying one request's tree."""
-
-    request: Request
-    tree: TokenTree
-    verdict: Acceptance | UserError
-    tokens: tuple[int, ...] = ()  # up to the text's end by token ids; a stop string may end it earlier
-    finished: bool = False  # True if the text ends with the last token
-    logprobs: Sequence[Logprobs] = ()  # one per token, if requested
-
-    def moves(self, entry: PlanEntry) -> list[Move]:
-        """Return the move of the accepted nodes' K and V to the end of the text; none if they are there."""
-        path, end = self.verdict.path if isinstance(self.verdict, Acceptance) else (), entry.end
-        if all(node == depth for depth, node in enumerate(path, start=1)):
-            return []
-        return [Move(entry.block_table, [end - 1 + node for node in path], range(end, end + len(path)))]
-
-
-def tree_results(
-    laws: Sequence[TargetLaws],
-    transcripts: Sequence[Transcript],
-    verifier: Verifier,
-    flight: Flight,
-    tokenizer: Tokenizer,
-) -> list[TreeResult]:
-    """Verify each tree of a step; returns the results with their log-probabilities, before any commit."""
-    results: list[TreeResult] = []
-    verdicts = verify_trees(laws, verifier, flight)
-    for of_tree, transcript, verdict in zip(laws, transcripts, verdicts, strict=True):
-        result = TreeResult(of_tree.request, of_tree.tree, verdict)
-        results.append(result)
-        if isinstance(verdict, Acceptance):
-            tokens, result.finished = transcript.until_end(of_tree.tree, verdict)
-            result.tokens, top = tokens, of_tree.request.params.logprobs
-            if top is not None:  # now, while the processors' state is that of the tree's root
-                nodes = (0, *verdict.path)[: len(tokens)]
-                result.logprobs = of_tree.reports(nodes, tokens, top, tokenizer)
-    return results
+def accepted_moves(entry: PlanEntry, path: Sequence[int]) -> list[Move]:
+    """Return the move of the accepted nodes' K and V to the end of the text; none if they are there."""
+    if all(node == depth for depth, node in enumerate(path, start=1)):
+        return []
+    end = entry.end
+    return [Move(entry.block_table, [end - 1 + node for node in path], range(end, end + len(path)))]
 
 
 def verify_trees(

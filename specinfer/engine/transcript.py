@@ -55,7 +55,7 @@ class Transcript:
         self.error: str | None = None
         self._internal_error = False
         self.figures = SpeculationFigures()
-        self._logprobs: list[Logprobs] = []  # one per output token, if requested
+        self.logprobs: list[Logprobs] = []  # one per output token, if requested
         self.cached_tokens = 0  # prompt tokens found in the cache
         self.prompt_logprobs = prompt_logprobs  # if requested; n completions share them
         self._sent_prompt = False  # True once a delta had them
@@ -92,29 +92,12 @@ class Transcript:
                 f"prior_output has {len(prior_output)} tokens, and the text ends after {self.num_output}; "
                 "give only tokens of a text that goes on"
             )
-        self._logprobs = [{}] * len(prior_output)
+        self.logprobs = [{}] * len(prior_output)
         self._take_text()
         self._sent_prompt = True
 
-    def until_end(self, tree: TokenTree, acceptance: Acceptance) -> tuple[tuple[int, ...], bool]:
-        """Return a step's tokens up to the text's end by token ids, and whether the text ends there.
-
-        A stop string may end the text earlier; `commit` finds it.
-        """
-        tokens = acceptance.tokens(tree)
-        for kept, token in enumerate(tokens, start=1):
-            if self._end_after(token, self.num_output + kept) is not None:
-                return tokens[:kept], True
-        return tokens, False
-
-    def commit(
-        self, tree: TokenTree, acceptance: Acceptance, now: float, logprobs: Sequence[Logprobs] = ()
-    ) -> tuple[int, ...]:
-        """Add a step's tokens; returns those up to the text's end.
-
-        `logprobs` are those of the tokens, if requested.
-        """
-        self._logprobs[self.num_output :] = logprobs
+    def commit(self, tree: TokenTree, acceptance: Acceptance, now: float) -> tuple[int, ...]:
+        """Add a step's tokens; returns those up to the text's end."""
         tokens = acceptance.tokens(tree)
         kept = 0
         for token in tokens:
@@ -160,7 +143,7 @@ class Transcript:
             self.request.request_id,
             text,
             tuple(self.ids[len(self.request.prompt_token_ids) + first :]),
-            () if self.request.params.logprobs is None else tuple(self._logprobs[first : self._sent_tokens]),
+            () if self.request.params.logprobs is None else tuple(self.logprobs[first : self._sent_tokens]),
             (),
             steps,
             self.finish_reason,
@@ -180,7 +163,7 @@ class Transcript:
             prompt_token_ids=self.request.prompt_token_ids,
             answer=Answer(
                 *(self._pieces, self.ids, len(self.request.prompt_token_ids)),
-                logprobs=self._logprobs if scored else None,
+                logprobs=self.logprobs if scored else None,
             ),
             finish_reason=self.finish_reason,
             seed=self.request.seed,
@@ -205,26 +188,17 @@ class Transcript:
         self._sent_tokens = self.num_output
         return text
 
-    def _end_after(self, token: int, count: int) -> FinishReason | None:
-        """Return why the text ends with `token`, which is number `count`, by token ids, or None."""
-        params = self.request.params
-        if token in self._ending and count >= params.min_tokens:
-            return FinishReason.STOP
-        full = count + len(self.request.prompt_token_ids) >= self._max_context
-        return FinishReason.LENGTH if full or count >= params.max_tokens else None
-
     def _push(self, token: int) -> None:
         self.ids.append(token)
-        count = self.num_output
-        reason = self._end_after(token, count)
-        may_stop = count >= self.request.params.min_tokens
-        if reason is FinishReason.STOP:
+        count, params = self.num_output, self.request.params
+        may_stop = count >= params.min_tokens
+        if may_stop and token in self._ending:
             self._grow(self._detokenizer.flush(), token, may_stop=True, omitted=True)
-            self.finish_reason = reason
+            self.finish_reason = FinishReason.STOP
         elif self._grow(self._detokenizer.push((token,)), token, may_stop=may_stop):
             self.finish_reason = FinishReason.STOP
-        elif reason is not None:
-            self._end(reason, flush=True)
+        elif count >= params.max_tokens or len(self.ids) >= self._max_context:
+            self._end(FinishReason.LENGTH, flush=True)
 
     def _end(self, reason: FinishReason, *, flush: bool) -> None:
         if flush:

@@ -130,7 +130,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("part", ["_launch", "_verify"])
+@pytest.mark.parametrize("part", ["_launch", "_land"])
 def test_a_model_that_cannot_be_read_ends_the_requests_of_the_step_alone(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
