@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from specinfer.config import SpecialTokens
 from specinfer.engine.admission import Admission, AdmittedRequest
@@ -28,8 +28,11 @@ if TYPE_CHECKING:  # importing this module does not load models
     from specinfer.models.adapters.adapter_cache import AdapterCache
 
 Prompt = str | Sequence[int]  # text, or token ids
-Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
+Params = (
+    SamplingParams | Sequence[SamplingParams | None] | None
+)  # for all prompts, or per prompt; None: usual
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # likewise; None: no adapter
+_Kind = TypeVar("_Kind", SamplingParams, LoRARequest)
 
 
 class Intake:
@@ -151,10 +154,12 @@ class Intake:
         self, prompts: Sequence[Sequence[int]], params: Params, source: str, lora: LoRA
     ) -> list[list[AdmittedRequest]]:
         """Return the requests of prompts whose token ids came from the parameter `source`."""
-        each = _params_of(prompts, self.usual if params is None else params)
-        adapters = [self._adapter(one) for one in _lora_of(prompts, lora)]
+        each = _one_each(prompts, params, SamplingParams, "params", "SamplingParams")
+        loras = _one_each(prompts, lora, LoRARequest, "lora_request", "LoRARequests")
+        adapters = [self._adapter(one) for one in loras]
         admitted: list[list[AdmittedRequest]] = []
-        for prompt, own, adapter in zip(prompts, each, adapters, strict=True):
+        for prompt, wanted, adapter in zip(prompts, each, adapters, strict=True):
+            own = self.usual if wanted is None else wanted
             first, *others = self._completions(tuple(prompt), own, range(own.n), adapter)
             group = [self._admission.admit(first, source)]
             reports = group[0].transcript.prompt_logprobs  # computed by the first for all
@@ -228,36 +233,21 @@ def _as_tools(tools: object) -> Sequence[Tool]:
     return tools
 
 
-def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[SamplingParams]:
-    """Return one SamplingParams for each of `prompts`."""
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+def _one_each(
+    prompts: Sequence[object], given: object, kind: type[_Kind], parameter: str, names: str
+) -> Sequence[_Kind | None]:
+    """Return one value of a parameter for each of `prompts`; `given` is one for all, or a list of them."""
+    if given is None or isinstance(given, kind):
+        return [given] * len(prompts)
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind | None) for one in given):
         raise RequestError(
-            f"the sampling parameters are {params!r}; allowed: a SamplingParams, or one per prompt", "params"
+            f"{parameter} is {given!r}; allowed: a {kind.__name__}, or one or None per prompt", parameter
         )
-    if len(params) != len(prompts):
+    if len(given) != len(prompts):
         raise RequestError(
-            f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one per prompt",
-            "params",
+            f"{len(given)} {names} for {len(prompts)} prompts; give one, or one per prompt", parameter
         )
-    return params
-
-
-def _lora_of(prompts: Sequence[Sequence[int]], lora: object) -> Sequence[LoRARequest | None]:
-    """Return the adapter of each of `prompts`, or None."""
-    if lora is None or isinstance(lora, LoRARequest):
-        return [lora] * len(prompts)
-    if not isinstance(lora, Sequence) or not all(isinstance(one, LoRARequest | None) for one in lora):
-        raise RequestError(
-            f"lora_request is {lora!r}; allowed: a LoRARequest, or one or None per prompt", "lora_request"
-        )
-    if len(lora) != len(prompts):
-        raise RequestError(
-            f"{len(lora)} LoRARequests for {len(prompts)} prompts; give one, or one per prompt",
-            "lora_request",
-        )
-    return lora
+    return given
 
 
 def _is_id(value: object) -> bool:
