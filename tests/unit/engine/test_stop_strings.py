@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specinfer.engine.stop_strings import StopStrings
+from specinfer.engine.transcript import StopStrings
 
 
 def slow_held(text: str, strings: Sequence[str]) -> int:
