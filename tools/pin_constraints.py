@@ -25,7 +25,7 @@ HEADER = "# Exact versions for `make demo` and `make test`; written by tools/pin
 def main() -> None:
     pins: dict[str, str] = dict(TOOLS)
     seen: set[tuple[str, str]] = set()
-    todo = [(canonicalize_name("specinfer"), extra) for extra in ("", "dev", "plot")]
+    todo = [(canonicalize_name("specinfer"), extra) for extra in ("", "dev")]
     while todo:
         name, extra = todo.pop()
         if (name, extra) in seen or name.startswith(LEFT_OUT_PREFIXES):

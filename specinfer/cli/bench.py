@@ -36,7 +36,6 @@ from specinfer.speculation_config import NO_SPECULATION
 @click.option(
     "--json", "--out", "json_file", type=FILE, metavar="FILE", help="Write all figures; -: print them."
 )
-@click.option("--plot", type=FILE, metavar="FILE.png", help="Draw acceptance and time per stage.")
 @model_options
 @adapter_option
 @speculation_options
@@ -52,7 +51,6 @@ def bench(
     max_tokens: int,
     seed: int,
     json_file: Path | None,
-    plot: Path | None,
     **options: Any,
 ) -> None:
     """Time a model without and with speculation.
@@ -70,11 +68,6 @@ def bench(
     prompts = (built_in() if dataset is None else read_dataset(dataset)).head(limit)
     if json_file is not None and str(json_file) != "-":
         check_writable(json_file)
-    if plot is not None:
-        from specinfer.report.files import check_plot
-
-        check_plot(plot)
-        check_writable(plot)
     if batch_size < 1:
         raise ConfigError(f"batch size is {batch_size}; allowed: an integer >= 1")
     llm = build_llm(options, max_batch_size=batch_size)
@@ -97,10 +90,6 @@ def bench(
         _show(result)
     if json_file is not None and str(json_file) != "-":
         write_json(json_file, result)
-    if plot is not None:
-        from specinfer.bench.report import draw
-
-        draw(result, plot)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -10,9 +10,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from specinfer.errors import ModelFileError, TuneError
 from specinfer.files import write_text
 from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.progress import NoProgress, Progress
-from specinfer.report.files import dress, new_figure
 from specinfer.tune.card import TrainingMaterial, card
 from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import Initialization, Kind, Target, TrainableDraft
@@ -33,7 +31,6 @@ _FACTS: Final = "facts"  # JSON, as bytes
 _MAX_INTERVAL: Final = 90.0  # maximum seconds between checkpoints, without the time to write one
 _MIN_CHECKPOINTS: Final = 4  # minimum number of checkpoints
 _INIT_TEXTS: Final = 8  # texts used to choose the initial weights
-_MINUTES: Final = "minutes of training"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +136,7 @@ class Training:
 
     def checkpoint(self) -> None:
         """Measure, export the draft if it is the best so far, and write a checkpoint."""
-        clock, trainer, folder = self._outputs.clock, self.trainer, self._files.folder
+        clock, trainer = self._outputs.clock, self.trainer
         began = clock()
         state, averaged = trainer.state, trainer.averaged()
         figures = measure(averaged, self._texts, self._earlier)
@@ -158,7 +155,6 @@ class Training:
         if better:
             state.best, state.places = figures.worth, figures.places
             self._export(averaged, figures)
-        draw_training(state.history, folder / "training.png")
         state.seconds += clock() - began
         write_checkpoint(self._files.checkpoint, trainer, self._kind.facts())
         self._outputs.say(
@@ -236,26 +232,3 @@ class Training:
     def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
         text = card(draft.description(), self._material, self.trainer, figures)
         write_text(self._card, text)
-
-
-def draw_training(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Plot a training's measurements to `path` if matplotlib is installed; return True if written.
-
-    Raises OSError.
-    """
-    if find_spec("matplotlib") is None:
-        return False
-    figure = new_figure(10, 4.2, dpi=120)
-    left, middle, right = figure.subplots(1, 3)
-    minutes = [row["seconds"] / 60 for row in history]
-    left.plot(minutes, [row["loss"] for row in history])
-    for level in range(len(history[-1]["hits"])):
-        middle.plot(minutes, [row["hits"][level] for row in history], label=f"level {level + 1}")
-    middle.legend(frameon=False, fontsize=8)
-    middle.set_ylim(0, 1)
-    right.plot(minutes, [row["tokens_per_pass"] for row in history])
-    dress(left, "Loss", _MINUTES, "")
-    dress(middle, "Held out: first guess right", _MINUTES, "")
-    dress(right, "Held out: tokens per pass, chain", _MINUTES, "")
-    figure.savefig(path)
-    return True

@@ -1,8 +1,6 @@
 """A tuning: collects answers, trains drafts and keeps the best, in a folder that a later run can resume.
 
     OUT     config.json, model.safetensors, README.md     the best draft so far: `--draft OUT`
-            training.png                                  loss and held-out accuracy, if matplotlib is
-            installed
             work    tuning.json                           settings: the target, the draft's shape
                     shards                                collected answers
                     checkpoint.safetensors                the training's state

@@ -104,7 +104,7 @@ def test_the_metadata_is_valid_and_has_the_readme(dist: Path) -> None:
     assert metadata.description_content_type == "text/markdown"
     assert (metadata.description or "").strip() == (REPOSITORY / "README.md").read_text().strip()
     assert str(metadata.requires_python) == ">=3.11"
-    assert {"serve", "cluster", "otel", "plot", "transformers"} <= set(metadata.provides_extra or ())
+    assert {"serve", "cluster", "otel", "transformers"} <= set(metadata.provides_extra or ())
     scripts = wheel.read(f"specinfer-{VERSION}.dist-info/entry_points.txt").decode()
     assert "specinfer = specinfer.cli:main" in scripts
 

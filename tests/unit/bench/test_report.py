@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer.bench import report as plot
 from specinfer.bench.report import (
     as_json,
     lines,
@@ -91,15 +89,3 @@ def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
     assert words in text
     excused = promised == "rounding" and all(explained)
     assert ("please report" in text) == (explained != [] and not excused)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix: str, start: bytes) -> None:
-    plain, speculative = pair()
-    load = Load(params=SamplingParams(temperature=0, max_tokens=8), chat=False)
-    result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)
-    path = tmp_path / f"picture{suffix}"
-    plot.draw(result, path)
-    assert path.read_bytes().startswith(start)
-    assert path.stat().st_size > 5000

@@ -18,9 +18,9 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def test_table_file_and_picture(pair: list[str], tmp_path: Path) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    printed = run(*pair, "--limit", "3", "--json", str(out), "--plot", str(picture))
+def test_table_and_file(pair: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    printed = run(*pair, "--limit", "3", "--json", str(out))
     result = json.loads(out.read_text())
     assert f"speedup: {result['speedup']:.2f}x" in printed
     assert "without speculation" in printed
@@ -28,7 +28,6 @@ def test_table_file_and_picture(pair: list[str], tmp_path: Path) -> None:
     assert (result["requests"], result["dataset"]["name"]) == (3, "built-in")
     assert result["options"]["chat"] is False
     assert result["command"]
-    assert picture.stat().st_size > 5000
 
 
 def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_path: Path) -> None:
