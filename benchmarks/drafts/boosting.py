@@ -144,8 +144,7 @@ class Members:
     def __init__(self, engine: EngineConfig, variant: Variant, out: Path, depth: int) -> None:
         files = resolve(engine.model)
         target = Target(files, open_model(files))
-        taps = [*range(len(variant.kind.taps(target.config)))]
-        texts = held_out_texts(Corpus(out / "work" / "shards", taps))
+        texts = held_out_texts(Corpus(out / "work" / "shards"))
         names = [member_name(number) for number in range(variant.members)] if variant.members > 1 else [""]
         self.depth = depth
         self.checkpoints = [out / "work" / f"{name or 'checkpoint'}.safetensors" for name in names]
@@ -161,7 +160,7 @@ def measured(members: Members) -> dict[str, Any]:
     widths = (1,) * members.depth
     return {
         "steps": [read_checkpoint(path).state.steps for path in members.checkpoints],
-        "places": len(all_ranks[0].texts_P),
+        "places": len(all_ranks[0].token_ranks_PL),
         "own": [accepted([one], widths) for one in all_ranks],
         "pool": [accepted(all_ranks[:count], widths) for count in range(1, len(all_ranks) + 1)],
         "wide": accepted(all_ranks[:1], (3, *widths[1:])),

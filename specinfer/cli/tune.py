@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SSM_LAYERS: Final = 4
 _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
-    *("minutes", "collect_minutes", "resume", "replace", "chat", "max_tokens", "init", "members"),
+    *("minutes", "collect_minutes", "resume", "chat", "max_tokens", "init", "members"),
 )
 
 
@@ -40,12 +40,6 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     metavar="M",
     show_default="a third",
     help="Time for collecting answers.",
-)
-@click.option(
-    "--replace",
-    type=FILE,
-    metavar="DIR",
-    help="Head or pool to replace if the new one is significantly better.",
 )
 @click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
 @click.option(

@@ -25,7 +25,7 @@ Shapes: B texts, T tokens of the longest, A anchors per text, L levels, K labels
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -144,10 +144,8 @@ class CorpusShard:
 class Corpus:
     """All readable shards of a folder; the names of damaged ones (after a power cut) are in `damaged`."""
 
-    def __init__(self, folder: Path, columns: Sequence[int] | None = None) -> None:
-        """`columns` are the collected taps to read; None: all."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._columns = None if columns is None else [*columns]
         self._shards: list[CorpusShard] = []
         self.damaged: list[str] = []
         # Keyed by held_out.
@@ -195,8 +193,7 @@ class Corpus:
     def text(self, number: int, *, held_out: bool) -> TunedText:
         """Read one of these texts."""
         shard, place = self._texts[held_out][number]
-        text = shard.text(place)
-        return text if self._columns is None else replace(text, taps_TND=text.taps_TND[:, self._columns])
+        return shard.text(place)
 
     def shards(self) -> Sequence[CorpusShard]:
         """All shards, in the order they were written."""
@@ -272,7 +269,8 @@ def block_batch(
     valid = torch.zeros(shape, dtype=torch.bool)
     for i, (text, places) in enumerate(zip(texts, anchors, strict=True)):
         seen, count, end = int(places[-1]), len(places), len(text.tokens_T)
-        taps_BTND[i, :seen] = text.taps_TND[:seen].float() * scale_ND
+        # A draft that reads no hidden states may learn from answers collected for a head.
+        taps_BTND[i, :seen] = text.taps_TND[:seen, : len(scale_ND)].float() * scale_ND
         known = text.tokens_T[: rows + levels]
         tokens_BT[i, : len(known)] = known
         anchors_BA[i, :count] = places

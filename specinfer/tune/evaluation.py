@@ -1,32 +1,22 @@
-"""Evaluation of drafts along held-out answers, and replacement of an older draft.
+"""Evaluation of drafts along held-out answers.
 
 The answers are greedy, so a guess is right if it equals the next token. A chain of the draft's first guesses
 gains as many tokens as are right from its start on, which is the number an engine would accept.
-
-A new draft replaces an older one only if its tokens/s are higher by more than the standard error of the
-per-answer difference. Both are measured along the same held-out answers and at the same pass costs.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import ModelError, TuneError
-from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
+from specinfer.errors import ModelError
+from specinfer.heads.checkpoint import is_head, open_head
 from specinfer.hub import resolve
-from specinfer.hub.pool import pool_members
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
@@ -39,7 +29,6 @@ _ANCHORS: Final = 32  # per text
 _BATCH_TEXTS: Final = 4  # texts per batch
 NOT_RANKED: Final = 1 << 40  # rank of a token outside the draft's vocabulary, or one not computed
 MAX_WIDTH: Final = 8  # maximum guesses per node in an evaluated tree
-BACKUP_SUFFIX: Final = ".before"  # suffix of the backup of a replaced folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +59,6 @@ class TokenRanks:
     # int64: number of tokens the draft ranks higher. `NOT_RANKED` outside its vocabulary, and after a token
     # outside the `MAX_WIDTH` likeliest, where no evaluated tree is right.
     token_ranks_PL: Tensor
-    texts_P: Tensor  # int64: text of each position
 
     def accepted(self, widths: Sequence[int]) -> Tensor:
         """Number of accepted levels of a tree with these widths, int64 [P].
@@ -96,8 +84,7 @@ def rank_tokens(draft: TrainableDraft, texts: Sequence[TunedText]) -> TokenRanks
     """Rank the true tokens of the texts; every call uses the same positions."""
     entry_V = entries_of(draft)
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
-    of_texts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
-    for first, batch in _batches(draft, texts):
+    for batch in _batches(draft, texts):
         h_BALD = draft.level_states(batch, draft.depth)
         wanted_BAL = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
         ranks_BAL = torch.full_like(wanted_BAL, NOT_RANKED)
@@ -108,10 +95,8 @@ def rank_tokens(draft: TrainableDraft, texts: Sequence[TunedText]) -> TokenRanks
             true_R1 = logits_RU.gather(1, wanted_BAL[alive_BA, level][:, None])
             ranks_BAL[alive_BA, level] = (logits_RU > true_R1).sum(dim=1)
             alive_BA &= ranks_BAL[..., level] < MAX_WIDTH
-        anchors = batch.valid_BAL[..., 0]
-        ranks.append(ranks_BAL[anchors])
-        of_texts.append(first + anchors.nonzero()[:, 0])
-    return TokenRanks(torch.cat(ranks), torch.cat(of_texts))
+        ranks.append(ranks_BAL[batch.valid_BAL[..., 0]])
+    return TokenRanks(torch.cat(ranks))
 
 
 def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence[TokenRanks] = ()) -> Figures:
@@ -135,22 +120,29 @@ def figures_of(own: TokenRanks, earlier: Sequence[TokenRanks] = ()) -> Figures:
     return Figures(hits, among_three, 1.0 + float(chain_P.double().mean()), places, pooled)
 
 
-def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[tuple[int, BlockBatch]]:
-    """Blocks at some positions of a few texts at a time, each with the number of its first text."""
+def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[BlockBatch]:
+    """Blocks at some positions of a few texts at a time."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, len(texts), _BATCH_TEXTS):
         part = texts[start : start + _BATCH_TEXTS]
         anchors = [anchors_of(text, _ANCHORS, generator) for text in part]
-        yield start, block_batch(part, anchors, draft.depth, draft.scale_ND)
+        yield block_batch(part, anchors, draft.depth, draft.scale_ND)
 
 
-def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
-    """Open the head or small model in a folder, with the target's tokens; reads no weights.
+def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
+    """Read the head or small model in a folder, for unscaled hidden states.
 
-    Raises ModelError or a subclass if it cannot be used.
+    `depth` is the number of measured levels of a small model; a head has its own. Raises ModelError or a
+    subclass if it cannot be used.
     """
-    if is_head(folder):
-        return open_head(folder, target.model)
+    if not is_head(folder):
+        return read_small(_open_small(folder, target), depth)
+    head = open_head(folder, target.model).module(target.model)
+    return wrap_head(head, torch.ones(len(head.config.taps), head.config.target_hidden_size))
+
+
+def _open_small(folder: Path, target: Target) -> OpenModel:
+    """Open a language model with the target's tokens; reads no weights."""
     files = resolve(str(folder))
     small = open_model(files)
     sizes = small.config.vocab_size, target.config.vocab_size
@@ -160,105 +152,3 @@ def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
             have = f"other tokens than {target.name}, though as many"
         raise ModelError(f"{folder} has {have}; drafts that are measured have their target's vocabulary")
     return small
-
-
-def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
-    """Read the head or small model in a folder, for unscaled hidden states.
-
-    `depth` is the number of measured levels of a small model; a head has its own. Raises as `open_draft`.
-    """
-    opened = open_draft(folder, target)
-    if not isinstance(opened, HeadFolder):
-        return read_small(opened, depth)
-    head = opened.module(target.model)
-    scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
-    return wrap_head(head, scale_ND)
-
-
-@dataclass(frozen=True, slots=True)
-class PairedComparison:
-    """Two drafts along the same answers, in tokens/s."""
-
-    new: float
-    old: float
-    gain: float  # mean per-answer difference
-    error: float  # its standard error
-    answers: int
-
-    @classmethod
-    def of(cls, new_S: NDArray[np.float64], old_S: NDArray[np.float64]) -> PairedComparison:
-        """Compare the speeds at the same answers."""
-        gains = new_S - old_S
-        count = len(gains)
-        error = float(gains.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
-        return cls(float(new_S.mean()), float(old_S.mean()), float(gains.mean()), error, count)
-
-    @property
-    def better(self) -> bool:
-        """True if the new draft should replace the old one."""
-        return self.gain > self.error
-
-    def summary(self, folder: Path) -> str:
-        """The verdict in one line."""
-        done, than = ("is replaced", "more") if self.better else ("stays", "not more")
-        return (
-            f"{folder} {done}: on {self.answers} held-out answers the new one makes {self.new:.2f} tokens/s "
-            f"and the old one {self.old:.2f}; the difference, {self.gain:.2f}, is {than} than its standard "
-            f"error, {self.error:.2f}"
-        )
-
-
-class Incumbent:
-    """The draft that may be replaced: a head, a small model or a pool of these."""
-
-    def __init__(self, folder: Path, target: Target) -> None:
-        """Raises TuneError if there is no draft to replace, ModelError if it does not fit the target."""
-        if not folder.is_dir():
-            before = folder.with_name(folder.name + BACKUP_SUFFIX)
-            hint = f"; {before} is there: rename it" if before.is_dir() else "; give --out alone"
-            raise TuneError(f"the folder of the draft to replace, {folder}, does not exist{hint}")
-        self.folder = folder
-        self.members = pool_members(folder) or [folder]
-        self._target = target
-        if self.members == [folder] and not (folder / "config.json").is_file():
-            raise TuneError(f"{folder} holds neither a draft nor a pool to replace; give --out alone")
-        for member in self.members:
-            open_draft(member, target)  # fail before training starts
-
-    def taps(self) -> tuple[int, ...]:
-        """The layers whose inputs its heads read."""
-        return tuple(sorted({tap for member in self.members for tap in taps_of(member, self._target)}))
-
-    def drafts(self, depth: int) -> list[TrainableDraft]:
-        """Its drafts; `depth` as for `read_draft`."""
-        return [read_draft(member, self._target, depth) for member in self.members]
-
-
-def taps_of(folder: Path, target: Target) -> tuple[int, ...]:
-    """The layers whose inputs a draft reads; none for a language model."""
-    draft = open_draft(folder, target)
-    return draft.config.taps if isinstance(draft, HeadFolder) else ()
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Replace `old` by the contents of `new` without its `work`; the old folder is kept as OLD.before.
-
-    A reader finds the old draft or the new one complete, or for an instant no folder. Raises OSError.
-    """
-    before = old.with_name(old.name + BACKUP_SUFFIX)
-    fresh = Path(tempfile.mkdtemp(dir=old.parent, prefix=f"{old.name}.", suffix=".partial"))
-    try:
-        for entry in new.iterdir():
-            if entry.name == "work":
-                continue
-            if entry.is_dir():
-                shutil.copytree(entry, fresh / entry.name)
-            else:
-                shutil.copy2(entry, fresh / entry.name)
-        fresh.chmod(old.stat().st_mode & 0o777)
-        if before.exists():
-            shutil.rmtree(before)
-        os.rename(old, before)
-        os.rename(fresh, old)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)

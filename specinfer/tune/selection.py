@@ -92,15 +92,6 @@ class Speed:
         """Mean tokens over mean time, over all positions."""
         return self.tokens_per_step / self.step_seconds
 
-    def of_texts(self, texts_P: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Tokens/s of each text that has a position."""
-        count = int(texts_P.max()) + 1
-        tokens = np.bincount(texts_P, self.tokens_P, count)
-        seconds = np.bincount(texts_P, self.seconds_P, count)
-        there = seconds > 0
-        found: NDArray[np.float64] = tokens[there] / seconds[there]
-        return found
-
 
 def level_sizes(widths: Widths) -> list[int]:
     """Number of nodes on each level of a tree."""

@@ -42,15 +42,11 @@ from specinfer.tune.collector import Collector, HiddenStateListener, collecting_
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import (
-    Incumbent,
-    PairedComparison,
     TokenRanks,
     figures_of,
     held_out_texts,
     rank_tokens,
     read_draft,
-    replace_folder,
-    taps_of,
 )
 from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.prompts import Prompts
@@ -60,7 +56,6 @@ from specinfer.tune.selection import (
     Selection,
     TuneResult,
     add_speed_section,
-    best_shape,
     candidates_of,
     make_pool,
     measured_costs,
@@ -83,7 +78,6 @@ class TuneConfig:
     resume: bool = False
     chat: bool | None = None  # apply the chat template to prompts; None: if the model has one
     max_tokens: int = 256  # per answer
-    replace: Path | None = None  # folder of a head or pool to replace if the new draft is faster
     init: str | None = None  # target, random, or a folder of an exported draft; None: the kind's default
     kind: Kind = field(default_factory=BlockKind)
     members: int = 1  # drafts, which share the time
@@ -94,13 +88,6 @@ class TuneConfig:
             raise TuneError(f"minutes is {self.minutes}; allowed: more than 0")
         if not 1 <= self.members <= MAX_MEMBERS:
             raise TuneError(f"members is {self.members}; allowed: 1 to {MAX_MEMBERS}")
-        if self.replace is not None:
-            old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
-            if old == new or old in new.parents or new in old.parents or not old.name:
-                raise TuneError(
-                    f"replace is {self.replace} and out is {self.out}; "
-                    "allowed: two folders, neither inside the other"
-                )
         if self.collect_minutes is not None and not 0 <= self.collect_minutes < self.minutes:
             raise TuneError(
                 f"collect_minutes is {self.collect_minutes}; allowed: 0 or more, and less than the "
@@ -144,12 +131,8 @@ class Tuning:
         # Only a first member that is not resumed begins as `init`; others begin as the member before.
         init = None if self._files(0).checkpoint.exists() else config.init
         config.kind.check(self._target.config, init)
-        old = config.replace
-        self._incumbent = None if old is None else Incumbent(old.expanduser().resolve(), self._target)
         self._costs = costs
-        own_taps = config.kind.taps(self._target.config)
-        their_taps = () if self._incumbent is None else self._incumbent.taps()
-        self._taps = tuple(sorted({*own_taps, *their_taps}))
+        self._taps = config.kind.taps(self._target.config)
         self._shape: dict[str, object] = {
             "target": self._target.name,
             "head": config.kind.facts(),
@@ -158,7 +141,7 @@ class Tuning:
         if config.members > 1:
             self._shape["members"] = config.members
         self._check_folder()
-        self._corpus = self._corpus_with(own_taps)
+        self._corpus = Corpus(config.work / "shards")
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
 
@@ -310,13 +293,10 @@ class Tuning:
         return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
 
     def _select(self, members: Sequence[MeasuredDraft], material: TrainingMaterial) -> TuneResult:
-        """Report costs, select members, write the pool, and replace the old draft if slower."""
-        config, old = self._config, self._incumbent
-        incumbents = [] if old is None else self._measure_incumbent(old, members[0].draft.depth)
-        folders = [one.folder for one in (*members, *incumbents)]
-        costs = self._costs(config.target, folders, self._outputs.progress)
-        all_candidates = candidates_of([*members, *incumbents], costs)
-        candidates, old_candidates = all_candidates[: len(members)], all_candidates[len(members) :]
+        """Report costs, select members and write the pool."""
+        config = self._config
+        costs = self._costs(config.target, [one.folder for one in members], self._outputs.progress)
+        candidates = candidates_of(members, costs)
         selection = Selection(candidates, costs.target)
         for line in selection.lines():
             self._outputs.say(line)
@@ -326,28 +306,7 @@ class Tuning:
             add_speed_section(config.out, selection)
         chosen = [one.ranks for one in candidates[: len(selection.best.names)]]
         figures = figures_of(chosen[0], chosen[1:])
-        if old is not None and not self._corpus.count(held_out=True):
-            self._outputs.say(f"{old.folder} stays: there is no held-out answer to measure both along")
-        elif old is not None:
-            former_speed = best_shape(old_candidates, costs.target)
-            texts_P = members[0].ranks.texts_P.numpy()
-            comparison = PairedComparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
-            self._outputs.say(comparison.summary(old.folder))
-            if comparison.better:
-                replace_folder(config.out, old.folder)
         return TuneResult(replace(figures, tokens_per_pass=figures.worth), selection)
-
-    def _measure_incumbent(self, old: Incumbent, depth: int) -> list[MeasuredDraft]:
-        """The drafts that may be replaced, measured along the same answers."""
-        found: list[MeasuredDraft] = []
-        for folder, draft in zip(old.members, old.drafts(depth), strict=True):
-            corpus = self._corpus_with(taps_of(folder, self._target))
-            found.append(MeasuredDraft(folder, draft, rank_tokens(draft, held_out_texts(corpus))))
-        return found
-
-    def _corpus_with(self, taps: Sequence[int]) -> Corpus:
-        """The corpus, restricted to these taps."""
-        return Corpus(self._config.work / "shards", [self._taps.index(tap) for tap in taps])
 
 
 def member_name(number: int) -> str:

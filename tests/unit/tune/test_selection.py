@@ -17,9 +17,7 @@ RISING = CostCurve((1, 2), (1.0, 2.0))  # a second a row
 
 
 def candidate(ranks: list[list[int]], curve: CostCurve = FLAT, name: str = "draft") -> Candidate:
-    return Candidate(
-        name, TokenRanks(torch.tensor(ranks), torch.zeros(len(ranks), dtype=torch.int64)), curve, False
-    )
+    return Candidate(name, TokenRanks(torch.tensor(ranks)), curve, False)
 
 
 def test_a_step_of_two_members_by_hand() -> None:
