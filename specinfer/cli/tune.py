@@ -68,7 +68,7 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     type=click.IntRange(16),
     show_default="8192, or that of --init",
     metavar="N",
-    help="Tokens that a head can guess: those of --init first, then the most frequent.",
+    help="Tokens that a head can guess: the most frequent.",
 )
 @click.option(
     "--members",

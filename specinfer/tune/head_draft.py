@@ -18,22 +18,20 @@ from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import HeadFolder, is_head, target_head
+from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.speculators import write_head
-from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
 from specinfer.models.open_model import OpenModel
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Description, Initialization, Target, TrainableDraft
-from specinfer.tune.initial_head import Head, likely_tokens, make_head
+from specinfer.tune.draft import Description, Target, TrainableDraft
+from specinfer.tune.initial_head import Head
 
 DEFAULT_ANCHORS: Final = 64  # maximum anchors per text in a step of a block head
-_BIGRAMS: Final = "markov_head.markov_w2.weight"
 
 
 class HeadDraft(TrainableDraft):
@@ -153,9 +151,9 @@ def open_initial_head(
 ) -> HeadFolder:
     """Open an exported head to resume training; `name` is its folder. Reads no weights.
 
-    It keeps its own number of named tokens. A head of another target of the same sizes is accepted. Raises
-    TuneError if its shape differs otherwise, or if it names more than `vocabulary` tokens, and ModelError or
-    a subclass if no head there fits the target.
+    A head of another target of the same sizes is accepted. Raises TuneError if its shape differs otherwise,
+    or if it does not name `vocabulary` tokens (None: any number), and ModelError or a subclass if no head
+    there fits the target.
     """
     files = resolve(name)
     if not is_head(files.path):
@@ -168,72 +166,24 @@ def open_initial_head(
             f"the head {name} differs in shape from the configured one; give --kind, --layers, "
             "and --depth as it was trained, or leave --init out"
         )
-    _vocabulary_size(len(opened.ids), vocabulary, target.vocab_size)
+    if vocabulary is not None and min(vocabulary, target.vocab_size) != len(opened.ids):
+        raise TuneError(
+            f"vocabulary is {vocabulary}, and the head to resume from has {len(opened.ids)} tokens; give as "
+            "many, or leave it out"
+        )
     return opened
 
 
 def read_initial_head(
-    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
+    name: str,
+    wanted: BlockConfig | EagleConfig,
+    vocabulary: int | None,
+    target: OpenModel,
+    scale_ND: Tensor,
 ) -> Head:
     """Read the weights of `open_initial_head` for training with scaled hidden states; raises as it does."""
-    opened = open_initial_head(name, wanted, None, target.config)
+    opened = open_initial_head(name, wanted, vocabulary, target.config)
     head = opened.module(target)
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head
-
-
-def with_vocabulary(head: Head, vocabulary: int | None, initialization: Initialization) -> Head:
-    """Extend a head to name `vocabulary` tokens: its own and the likeliest others; None: its own alone.
-
-    Raises TuneError if it names more already.
-    """
-    target, own = initialization.target, len(head.ids)
-    count = _vocabulary_size(own, vocabulary, target.config.vocab_size)
-    if count == own:
-        return head
-    initialization.say(f"the head has {own} tokens; adding {count - own} more")
-    likely_V = likely_tokens(initialization.dataset.corpus, target.config.vocab_size)
-    return _extended(head, count, target.model, likely_V)
-
-
-def _vocabulary_size(own: int, vocabulary: int | None, limit: int) -> int:
-    """Number of tokens of a head after it is extended, at most the target's `limit` tokens.
-
-    Raises TuneError if it names more than `vocabulary` already.
-    """
-    count = own if vocabulary is None else min(vocabulary, limit)
-    if count < own:
-        raise TuneError(
-            f"vocabulary is {vocabulary}, and the head to resume from has {own} tokens; give as many or "
-            "more, or leave it out"
-        )
-    return count
-
-
-def _extended(head: Head, count: int, target: OpenModel, likely_V: Tensor) -> Head:
-    """The same head with `count` tokens: its own and the likeliest others.
-
-    Its logits for its own tokens stay the same. A new token gets the mean Markov row of the rarest quarter of
-    the head's own tokens. In an output layer of the head's own it gets the target's row, scaled to the norm
-    of the head's rows.
-    """
-    is_own_V = torch.isin(likely_V, head.ids)
-    own, others = likely_V[is_own_V], likely_V[~is_own_V]
-    ids = torch.cat((own, others[: count - len(own)])).sort().values
-    tables = Tables(head.embed_tokens.weight.detach(), target_head(target, ids.tolist()))
-    more = make_head(head.config, ids.tolist(), tables)
-    known, fresh = head.state_dict(), more.state_dict()
-    places = torch.searchsorted(ids, head.ids)  # indices of the head's tokens among all
-    rows_UD = known.pop("lm_head.weight")
-    if head.config.own_head:
-        table_UD = fresh["lm_head.weight"]
-        table_UD *= rows_UD.norm() / table_UD[places].norm()
-        table_UD[places] = rows_UD
-    if (rows_UM := known.pop(_BIGRAMS, None)) is not None:
-        rarest = torch.searchsorted(head.ids, own[-len(own) // 4 :])
-        fresh[_BIGRAMS][:] = rows_UM[rarest].mean(dim=0)
-        fresh[_BIGRAMS][places] = rows_UM
-    known = {name: tensor for name, tensor in known.items() if name not in ("d2t", "t2d")}
-    more.load_state_dict(known, strict=False)
-    return more

@@ -19,7 +19,6 @@ from specinfer.tune.head_draft import (
     HeadDraft,
     open_initial_head,
     read_initial_head,
-    with_vocabulary,
     wrap_head,
 )
 from specinfer.tune.initial_head import (
@@ -83,8 +82,8 @@ class TrainableHeadKind(Kind):
         scale_ND = hidden_scale(dataset)
         init = init or ("target" if self.begins_as_target else "random")
         if init not in ("target", "random"):
-            known = read_initial_head(init, config, target.model, scale_ND)
-            return self.draft(with_vocabulary(known, self.vocabulary, initialization), scale_ND)
+            known = read_initial_head(init, config, self.vocabulary, target.model, scale_ND)
+            return self.draft(known, scale_ND)
         ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
         head = new_head(config, target.model, ids, initialization.seed)
         draft = self.draft(head, scale_ND)

@@ -83,19 +83,14 @@ def check_trainable(target: ModelConfig) -> None:
         )
 
 
-def likely_tokens(corpus: Corpus, vocab: int) -> Tensor:
-    """All tokens by descending total probability under the target over the collected answers, int64 [V]."""
+def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
+    """The `count` tokens with the largest total probability under the target, in ascending order."""
     masses_V = torch.zeros(vocab, dtype=torch.float64)
     for shard in corpus.shards():
         ids, logprobs = shard.labels()
         masses_V.index_add_(0, ids.flatten(), logprobs.flatten().double().exp())
-    return masses_V.argsort(descending=True, stable=True)
-
-
-def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
-    """The `count` tokens with the largest total probability, in ascending order."""
-    ids: list[int] = likely_tokens(corpus, vocab)[:count].sort().values.tolist()
-    return ids
+    likely: list[int] = masses_V.argsort(descending=True, stable=True)[:count].sort().values.tolist()
+    return likely
 
 
 def hidden_scale(dataset: TrainingSet) -> Tensor:
@@ -121,13 +116,6 @@ def inverse_rms(texts: Iterable[TunedText]) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_MIN_DIVISOR).reciprocal().float()
 
 
-def make_head(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -> Head:
-    """A head of this kind and shape with these tokens as its vocabulary."""
-    if isinstance(config, BlockConfig):
-        return BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
-    return EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
-
-
 def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
     """A randomly initialized head with the target's output layer and last norm.
 
@@ -135,7 +123,10 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
     scaled down at first, and the layers' outputs are scaled up relative to the embedding.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
-    head = make_head(config, ids, tables)
+    config = replace(config, draft_vocab_size=len(ids))
+    head: Head = (
+        BlockHead(config, ids, tables) if isinstance(config, BlockConfig) else EagleHead(config, ids, tables)
+    )
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
