@@ -37,7 +37,7 @@ def check_identity(
     num_single: int,
     progress: Progress,
 ) -> list[Verdict]:
-    """Compare answers with and without speculation; generate the first `num_single` also one at a time.
+    """Compare answers with and without speculation, and the first `num_single`, if any, in a batch and alone.
 
     Request i has seed i. `speculative` uses the coupled verifier, as `compare_texts` requires.
     """
@@ -52,32 +52,11 @@ def check_identity(
         together = speculative.generate(prompts, each, on_output=count)
         single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(num_single)]
     target = PlainTarget(plain.models.target, plain.models.adapters)
-    return [
-        compare_texts(f"{name}, with and without speculation", target, params, expected, together),
-        compare_texts(f"{name}, in a batch and alone", target, params, together[:num_single], single),
-    ]
-
-
-def check_ranks(
-    name: str,
-    params: SamplingParams,
-    prompts: Sequence[Sequence[int]],
-    one: LLM,
-    ranks: LLM,
-    *,
-    progress: Progress,
-) -> Verdict:
-    """Compare plain answers of one process with answers of several ranks and their speculators.
-
-    Request i has seed i. `ranks` uses the coupled verifier.
-    """
-    each = [replace(params, seed=seed) for seed in range(len(prompts))]
-    with progress.showing(2 * len(prompts), name, "texts"):
-        expected = one.generate(prompts, each)
-        progress.advance(len(prompts))
-        together = ranks.generate(prompts, each)
-        progress.advance(len(prompts))
-    return compare_texts(name, PlainTarget(one.models.target), params, expected, together)
+    verdicts = [compare_texts(f"{name}, with and without speculation", target, params, expected, together)]
+    if num_single:
+        name = f"{name}, in a batch and alone"
+        verdicts.append(compare_texts(name, target, params, together[:num_single], single))
+    return verdicts
 
 
 def check_repetition(

@@ -53,13 +53,9 @@ def check_promise(
         with LLM(replace(llm.config.single_process, speculation=NO_SPECULATION)) as one:
             for name, sampling in identity.SAMPLING.items():
                 params = replace(sampling, max_tokens=effort.max_tokens)
-                yield identity.check_ranks(
-                    f"{name}, in one process and on {ranks} ranks",
-                    params,
-                    prompts,
-                    one,
-                    coupled,
-                    progress=progress,
+                ways = f"{name}, in one process and on {ranks} ranks"
+                yield from identity.check_identity(
+                    ways, params, prompts, one, coupled, num_single=0, progress=progress
                 )
     for name in identity.TWICE:
         params = replace(identity.SAMPLING[name], max_tokens=effort.max_tokens)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from specinfer import LLM, SamplingParams
-from specinfer.check.identity import check_ranks
+from specinfer.check.identity import check_identity
 from specinfer.config import EngineConfig
 from specinfer.engine import hardware, ranks
 from specinfer.engine.ranks import Ranks
@@ -69,7 +69,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     assert all(0 <= spent < 60 for spent in seconds.values()), seconds
     assert min(seconds["0 computing"], seconds["1 computing"]) > 0, seconds
     with LLM(folder / "target", **INT8) as one:
-        verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
+        [verdict] = check_identity("ranks", SAMPLED, PROMPTS, one, llm, num_single=0, progress=NoProgress())
     assert verdict.passed
     llm.close()
     await_no_followers()
