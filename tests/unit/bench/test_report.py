@@ -29,7 +29,7 @@ def result_of(pair: Any, dataset: Dataset, load: Load, **options: Any) -> dict[s
 def test_the_json_has_figures_and_settings(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset, GREEDY)
     baseline, speculative = result["baseline"], result["speculative"]
-    assert (result["requests"], result["identical"], result["differences"]) == (6, 6, [])
+    assert (result["requests"], result["identical"]) == (6, 6)
     assert result["speedup"] == speculative["output_throughput"] / baseline["output_throughput"]
     assert result["tokens_per_step"] == speculative["tokens_per_step"] > baseline["tokens_per_step"] == 1
     for run in (baseline, speculative):
@@ -62,30 +62,22 @@ def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: An
     assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in text
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("promised", "explained", "words"),
-    [
-        ("identical", [], "identical texts: 6 of 6"),
-        (
-            "identical",
-            [True],
-            "1 of 1 first differences are within rounding of the logits, but here all must be ",
-        ),
-        ("identical", [True, False], "all must be identical; run `specinfer check`, and please report them"),
-        ("rounding", [], "identical texts: 6 of 6"),
-        ("rounding", [True], "are within rounding of the logits: identical texts are not promised on cuda:0"),
-        ("rounding", [True, False], "of the logits; run `specinfer check`, and please report the others"),
-    ],
-)
 def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
-    pair: Any, dataset: Dataset, promised: str, explained: list[bool], words: str
+    pair: Any, dataset: Dataset
 ) -> None:
     result = result_of(pair, dataset, GREEDY)
-    result["promised"] = promised
-    result["differences"] = [{"index": 3, "explained": each} for each in explained]
     result["options"]["device"] = "cuda:0"
-    (text,) = [line for line in lines(result) if line.startswith("identical texts")]
-    assert words in text
-    excused = promised == "rounding" and all(explained)
-    assert ("please report" in text) == (explained != [] and not excused)
+    for promised, identical, words in (
+        ("identical", 6, "identical texts: 6 of 6"),
+        ("identical", 5, "5 of 6, but here all must be identical; run `specinfer check`, and please report"),
+        ("rounding", 6, "identical texts: 6 of 6"),
+        ("rounding", 5, "5 of 6; they are not promised on cuda:0: `specinfer check` tells rounding from"),
+        ("law", 2, "2 of 6 (sampling with mss keeps the law of the text"),
+    ):
+        (text,) = [
+            line
+            for line in lines({**result, "promised": promised, "identical": identical})
+            if line.startswith("identical texts")
+        ]
+        assert words in text, (promised, identical)
+        assert ("please report" in text) == (promised == "identical" and identical < 6)
