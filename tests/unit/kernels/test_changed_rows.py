@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, biases, joined
-from specinfer.processors.pipeline import Processors
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock, choice, sample_request
 from specinfer.verify.target_law import NUMPY_ROW
@@ -138,23 +137,6 @@ def test_choices_of_any_rows_with_any_changes(
             check(native, block, [n % len(lines) for n in range(4)], requests, of)
 
 
-@settings(max_examples=100)
-@given(
-    pairs=st.lists(
-        st.tuples(LOGIT.filter(math.isfinite), TERMS.filter(lambda terms: terms[1] > -math.inf)),
-        min_size=8,
-        max_size=8,
-    )
-)
-def test_a_changed_logit_has_the_bits_that_numpy_gives_it(
-    pairs: list[tuple[float, tuple[int, float, float, float, float]]],
-) -> None:
-    assert_same_bits(
-        np.array([x for x, _ in pairs], dtype=np.float32),
-        np.array([terms for _, (_, *terms) in pairs], dtype=np.float32),
-    )
-
-
 def test_a_product_is_rounded_before_something_is_taken_from_it() -> None:
     rng = np.random.default_rng(4)
     logits = -np.abs(rng.normal(size=4000) * 5).astype(np.float32)
@@ -182,31 +164,6 @@ def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
         if own:
             got = native.choices(LogitBlock(lines), np.arange(len(own)), requests, Changes.of(own))
             assert not got.any(), (logits[got > 0], terms[got > 0])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_processors_ask_for_is_chosen_from_what_they_make_of_the_row(
-    native: NativeScan, dtype: str
-) -> None:
-    line = rows(1025)["like a model's"]
-    block, rng = blocks([line])[dtype], np.random.default_rng(3)
-    likely = np.argsort(-line)[:30].tolist()
-    for params in (
-        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.6},
-        {"logit_bias": {likely[0]: -100, likely[3]: 4.5}, "presence_penalty": -1.1},
-        {"min_tokens": 50, "logit_bias": {likely[0]: 8.0}},
-    ):
-        asked = SamplingParams(temperature=0.8, top_p=0.95, **params)  # type: ignore[arg-type]
-        words = [[token] for token in likely[1:3]]
-        processors = Processors(asked, likely[5:9], vocab=1025, ending=likely[:1], bad_words=words)
-        for seed in range(20):
-            path = rng.choice(likely, 4).tolist()
-            changes = processors.changes(path)
-            assert changes is not None
-            requests = np.array([sample_request(asked, seed, 9)], dtype=SAMPLE_REQUEST)
-            got = native.choices(block, np.array([0]), requests, Changes.of([changes]))
-            assert got[0] == choice(processors.apply(block[0], path), requests[0], NUMPY)
-            processors.commit(path[:1])
 
 
 def test_a_row_that_is_left_to_the_law_is_changed_there_too(
