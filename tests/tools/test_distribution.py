@@ -76,23 +76,6 @@ def test_both_have_every_file_of_the_package_and_no_others(dist: Path) -> None:
     assert of_sdist == expected | around | build
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "specinfer/py.typed",
-        "specinfer/kernels/cpu/library.cpp",
-        "specinfer/kernels/cpu/vector.h",
-        "specinfer/serve/page/index.html",
-        "specinfer/serve/page/vendor/marked.license.txt",
-        "specinfer/data/prompts.jsonl",
-        "specinfer/data/heads/smollm2-135m-head/model.safetensors",
-    ],
-)
-def test_data_of_each_kind_is_in_both(dist: Path, name: str) -> None:
-    assert name in names_in_sdist(dist)
-    assert name in wheel_of(dist).namelist()
-
-
 def test_the_metadata_is_valid_and_has_the_readme(dist: Path) -> None:
     wheel = wheel_of(dist)
     metadata = Metadata.from_email(wheel.read(f"specinfer-{VERSION}.dist-info/METADATA"), validate=True)

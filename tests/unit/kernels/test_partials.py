@@ -115,16 +115,6 @@ def test_a_part_has_the_bits_of_its_twin(channels: int, inner: int) -> None:
 
 
 @EACH_KERNELS
-def test_a_part_alone_is_a_whole(name: Literal["torch", "native"]) -> None:
-    whole = Parts(kernels(name).products, 33, 576, [0]).whole
-    for dtype in DTYPES:
-        for rows in ROWS:
-            x = activations(rows, 576, dtype)
-            maxima = whole.maxima(x)
-            assert same(whole.finished(whole.partials(x, maxima), maxima, dtype), whole(x)), rows
-
-
-@EACH_KERNELS
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "native"], value: float) -> None:
     parts = Parts(kernels(name).products, 33, 576, [0, 6, 11])

@@ -126,21 +126,6 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
     assert page.evaluate("document.activeElement.id") == "words"
 
 
-def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("unused")).url)
-    page.evaluate(
-        """text => {
-            const dataTransfer = new DataTransfer();
-            dataTransfer.items.add(new File([text], "dropped.jsonl"));
-            const how = { dataTransfer, bubbles: true, cancelable: true };
-            for (const name of ["dragover", "drop"]) document.body.dispatchEvent(new DragEvent(name, how));
-        }""",
-        trace(TEXT),
-    )
-    page.wait_for_selector("#inspector h2")
-    assert page.locator("#trace-name").inner_text() == "dropped.jsonl"
-
-
 def test_the_page_saves_valid_traces(page: Page, serving: Serving, tmp_path: Path) -> None:
     page.goto(serving(says_in_steps(TEXT)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
