@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.target_law import target_law
 
-from .enumeration import World, distance
+from .enumeration import Guesser, World, distance
 from .parameter_cases import CASES, END, VOCAB, WORDS, Case, words_after
-from .played_steps import GUESSERS, coupled_text, enumerated, expected
+from .played_steps import GUESSERS, IID, POINT, WITHOUT, coupled_text, enumerated, expected
 from .slow_sampling import next_law, seeded_text
 
 EXACT = 1e-9
@@ -58,6 +58,17 @@ def cases(draw):
     bad_words = draw(st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=3))
     ending = (END,) if words is not None else draw(st.sampled_from([(), (END,), (0, END)]))
     return Case(params, ending, tuple(bad_words), words)
+
+
+@pytest.mark.thorough
+@settings(max_examples=60)
+@given(case=cases(), seed=st.integers(0, 99))
+def test_any_combination_has_the_oracles_law(case, seed):
+    world = World(VOCAB, seed=seed)
+    guessers = [Guesser("a", IID, (1, 1)), Guesser("b", WITHOUT, (1,)), Guesser("c", POINT, (1, 1))]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        law = enumerated(case, guessers, 2, world, monkeypatch)
+    assert distance(law, expected(case, world, 2)) < EXACT
 
 
 @pytest.mark.thorough
