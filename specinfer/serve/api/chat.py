@@ -19,8 +19,7 @@ from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, Event, ReasoningPiece
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
-from specinfer.serve.fields.conversation import ConversationFields
-from specinfer.serve.fields.functions import Function
+from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, TextPart
 from specinfer.serve.http.api_error import ApiError
 

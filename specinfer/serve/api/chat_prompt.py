@@ -16,8 +16,7 @@ from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.dialect import CLOSE, OPEN, AnswerReader, Dialect, Reasoning, ReasoningSplitter
 from specinfer.serve.dialect.tagged_calls import call_parser
 from specinfer.serve.dialect.tool import Tool
-from specinfer.serve.fields.conversation import ConversationFields
-from specinfer.serve.fields.functions import read_tools
+from specinfer.serve.fields.conversation import ConversationFields, read_tools
 from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered

@@ -13,8 +13,7 @@ from pydantic import Field, Tag
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
-from specinfer.serve.fields.conversation import ConversationFields
-from specinfer.serve.fields.functions import Function
+from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, check_strings
 from specinfer.serve.http.api_error import ApiError
 

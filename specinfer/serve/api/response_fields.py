@@ -12,8 +12,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat import PART_KIND, RefusalPart
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
-from specinfer.serve.fields.conversation import ConversationFields
-from specinfer.serve.fields.functions import Function
+from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_LOGPROBS
 from specinfer.serve.http.api_error import ApiError
 

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.serve.dialect.call_format import CallFormat
-from specinfer.serve.fields.functions import Function, read_tools
+from specinfer.serve.fields.conversation import Function, read_tools
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Tokenizer
 from tests.unit.tokenizer.made_up import CHARACTER
