@@ -176,6 +176,11 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
         assert named[2].startswith("tools[0].name is 'a b'")
         missing = await server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
         assert missing[2].startswith("tool_choice is 'x'")
+        poem = {"type": "object", "properties": {"a": {"type": "string", "format": "poem"}}}
+        strict = await server.refusal(tools=[TIME | {"input_schema": poem}])
+        assert strict[2].startswith("tools[0].input_schema cannot be used: Unknown format: poem")
+        for usual in (None, False):  # the keyword is left out
+            await server.message(tools=[TIME | {"input_schema": poem, "strict": usual}])
 
     ask(tokenizer, [says("Rain.")], do)
 
