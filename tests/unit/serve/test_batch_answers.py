@@ -67,6 +67,7 @@ def test_failed_requests_are_repeated(tmp_path: Path) -> None:
     with BatchAnswers(path) as answers:
         answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=RESPONSE)
         answers.add("b", line=2, response=GOOD)
+        answers.add("c", line=3, response=GOOD | {"status_code": 429}, error=RESPONSE)
     os.chmod(path, 0o640)
     with BatchAnswers(path) as answers:
         assert (answers.names, answers.refused) == ({"b"}, 0)

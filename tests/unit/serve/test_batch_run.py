@@ -143,15 +143,6 @@ def test_a_body_is_read_by_its_endpoint_alone(tmp_path: Path, tokenizer: Tokeniz
     assert repr(found.request.body) == repr(body)
 
 
-def test_answers_with_retry_after_are_repeated(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    batch = Batch(tmp_path, ask("a"))
-    with BatchAnswers(batch.target) as answers:
-        refused = {"status_code": 429, "request_id": "r", "body": {}}
-        answers.add("a", line=1, response=refused, error={"code": "x", "message": "retry later"})
-    with BatchAnswers(batch.target) as answers:
-        assert [one.name for one in BatchInput(batch.source, 1 << 20).left(answers)] == ["a"]
-
-
 def test_a_run_continues_an_existing_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(
         tmp_path, *(ask(str(i), body={"messages": [{"role": "user", "content": str(i)}]}) for i in range(9))
