@@ -67,7 +67,7 @@ def variant_models(variant: EngineConfig, config: EngineConfig, models: Models) 
     memory = models.draft_memory
     if memory is not None and {SELF, config.model} & {*variant.speculation.drafts} and not memory.keep():
         raise ConfigError(
-            "drafts names the target's copy, which is no longer in memory: its guesses did not pay, and "
-            "layers got its memory; give drafts=(), or make a separate LLM"
+            "drafts names the target's copy, but its guesses did not pay, and layers got its memory; "
+            "give drafts=(), or make a separate LLM"
         )
     return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, draft_memory=None)

@@ -5,8 +5,8 @@ first word of each of its 16 rows, then the second, and so on. int4 weights are 
 (`pack_levels`). Padding rows and elements are zeros.
 
 kernels/quantized.py defines the meaning of int8 and int4. cpu/quantizer.cpp computes the bits of
-`quantize_int8` and `quantize_int4` from files; these take values that are not finite, too, and every matrix
-that is computed before it is quantized.
+`quantize_int8` and `quantize_int4` from files. These functions also take values that are not finite, and
+matrices that are computed before they are quantized.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A draft needs only this from its tokenizer, and building an encoder takes a second. Two models of one family
 usually have identical files, and then the tokens are not compared.
 
-ConfiguredTokens are the tokens that a folder's configs add to those of tokenizer.json, with the ids that
+ConfiguredTokens are the tokens that a folder's configs add to those of tokenizer.json. They have the ids that
 transformers gives them. tokenizer_config.json lists them in added_tokens_decoder, in extra_special_tokens or
 as values of keys such as eos_token; older folders have added_tokens.json and special_tokens_map.json.
 """

@@ -1,6 +1,6 @@
 """Like Llama, with other biases, windows, norm places, factors or fused projections.
 
-Seed-OSS, ERNIE 4.5, Helium, CWM, EXAONE 4, Granite, and Phi-3 and Phi-4, some of which have LongRoPE.
+Seed-OSS, ERNIE 4.5, Helium, CWM, EXAONE 4, Granite, and Phi-3 and Phi-4, whose long variants have LongRoPE.
 """
 
 from __future__ import annotations

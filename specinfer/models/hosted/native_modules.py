@@ -1,8 +1,8 @@
 """Modules of transformers' models, computed by native kernels: norms, gated MLPs and rotated attention.
 
 Two or three native calls replace about a dozen calls of PyTorch. A module is recognized by its layers and
-weights, and tried once on random rows: a kernel replaces it if its own code has the bits of the formula that
-the kernel computes (Llama's, which most families share). All other modules run as they are.
+weights, and tried once on random rows. A kernel computes Llama's formula, which most families share, and
+replaces modules whose own code gives the bits of that formula. All other modules run unchanged.
 
 Shapes: T rows of a step, D hidden size, F MLP size, H head size.
 """
@@ -23,7 +23,7 @@ from specinfer.models.hosted.library import ATTENTION
 from specinfer.models.hosted.modules import ProductLinear
 
 Forward = Callable[..., Any]
-_SIZES: Final = (1e-3, 1.0, 1e3)  # of the rows of a trial, which show an epsilon, and the clamping of values
+_SIZES: Final = (1e-3, 1.0, 1e3)  # rows: small show an epsilon, large a clamp
 
 
 class NativeNorm:
@@ -108,7 +108,7 @@ def _norm_of(module: Any) -> NormParts | None:
 
 
 def _is_gated_mlp(module: Any, device: torch.device) -> bool:
-    """True if a module's code multiplies an activated gate with up, and nothing else."""
+    """True if a module's code multiplies an activated gate with up, and only that."""
     x = _samples(module.gate_proj.in_features, module.gate_proj.weight.dtype, device)
     gated = module.act_fn(module.gate_proj(x)) * module.up_proj(x)
     return _equal(lambda: module.forward(x), module.down_proj(gated))
