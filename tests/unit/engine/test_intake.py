@@ -304,8 +304,11 @@ def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> N
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Raise) or "RequestError" not in ast.unparse(node):
                 continue
-            if re.search("fill-in-the-middle|continue_final_message", ast.unparse(node)):
-                continue  # only the server offers them (test_fill_in.py, test_foreign_clients.py)
+            # Only the server offers the first two (test_fill_in.py, test_foreign_clients.py); the last needs
+            # tokenizers of its own (test_special_names.py).
+            elsewhere = "fill-in-the-middle|continue_final_message|names of special tokens"
+            if re.search(elsewhere, ast.unparse(node)):
+                continue
             lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
             if not any((str(path), line) in raised for line in lines):
                 missing.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")

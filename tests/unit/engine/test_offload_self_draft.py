@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from specinfer import LLM
 from specinfer.errors import ConfigError
 from specinfer.speculate.policy import guard
 from specinfer.speculate.policy.allowance import Allowance
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.offloading import Planned, resident, streamed
-from tests.unit.engine.test_offload import texts
+from tests.unit.engine.test_offload import answers, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 
@@ -25,6 +26,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernels("native")
     folder = tmp_path_factory.mktemp("self_draft") / "deep"
     return write_tiny_llama(folder, num_layers=12, tokenizer=True, eos_token_id=63)
+
+
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in answers(llm)]
 
 
 @pytest.mark.parametrize("kind", ["none", "int8"])
@@ -48,11 +53,12 @@ def test_texts_before_and_after_layers_get_the_memory_of_the_self_draft(
     assert draft_memory is not None
     assert draft_memory.layers
     assert not draft_memory.given
-    assert texts(llm) == want, "the memory is given amid these texts"
-    assert draft_memory.given
-    guessed = llm.statistics().guessed_tokens["draft"]
-    assert texts(llm) == want
-    assert llm.statistics().guessed_tokens["draft"] == guessed
-    with pytest.raises(ConfigError, match="no longer in memory"):
-        llm.variant()
-    assert texts(llm.variant(drafts=())) == want
+    with llm:
+        assert tokens(llm) == want, "the memory is given amid these texts"
+        assert draft_memory.given
+        guessed = llm.statistics().guessed_tokens["draft"]
+        assert tokens(llm) == want
+        assert llm.statistics().guessed_tokens["draft"] == guessed
+        with pytest.raises(ConfigError, match="layers got its memory"):
+            llm.variant()
+        assert texts(llm.variant(drafts=())) == want
