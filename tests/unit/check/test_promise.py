@@ -9,7 +9,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise
-from specinfer.engine import target_laws
+from specinfer.engine import engine
 from specinfer.speculate.drafts import draft as drafting
 from specinfer.speculate.lookups.lookup import LookupSpeculator
 from specinfer.tree import DrawRule
@@ -62,7 +62,7 @@ def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
 
 
 def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_laws, "verify_trees", each_tree(accept_everything))
+    monkeypatch.setattr(engine, "verify_trees", each_tree(accept_everything))
     found = verdicts(tiny, drafts=["stranger"])
     assert not any(found[name] for name in IDENTITY if "without speculation" in name)
     assert not any(found[name] for name in LAWS)
@@ -91,7 +91,7 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
 
 
 def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = target_laws.verify_trees
+    verify = engine.verify_trees
 
     def seeded_by_the_request_id(laws: Any, verifier: Any, flight: Any) -> list[Any]:
         return [
@@ -99,7 +99,7 @@ def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.
             for one, verdict in zip(laws, verify(laws, verifier, flight), strict=True)
         ]
 
-    monkeypatch.setattr(target_laws, "verify_trees", seeded_by_the_request_id)
+    monkeypatch.setattr(engine, "verify_trees", seeded_by_the_request_id)
     # Without speculation text 0 is spoilt alike; alone it is spoilt no longer.
     name = "greedy, in a batch and alone"
     assert not verdicts(tiny, last=name)[name]

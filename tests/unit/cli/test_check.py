@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from specinfer.check import parameters
 from specinfer.cli.check import check
-from specinfer.engine import target_laws
+from specinfer.engine import engine
 from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
 from specinfer.verify.coupled import Acceptance
@@ -45,7 +45,7 @@ def test_a_broken_promise_is_status_1_and_says_where(
         path = (1,) if tree.num_nodes > 1 else ()
         return Acceptance(path, choose(laws, path[-1] if path else 0))
 
-    monkeypatch.setattr(target_laws, "verify_trees", each_tree(accept_the_first_guess))
+    monkeypatch.setattr(engine, "verify_trees", each_tree(accept_the_first_guess))
     out = tmp_path / "check.json"
     stranger = str(Path(pair[1]).parent / "stranger")
     result = run(*pair[:2], "--draft", stranger, *pair[4:], "--json", str(out))

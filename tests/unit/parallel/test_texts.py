@@ -17,6 +17,7 @@ from specinfer import SamplingParams
 from specinfer.errors import CapacityError, PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import draft_kernels
+from specinfer.kernels.layout import Int4Weight
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
@@ -139,16 +140,17 @@ def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By which a matrix unit rounds weights to bfloat16; other CPUs do not ask."""
-    path, make = write_tiny_llama(tmp_path / "model", **SHAPE), NativeProducts.int4
+    path, make = write_tiny_llama(tmp_path / "model", **SHAPE), NativeProducts.laid_out
     largest: list[float] = []
 
     def noted(self: NativeProducts, *given: Any, **named: Any) -> Product:
         made = make(self, *given, **named)
         assert isinstance(made, NativeProduct)
-        largest.extend([] if named else [made.args.largest])  # with a bound it has the arrays that are filled
+        if isinstance(given[0], Int4Weight) and not named:  # with a bound it has the arrays that are filled
+            largest.append(made.args.largest)
         return made
 
-    monkeypatch.setattr(NativeProducts, "int4", noted)
+    monkeypatch.setattr(NativeProducts, "laid_out", noted)
     whole_model(path, kernels("native"), tmp_path, quantization="int4")
     want = sorted(largest)
     assert len(set(want)) == 8
