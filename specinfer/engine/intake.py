@@ -28,10 +28,9 @@ if TYPE_CHECKING:  # importing this module does not load models
     from specinfer.models.adapters.adapter_cache import AdapterCache
 
 Prompt = str | Sequence[int]  # text, or token ids
-Params = (
-    SamplingParams | Sequence[SamplingParams | None] | None
-)  # for all prompts, or per prompt; None: usual
-LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # likewise; None: no adapter
+# One for all prompts, or one per prompt. None: the usual parameters, and no adapter.
+Params = SamplingParams | Sequence[SamplingParams | None] | None
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 _Kind = TypeVar("_Kind", SamplingParams, LoRARequest)
 
 

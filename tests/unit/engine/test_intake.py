@@ -92,6 +92,13 @@ def test_a_prompt_is_its_n_requests_each_with_a_seed_of_its_own(full: Intake) ->
     assert len(set(ids)) == 6
 
 
+def test_none_among_parameters_is_the_usual_ones(full: Intake) -> None:
+    own = SamplingParams(max_tokens=3)
+    [one], [other] = full.prompts(["ab", "ab"], [None, own])
+    assert one.request.params == full.usual
+    assert other.request.params == own
+
+
 def test_a_prediction_is_cut_encoded_and_indexed_once_for_all_n(
     models: dict[str, Intake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
