@@ -378,24 +378,20 @@ def draw(cells: Mapping[str, Any], path: Path) -> bool:
     layouts = list(dict.fromkeys(name.split("|")[0] for name in cells))
     if find_spec("matplotlib") is None or len(layouts) < 2:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for i, name in enumerate(("plain 1", "draft 1", "prompt")):
+    labels = {"plain 1": "plain", "draft 1": "with the draft", "prompt": "reading 1,000 tokens"}
+    for i, (name, label) in enumerate(labels.items()):
         ratios = [over_one(cells, layout, name) or 0.0 for layout in layouts]
         heights = [1 / ratio if name == "prompt" and ratio else ratio for ratio in ratios]
-        label = {"plain 1": "plain", "draft 1": "with the draft", "prompt": "reading 1,000 tokens"}[name]
         axes.bar([at + 0.25 * i for at in range(len(layouts))], heights, width=0.25, label=label)
-    axes.set_title("Speed over one core, batch 1", fontsize=11, loc="left")
-    axes.set_ylabel("times")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set(title="Speed over one core, batch 1", ylabel="times")
     names = [layout.replace(" at ", "\nat ") for layout in layouts]
     axes.set_xticks([at + 0.25 for at in range(len(layouts))], names)
     axes.axhline(1, linewidth=0.8, color="#888888")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
     figure.savefig(path)
     return True
 
