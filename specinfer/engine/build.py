@@ -108,14 +108,11 @@ def build_engine(
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
-    self_draft: SelfDraft | None = None  # a draft whose memory layers may get
     asked, stop = config, first_stop(config, models)
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
             measure = measuring(config, executor, models, progress, stop)
             curve, layers_curve = target_curves(config, models, measure)
-        if models.draft_memory is not None and models.target.stream is not None:
-            self_draft = SelfDraft(models.draft_memory, layers_curve)
         config = resolved(config, curve, max_pass_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
@@ -133,6 +130,11 @@ def build_engine(
             costs = draft_curves(models, runners, measure)
         measured = speculation.clock == "measured"
         deepest = shape.deepest if streamed and speculation.learns_shape else None
+        copies = [n for n, one in draft_names(speculation.drafts).items() if one in (SELF, config.model)]
+        self_draft: SelfDraft | None = None  # a draft whose memory layers may get
+        if models.draft_memory is not None and models.target.stream is not None:
+            [name] = copies
+            self_draft = SelfDraft(drafting[name][1], models.draft_memory, layers_curve)
         cost_policy = CostPolicy.by_curves(
             *(curve, costs, speculation),
             measured=measured,
@@ -140,8 +142,8 @@ def build_engine(
             deepest=deepest,
             self_draft=self_draft,
         )
-        for name, model in draft_names(speculation.drafts).items():
-            if model in (SELF, config.model) and name in costs:
+        for name in copies:
+            if name in costs:
                 cost_policy.acceptance.expect_self_draft(name)
         policy, guard = cost_policy, cost_policy.guard
         if any(one.rough for one in (curve, *costs.values())):

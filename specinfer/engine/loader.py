@@ -63,9 +63,9 @@ class Loader:
     progress: Progress
 
     def draft_memory(
-        self, name: str, found: FoundModel, quantization: Quantization, *, output: bool
+        self, found: FoundModel, quantization: Quantization, *, output: bool
     ) -> DraftMemory | None:
-        """Return the memory of the `self` draft `name` that layers of a streamed target may get, or None.
+        """Return the memory of a `self` draft that layers of a streamed target may get, or None.
 
         `output` is True if the draft has its own output layer.
         """
@@ -79,7 +79,7 @@ class Loader:
             names = layer_records(prepared)
             if output and not plan.drafts.shares_head and _OUTPUT in prepared.records:
                 names.append(_OUTPUT)
-            return DraftMemory(name, prepared, names, target, streamed, plan.disk)
+            return DraftMemory(prepared, names, target, streamed, plan.disk)
 
         make = partial(self._prepare, found, self.kernels, quantization)
         return _used(make(), read, make)

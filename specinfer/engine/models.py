@@ -147,7 +147,7 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
     draft_memory: DraftMemory | None = None
     if len(self_drafts) == 1 and config.ranks == 1:
         [name] = self_drafts
-        draft_memory = loader.draft_memory(name, target, kinds[name], output=ids[name] is None)
+        draft_memory = loader.draft_memory(target, kinds[name], output=ids[name] is None)
     ranks: Ranks | None = None
     loaded_drafts: dict[str, AnyDraft] = {}
     if layout is None:

@@ -37,7 +37,6 @@ class DraftMemory:
 
     def __init__(
         self,
-        name: str,
         draft: PreparedFile,
         names: Sequence[str],
         target: PreparedFile,
@@ -46,12 +45,9 @@ class DraftMemory:
     ) -> None:
         """The memory holds the draft's records in `names`, then some of the target's in `streamed`.
 
-        `name` is the draft's as a speculator.
-
         Reads the draft. Raises DamagedFileError if its checksums do not match, ModelFileError if its file
         cannot be read.
         """
-        self.name = name
         self.given = False  # True if the draft is no longer in memory
         self._kept = False  # kept for the draft permanently
         self._disk = disk

@@ -207,7 +207,9 @@ class Ensemble:
         entries = plan.entries
         began = self._clock()
         unread = speculator.begin(plan)
-        worth = self._decided("worth_starting", speculator.name, entries, unread, guessed)
+        worth = [False] * len(entries)
+        if not speculator.retired:
+            worth = self._decided("worth_starting", speculator.name, entries, unread, guessed)
         below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
         if len(below) < len(entries):
             refused = [entry for entry, starts in zip(entries, worth, strict=True) if not starts]

@@ -79,6 +79,8 @@ class LevelSpeculator(SpeculatorBase, ABC):
     decides, from the draws so far, below which nodes it is drawn.
     """
 
+    retired: bool = False  # True once its model can never run again, whatever a policy decides
+
     @abstractmethod
     def begin(self, plan: StepPlan) -> list[int]:
         """Start a step; returns the unread tokens of the text of each of `plan.entries`."""

@@ -183,14 +183,10 @@ class CostPolicy(SpeculationPolicy):
     ) -> list[bool]:
         """Return True for requests whose first level is worth its cost, and for those with their own size.
 
-        A draft whose memory was given to layers starts for none.
-
         A prompt is read if the draft is expected to save the time over the whole answer. A text with a long
         unread part is read if the guard's allowance covers it. A draft whose passes have no known
         cost always starts.
         """
-        if self.guard is not None and not self.guard.lets_guess(speculator):
-            return [False] * len(entries)
         if speculator not in self._drafts:
             return [True] * len(entries)
         draft, costs = self._drafts[speculator], self._costs

@@ -32,7 +32,7 @@ from specinfer.speculate.decision import GUARD, PLAIN
 from specinfer.speculate.policy.allowance import DEFAULT_TOLERANCE, KNOWN_COST_TOLERANCE, Allowance
 from specinfer.speculate.policy.drafting import USUAL_UNREAD
 from specinfer.speculate.policy.policy import LevelPass
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 
 _SLOWEST: Final = 8.0  # largest slowdown that is attributed to other load on the machine
 
@@ -61,6 +61,7 @@ class GuardState:
 class SelfDraft(NamedTuple):
     """A draft whose memory layers of the target may get."""
 
+    speculator: LevelSpeculator
     memory: DraftMemory
     layers: CostCurve  # the target's, when its layers have the memory
 
@@ -194,14 +195,10 @@ class Guard:
         self._on_steps += self._off_reason is None
         return self._off_reason
 
-    def lets_guess(self, draft: str) -> bool:
-        """Return False for a draft whose memory was given to layers."""
-        memory = None if self._self_draft is None else self._self_draft.memory
-        return memory is None or draft != memory.name or not memory.given
-
     def _give_to_layers(self) -> None:
         draft = self._self_draft
         if draft is not None and draft.memory.layers_may_use:
+            draft.speculator.retired = True
             if draft.memory.give_to_layers():
                 self._target.follow(draft.layers)
             self._allowance.charge(draft.memory.seconds)

@@ -41,7 +41,7 @@ def files(tmp_path: Path, own_cache: Path) -> tuple[PreparedFile, PreparedFile]:
 def draft_memory(files: tuple[PreparedFile, PreparedFile]) -> Iterator[DraftMemory]:
     target, twin = files
     names = layer_records(target)
-    found = DraftMemory("draft", twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
+    found = DraftMemory(twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
     records = [
         StreamRecord(one.offset, one.length, one.crc, name)
         for name in names
@@ -132,4 +132,4 @@ def test_a_twin_that_is_damaged_is_found(
         file.write(b"\xff\x00\xff")
     names = layer_records(target)
     with pytest.raises(DamagedFileError, match="wrong checksum"):
-        DraftMemory("draft", twin, ["lm_head"], target, names, disk())
+        DraftMemory(twin, ["lm_head"], target, names, disk())

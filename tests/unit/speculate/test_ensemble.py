@@ -14,7 +14,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import AnySpeculator
+from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
@@ -123,8 +123,14 @@ class Wrong(Fan):
         return self._trees
 
 
-class WrongLevels(Wrong):
+class WrongLevels(LevelSpeculator):
     """The same, a level at a time."""
+
+    name = "wrong"
+
+    def __init__(self, *trees: TokenTree) -> None:
+        self._trees = list(trees)
+        self.asked = 0
 
     def begin(self, plan: StepPlan) -> list[int]:
         self.asked += 1
@@ -215,6 +221,22 @@ def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
     (record,) = caplog.records
     assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
     assert complaint in str(record.exc_info)
+
+
+def test_a_retired_speculator_never_runs_again_whatever_the_policy() -> None:
+    levels: list[Mapping[int, Sequence[int]]] = []
+
+    class Levels(WrongLevels):
+        def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+            levels.append(below)
+            return {}
+
+    speculator = Levels(TokenTree((7,), (-1,)))
+    ensemble = Ensemble([speculator], vocab=99, policy=SpeculationPolicy())
+    for retired in (False, True):
+        speculator.retired = retired
+        ensemble.propose(plans.plan(entry(3, max_depth=1, room=100)))
+    assert levels == [{0: (0,)}], "in the first step alone"
 
 
 class Raising(Fan):

@@ -196,7 +196,6 @@ class SimulatedMemory(DraftMemory):
 
     machine: Machine
     layers: Mapping[int, memoryview] = field(default_factory=lambda: {0: memoryview(b"")})
-    name: str = "draft"
     given: bool = False
     takes: float = 0.8
     _kept: bool = False
@@ -221,10 +220,11 @@ def draft_memory(hits: float | Callable[[int], float], **options: Any) -> Simula
     machine = Machine(lambda rows: (fast if memory.given else slow)(rows), takes(SELF_DRAFT))
     memory = SimulatedMemory(machine)
     costs = CostModel("target", STREAMED, group=1), CostModel("draft", SELF_DRAFT)
-    guard = Guard(costs[0], {"draft": costs[1]}, known=True, self_draft=SelfDraft(memory, PINNED))
+    guesser = Guesser(machine, hits if callable(hits) else lambda step: hits)
+    self_draft = SelfDraft(guesser, memory, PINNED)
+    guard = Guard(costs[0], {"draft": costs[1]}, known=True, self_draft=self_draft)
     drafts = {"draft": PricedDraft(costs[1], Expansion((1, 1, 1, 1)))}
     policy = CostPolicy(costs[0], drafts, AcceptanceRates({"draft": 4}), guard)
-    guesser = Guesser(machine, hits if callable(hits) else lambda step: hits)
     return Simulation(machine, policy, [guesser], without=fast, **options)
 
 
