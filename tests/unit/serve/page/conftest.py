@@ -69,8 +69,11 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
-    """A new page; the test fails if its console has errors or if it contacts another host."""
+def page(browser: Browser, complaints: list[str], serving: Serving) -> Iterator[Page]:
+    """A new page; the test fails if its console has errors or if it contacts another host.
+
+    It takes `serving` so that it closes before the test's servers end: an open page asks for their health.
+    """
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     page = context.new_page()
     page.set_default_timeout(60_000)
