@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from specinfer.attention.backend import Attend, Paths
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, HeadNorm, rotation_at, softmax
+from specinfer.heads.layers import HeadLayer, HeadNorm, TokenTable, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.kernels.attention import NativeCache
@@ -49,7 +49,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocab: int, num_tokens: int, rank: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w1 = TokenTable(vocab, rank)
         self.markov_w2 = nn.Linear(rank, num_tokens, bias=False)
 
 

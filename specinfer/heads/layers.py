@@ -20,6 +20,18 @@ from specinfer.models.positions import Rope
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
 
 
+class TokenTable(nn.Embedding):
+    """Embeddings that draw no first values on the meta device.
+
+    To draw normal values there, PyTorch imports its compiler, which takes a start 2 s.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw first values, unless the table has no memory."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class HeadNorm(nn.RMSNorm):
     """An RMSNorm that is computed in the dtype of its weight, also inside an autocast context."""
 

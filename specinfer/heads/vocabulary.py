@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.config import HeadConfig
+from specinfer.heads.layers import TokenTable
 from specinfer.models.quantized.pieces import TensorEntry
 
 
@@ -40,7 +41,7 @@ class HeadVocabulary(nn.Module):
         """
         super().__init__()
         size, body = config.draft_vocab_size, config.body
-        self.embed_tokens = nn.Embedding(body.vocab_size, body.hidden_size)
+        self.embed_tokens = TokenTable(body.vocab_size, body.hidden_size)
         self.lm_head = nn.Linear(body.hidden_size, size, bias=False)
         self.embed_tokens.weight.requires_grad_(config.own_embedding)
         self.lm_head.weight.requires_grad_(config.own_head)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,18 @@ CONFIGS = {
     "bidirectional": block_config(causal=False),
     "DFlash": block_config(causal=False, sample_from_anchor=False, markov_rank=0, own_head=False),
 }
+
+
+def test_the_shapes_of_a_head_do_not_need_pytorchs_compiler() -> None:
+    code = (
+        "import sys\n"
+        "from specinfer.heads.checkpoint import head_shapes\n"
+        "from tests.heads import block_config, eagle_config\n"
+        "shapes = head_shapes(eagle_config(own_embedding=True)) | head_shapes(block_config())\n"
+        "print(any('markov_w1' in name for name in shapes), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
