@@ -44,8 +44,10 @@ _IMPORTED = (
     *("specinfer.llm", "specinfer.parallel.follower", "specinfer.serve.backend.engine_process"),
     *("specinfer.serve.server", "specinfer.cli.serve", "specinfer.cli.follow"),
 )
-# Environment variables that are read after the imports, or change nothing that a test can see.
-_FREE = ("SPECINFER_", "PYTEST_", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
+_SHELL = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "PET_", "PYTHONPATH")
+# Environment variables that are read after the imports, or change nothing that a test can see. PyTorch sets
+# TORCHINDUCTOR_CACHE_DIR itself as soon as a test imports its compiler.
+_FREE = ("SPECINFER_", "PYTEST_", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_", *_SHELL)
 # Threads that exist before a fork are missing behind it, and OpenBLAS starts some at its import.
 _SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call

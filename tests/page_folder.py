@@ -24,6 +24,7 @@ from specinfer.tokenizer import Tokenizer
 from tests.adapters import adapter_tensors, write_peft
 from tests.heads import eagle_config, tiny_body, tiny_head, write_tiny_head
 from tests.hosted import save_tiny
+from tests.page_command import PageCommands
 from tests.pages import ROOT
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.scripted_server import byte_tokenizer
@@ -63,20 +64,22 @@ _MASTER = "10.0.0.1:29500"  # an engine's host on the pages
 
 
 class PageFolder:
-    """A furnished folder; `port` is the server's, `master` an address for ranks of other hosts."""
+    """A furnished folder; `commands` runs `specinfer`, `master` is an address for ranks of other hosts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.port, self.master = _free_port(), f"127.0.0.1:{_free_port()}"
+        self.commands = PageCommands(path / "commands", _free_port())
+        self.master = f"127.0.0.1:{_free_port()}"
         _write_models(path)
         _write_texts(path)
         programs = path / "bin"
         programs.mkdir()
-        _program(programs / "specinfer", f'exec {sys.executable} -m tests.page_command "$@"')
+        program = f"exec {sys.executable} -I -S {ROOT}/tests/page_program.py {self.commands.path}"
+        _program(programs / "specinfer", f'{program} "$@"')
         _program(programs / "curl", 'exec /usr/bin/curl --fail-with-body --max-time 120 "$@"')
         found = f'cd {ROOT} && exec {sys.executable} -m pytest --collect-only "$@"'
         _program(programs / "pytest", found)
-        _program(programs / "torchrun", f'exec {sys.executable} -m tests.page_command torchrun "$@"')
+        _program(programs / "torchrun", f'{program} torchrun "$@"')
         (path / "home/.config/fish").mkdir(parents=True)
 
     @property
@@ -86,17 +89,15 @@ class PageFolder:
             **os.environ,
             "PATH": _joined(self.path / "bin", Path(sys.executable).parent),
             "PYTHONPATH": str(ROOT),
-            "PAGE_PORT": str(self.port),
-            "PAGE_SERVER": str(self.path / "server.pid"),
             "PET_MASTER_PORT": str(_free_port()),  # torchrun's own
         }
 
     def here(self, text: str) -> str:
         """Return a block's text with this folder's addresses, home and process ids."""
-        text = _ADDRESSES.sub(f"http://127.0.0.1:{self.port}", text).replace(_MASTER, self.master)
+        text = _ADDRESSES.sub(f"http://127.0.0.1:{self.commands.port}", text).replace(_MASTER, self.master)
         text = text.replace(" ~/", f" {self.path}/home/")
-        server = self.path / "server.pid"
-        return re.sub(r"\bPID\b", server.read_text().split()[0], text) if server.exists() else text
+        processes = self.commands.processes
+        return re.sub(r"\bPID\b", str(processes[0].pid), text) if processes else text
 
     def installation(self) -> tuple[Path, dict[str, str]]:
         """Return a copy of the checkout, and variables with an environment into which pip installs offline.

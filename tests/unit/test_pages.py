@@ -14,7 +14,6 @@ import click
 import pytest
 
 from specinfer.cli import cli
-from tests.page_command import stop
 from tests.page_folder import PageFolder
 from tests.pages import PAGES, ROOT, blocks
 
@@ -100,15 +99,13 @@ def test_commands_are_in_blocks_and_reasons_are_sentences(page: Path) -> None:
     ],
     ids=lambda page: page.stem,
 )
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the pages' requests need curl")
     folder = PageFolder(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in ("PAGE_PORT", "PAGE_SERVER"):
-        monkeypatch.setenv(name, folder.variables[name])
     names: dict[str, Any] = {}
-    try:
+    with folder.commands.listening():
         for block in blocks(page):
             text = folder.here(block.text)
             if block.language == "yaml":
@@ -120,13 +117,11 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                     command, cwd=place, env=variables, capture_output=True, text=True, check=False
                 )
                 assert done.returncode == 0, (text, done.stdout[-2000:], done.stderr[-4000:])
-                if (tmp_path / "server.pid").exists():
-                    with urllib.request.urlopen(f"http://127.0.0.1:{folder.port}/ready", timeout=60):
+                if folder.commands.processes:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{folder.commands.port}/ready", timeout=60):
                         pass
             elif block.reason is None and block.language == "python":
                 exec(compile(text, page.name, "exec"), names)
         if (shell := tmp_path / "home" / ".bashrc").exists():
             completes = ["bash", "--norc", "-c", f". {shell} && complete -p specinfer"]
             subprocess.run(completes, env=folder.variables, check=True, capture_output=True)
-    finally:
-        stop()
