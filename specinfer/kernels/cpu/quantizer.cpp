@@ -148,23 +148,27 @@ struct Grid {
   }
 };
 
-// The grid of least error for each channel, as PyTorch finds it; false if a number is not finite, or an error too large.
-[[gnu::noinline]] bool find_exactly(const Floats* x, Floats low, Floats range, Grid& best) {
+// The error of a grid for each channel, as PyTorch computes it.
+[[gnu::noinline]] Floats exact_error(const Floats* x, const Grid& grid) {
+  Floats sums[2] = {0.0f, 0.0f};  // of the halves of a group
+  for (int i = 0; i < kGroup; ++i) {
+    const Floats error = (grid.level(x[i]) - grid.zero) * grid.scale - x[i];
+    sums[i / kHalf] = sums[i / kHalf] + error * error;
+  }
+  return sums[0] + sums[1];
+}
+
+// The first grid of least error as PyTorch finds it, for the channels in `among`: a mask for each grid.
+void find_exactly(const Floats* x, Floats low, Floats range, const Ints* among, Grid& best) {
   Floats least = kInfinity;
-  for (const float span : kSpans) {
-    const Grid grid = Grid::over(low, range, span);
-    Floats sums[2] = {0.0f, 0.0f};  // of the halves of a group
-    for (int i = 0; i < kGroup; ++i) {
-      const Floats error = (grid.level(x[i]) - grid.zero) * grid.scale - x[i];
-      sums[i / kHalf] = sums[i / kHalf] + error * error;
-    }
-    const Floats error = sums[0] + sums[1];
-    const Ints better = error < least;
-    if (span == kSpans[0] && lanes_of(better) != kAll) return false;
+  for (int n = 0; n < kNumSpans; ++n) {
+    if (lanes_of(among[n]) == 0) continue;
+    const Grid grid = Grid::over(low, range, kSpans[n]);
+    const Floats error = exact_error(x, grid);
+    const Ints better = among[n] & (error < least);
     least = select(better, error, least);
     best.choose(better, grid);
   }
-  return true;
 }
 
 // The sum of the squares of a group's errors in units of the scale, nearly. Of levels, only those can be out of range that
@@ -187,10 +191,11 @@ template <bool kAbove, bool kBelow>
   return even + odd;
 }
 
-// The same grid, four times as fast: errors are computed with fewer roundings, and only if two are too near to each other
-// as PyTorch does. `place` above is at most 32, so its two roundings, and the two of PyTorch's, err by less than 2^-18, and
-// an element's error differs from PyTorch's by less than d = 2^-16, also if the level differs. So the sum s of squares
-// differs by less than d (8 + 4 s), since the sum of 32 absolute values is at most 4 + 2 s, and by roundings of the sums.
+// The same grid for all channels, several times as fast: errors are computed with fewer roundings, and as PyTorch does only
+// those of a channel that are too near to its least one. `place` above is at most 32, so its two roundings, and the two of
+// PyTorch's, err by less than 2^-18, and an element's error differs from PyTorch's by less than d = 2^-16, also if the
+// level differs. So the sum s of squares differs by less than d (8 + 4 s), since the sum of 32 absolute values is at most
+// 4 + 2 s, and by roundings of the sums. False if a number is not finite, or an error too large.
 bool find_grid(const Floats* x, Grid& best) {
   constexpr float kEach = 9 * 0x1p-16f, kOfSum = 5 * 0x1p-16f;
   Floats low = 0.0f, high = 0.0f;
@@ -200,24 +205,41 @@ bool find_grid(const Floats* x, Grid& best) {
   }
   const Floats range = high - low;
   const bool normal = lanes_of(range > kMinRange) == kAll;
-  if (lanes_of(range < kMaxRange) != kAll) return find_exactly(x, low, range, best);
-  Floats least = kInfinity, at_least = kInfinity, at_most = kInfinity;  // the least error, and what PyTorch may find there
-  Floats others = kInfinity;                                            // the least that PyTorch may find for other grids
-  for (int n = 0; n < kNumSpans; ++n) {
-    const Grid grid = Grid::over(low, range, kSpans[n]);
-    const Floats inverse = Floats(1.0f) / grid.scale;
-    const Floats sum = !normal || n >= kBelow ? squares<true, true>(x, inverse, grid.zero)
-                       : n >= kAbove          ? squares<true, false>(x, inverse, grid.zero)
-                                              : squares<false, false>(x, inverse, grid.zero);
-    const Floats square = grid.scale * grid.scale, error = sum * square, margin = fma(error, Floats(kOfSum), square * kEach);
-    const Ints better = error < least;
-    others = smaller(select(better, at_least, error - margin), others);
-    at_least = select(better, error - margin, at_least);
-    at_most = select(better, error + margin, at_most);
-    least = select(better, error, least);
-    best.choose(better, grid);
+  Floats least = kInfinity, at_most = kInfinity;  // the least error, and the most that PyTorch may find for it
+  Floats at_least[kNumSpans];                     // the least that PyTorch may find for each grid
+  if (lanes_of(range < kMaxRange) == kAll) {
+    for (int n = 0; n < kNumSpans; ++n) {
+      const Grid grid = Grid::over(low, range, kSpans[n]);
+      const Floats inverse = Floats(1.0f) / grid.scale;
+      const Floats sum = !normal || n >= kBelow ? squares<true, true>(x, inverse, grid.zero)
+                         : n >= kAbove          ? squares<true, false>(x, inverse, grid.zero)
+                                                : squares<false, false>(x, inverse, grid.zero);
+      const Floats square = grid.scale * grid.scale, error = sum * square;
+      const Floats margin = fma(error, Floats(kOfSum), square * kEach);
+      const Ints better = error < least;
+      at_least[n] = error - margin;
+      at_most = smaller(error + margin, at_most);
+      least = select(better, error, least);
+      best.choose(better, grid);
+    }
   }
-  return lanes_of(at_most < others) == kAll || find_exactly(x, low, range, best);
+  Ints among[kNumSpans];  // channels for which a grid may be the best
+  if (lanes_of(at_most < kInfinity) != kAll) {  // a number is not finite, or near the limit of float32
+    if (lanes_of(exact_error(x, Grid::over(low, range, kSpans[0])) < kInfinity) != kAll) return false;
+    std::fill(among, among + kNumSpans, Ints(-1));
+    find_exactly(x, low, range, among, best);
+    return true;
+  }
+  Ints count = 0;
+  for (int n = 0; n < kNumSpans; ++n) {
+    among[n] = at_least[n] <= at_most;
+    count = count - among[n];
+  }
+  const Ints unclear = count > Ints(1);
+  if (lanes_of(unclear) == 0) return true;
+  for (Ints& one : among) one = one & unclear;
+  find_exactly(x, low, range, among, best);
+  return true;
 }
 
 bool quantize_int4(const BlockRows& rows, int64_t block, int64_t end, const Product& to) {
