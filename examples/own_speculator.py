@@ -28,6 +28,6 @@ class Echo(Speculator):
 # Without lookups, which would propose the same tokens. "red green blue, " has four. A fixed size shows the
 # guesses of every step; by default the engine leaves out guesses that save no time on this machine.
 llm = LLM("smollm2-135m", speculators=[Echo(period=4)], lookup=False, tree_size="fixed", max_nodes=8)
-prompt = "red green blue, red green blue, red green blue, red green blue, red"
+prompt = "red green blue, " * 8 + "red"
 [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=48))
 print(output.text, output.figures.accepted_by, f"{output.figures.tokens_per_step:.2f} tokens per step")
