@@ -32,9 +32,6 @@ recipe() {
         # All three must be of one release, since each loads libraries of the others by version.
         pip install openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 openvino-genai==2026.4.1.0
         ;;
-   )
-        pip install torch==2.13.0 transformers==5.24.0==4.0.0
-        ;;
     *)
         echo "no engine is named $1; allowed: transformers llama_cpp vllm openvino" >&2
         return 2

@@ -1,4 +1,4 @@
-"""The targets of the Makefile run each test once, and the eight smokes are tests that exist."""
+"""The targets of the Makefile run each test once, the eight smokes exist, and shell scripts are parsed."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def test_smokes_exist_and_only_make_test_runs_them() -> None:
     for marks, expected in ((quick, set(tests)), (f"not ({quick})", set())):
         ran = subprocess.run([*collect, marks, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert {line for line in ran.stdout.splitlines() if line.startswith("tests/")} == expected, ran.stdout
+
+
+def test_shell_scripts_are_parsed() -> None:
+    scripts = [script for folder in ("benchmarks", "deploy") for script in (ROOT / folder).glob("**/*.sh")]
+    assert scripts
+    for script in scripts:
+        parsed = subprocess.run(["sh", "-n", script], capture_output=True, text=True)
+        assert parsed.returncode == 0, parsed.stderr
