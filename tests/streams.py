@@ -11,8 +11,7 @@ from pathlib import Path
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.disk import PAGE, DiskRate
-from specinfer.models.stream import LayerStream
-from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.stream import LayerStream, StreamRecord
 
 
 class ScriptedSource:

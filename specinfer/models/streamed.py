@@ -34,8 +34,7 @@ from specinfer.models.expert_stream import ExpertStream
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable, TableOnDisk
-from specinfer.models.stream import LayerStream
-from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.stream import LayerStream, StreamRecord
 from specinfer.models.weight_memory import Weights, product_over
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress

@@ -15,8 +15,7 @@ from specinfer.kernels.layout import Int4Weight, Int8Weight
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.open_model import open_model
 from specinfer.models.prepared import PreparedFile
-from specinfer.models.stream import LayerStream
-from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.stream import LayerStream, StreamRecord
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import prepare
 from tests.kernels import kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -17,8 +16,7 @@ from benchmarks.machines.memory_group import NoGroupError, memory_group
 from specinfer.errors import ClosedError, IntegrityError, ModelFileError
 from specinfer.kernels.disk import PAGE, StreamSource
 from specinfer.models import stream as module
-from specinfer.models.stream import LayerStream
-from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.stream import LayerStream, StreamRecord
 from tests.streams import ScriptedSource, bytes_of, disk, pages, pass_over, readers, source_of, taken, until
 
 
@@ -96,41 +94,12 @@ def test_an_interrupt_ends_a_wait_at_once_and_the_next_pass_is_right() -> None:
                 assert taken(stream, number, record) == bytes_of(source, record)
 
 
-def test_interrupts_anywhere_in_a_take_leave_a_sound_stream() -> None:
-    records = pages(2, 1, 2)
-    source = source_of(records)
-    interrupts = rounds = 0
-    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
-
-        def interrupt(number: int, frame: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGALRM, interrupt)
-        chance = random.Random(3)
-        try:
-            while interrupts < 150:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
-                    while True:
-                        for number in range(3):
-                            stream.take(number)
-                        rounds += 1
-                except KeyboardInterrupt:
-                    interrupts += 1
-                for number, record in enumerate(records):
-                    assert taken(stream, number, record) == bytes_of(source, record)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-    assert rounds > 0
-
-
 def test_a_child_by_fork_is_refused_and_ends_cleanly() -> None:
     records = pages(1, 1)
     source = source_of(records)
     with LayerStream(source, records, buffers=2, disk=disk()) as stream:
         stream.take(0)
-        with stream._shared._lock:  # as any thread may hold it when a process forks
+        with stream._readers._news:  # as any thread may hold it when a process forks
             child = os.fork()
             if child == 0:
                 status = 1
@@ -145,14 +114,11 @@ def test_a_child_by_fork_is_refused_and_ends_cleanly() -> None:
         assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
 
 
-@pytest.mark.parametrize(
-    ("offset", "length"), [(1, PAGE), (0, PAGE + 1), (0, 0)], ids=["place", "length", "nothing"]
-)
-def test_records_that_are_no_whole_pages_are_a_bug(offset: int, length: int) -> None:
-    with pytest.raises(IntegrityError, match="whole pages"):
-        LayerStream(
-            ScriptedSource(bytes(PAGE)), [StreamRecord(offset, length, None, "layer")], buffers=2, disk=disk()
-        )
+def test_records_that_are_no_whole_pages_are_a_bug() -> None:
+    for offset, length in ((1, PAGE), (0, PAGE + 1), (0, 0)):
+        records = [StreamRecord(offset, length, None, "layer")]
+        with pytest.raises(IntegrityError, match="whole pages"):
+            LayerStream(ScriptedSource(bytes(PAGE)), records, buffers=2, disk=disk())
 
 
 @pytest.mark.parametrize("folder", [None, "/dev/shm"], ids=["disk", "memory"])
@@ -182,8 +148,7 @@ from pathlib import Path
 if sys.argv[2] == "buffered":
     del os.O_DIRECT
 from specinfer.kernels.disk import DiskRate, StreamSource
-from specinfer.models.stream import LayerStream
-from specinfer.models.stream_buffers import StreamRecord
+from specinfer.models.stream import LayerStream, StreamRecord
 source = StreamSource(Path(sys.argv[1]))
 records = [StreamRecord(n << 23, 1 << 23, None, "layer") for n in range(source.size >> 23)]
 with LayerStream(source, records, buffers=2, disk=DiskRate(2, 1 << 20, 1e9, source.direct)) as stream:
