@@ -7,14 +7,14 @@ is rejected with a ModelError; no setting is ignored silently.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import MAX_LAYERS, Fields, all_ids, count, integer, number
-from specinfer.models.positions import Rope, longest_text
+from specinfer.models.positions import Rope, longest_text, rope_from_hf
 from specinfer.models.sources import Names
 
 # Class names of transformers for written configs.
@@ -60,16 +60,28 @@ class ConfigKeys:
     norm_eps: str = "rms_norm_eps"
     context: str = "max_position_embeddings"
     activation: str = "hidden_act"
+    qkv_bias: str = ""  # "": no bias
+    o_bias: str = ""
+    mlp_bias: str = ""
+
+
+USUAL: Final = ConfigKeys()
+BIASED: Final = ConfigKeys(qkv_bias="attention_bias", o_bias="attention_bias")
+ALL_BIASED: Final = replace(BIASED, mlp_bias="mlp_bias")
+
+
+def rotary_from_hf(family: Family, c: Fields, ids: Sequence[Fields], keys: ConfigKeys = USUAL) -> ModelConfig:
+    """`decoder_from_hf` for a model with one rotary embedding."""
+    return decoder_from_hf(family, c, ids, keys, rope=rope_from_hf(c, head_dim(c)))
 
 
 def decoder_from_hf(
-    family: Family, c: Fields, ids: Sequence[Fields], *, rope: Rope | None, keys: ConfigKeys | None = None
+    family: Family, c: Fields, ids: Sequence[Fields], keys: ConfigKeys = USUAL, *, rope: Rope | None
 ) -> ModelConfig:
     """The config of a Llama-like model; a family replaces the fields that differ.
 
     `c` includes transformers' defaults. Raises ModelError for anything unsupported.
     """
-    keys = keys or ConfigKeys()
     hidden, heads = count(c, keys.hidden), count(c, keys.heads)
     layers = integer(c, keys.layers, limit=MAX_LAYERS)
     size = head_dim(c, keys)
@@ -87,6 +99,9 @@ def decoder_from_hf(
         rope=rope,
         layer_windows=(None,) * layers,
         tie_embeddings=bool(c["tie_word_embeddings"]),
+        qkv_bias=bool(c.get(keys.qkv_bias, False)),
+        o_bias=bool(c.get(keys.o_bias, False)),
+        mlp_bias=bool(c.get(keys.mlp_bias, False)),
         activation=activation(c.get(keys.activation, "silu")),
         attention_scale=size**-0.5,
         max_context=longest_text(rope, integer(c, keys.context)),
@@ -94,9 +109,8 @@ def decoder_from_hf(
     )
 
 
-def head_dim(c: Fields, keys: ConfigKeys | None = None) -> int:
+def head_dim(c: Fields, keys: ConfigKeys = USUAL) -> int:
     """The size of a head."""
-    keys = keys or ConfigKeys()
     return count(c, "head_dim", count(c, keys.hidden) // count(c, keys.heads))
 
 

@@ -1,4 +1,8 @@
-"""Cohere's Command models: parallel attention and MLP after one LayerNorm, rope of adjacent elements."""
+"""Models with rope of adjacent elements: Cohere's Command models, and GLM-4.
+
+Cohere's have parallel attention and MLP after one LayerNorm. GLM-4 rotates half of each head, and has a fused
+MLP and, from the 0414 models on, four norms.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.models.config import Family, ModelConfig, Norm
+from specinfer.models.config import Family, ModelConfig, Norm, NormPlace
 from specinfer.models.fields import Fields, count, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.gguf_config import BOTH_SIDES, INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import (
+    BIASED,
     ConfigKeys,
     HfFamily,
-    decoder_from_hf,
-    head_dim,
     refuse,
+    rotary_from_hf,
     window_of,
     windows,
 )
-from specinfer.models.positions import rope_from_hf
-from specinfer.models.sources import Names
+from specinfer.models.sources import GATE_UP, QKV, Names
 
 _COHERE: Final[Fields] = {
     "layer_norm_eps": 1e-5,
@@ -35,26 +38,33 @@ _COHERE_2: Final[Fields] = {
     "sliding_window": 4096,
     "sliding_window_pattern": 4,
 }
-_KEYS: Final = ConfigKeys(norm_eps="layer_norm_eps")
+_GLM: Final[Fields] = {
+    "rms_norm_eps": 1.5625e-07,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
+_GLM_ENDS: Final = (151329, 151336, 151338)  # end-of-text ids if config.json has none
+_FUSED: Final = {"mlp.gate_up_proj": GATE_UP}
+_FUSED_GGUF: Final = {"attn_qkv": QKV, "ffn_up": GATE_UP}
+_KEYS: Final = replace(BIASED, norm_eps="layer_norm_eps")
 
 
 def _cohere(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_COHERE, **c}
     refuse(c, "use_qk_norm")
-    return _side_by_side(_shared(Family.COHERE, c, ids), positive(c, "logit_scale"))
+    return _side_by_side(rotary_from_hf(Family.COHERE, c, ids, _KEYS), positive(c, "logit_scale"))
 
 
 def _cohere_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_COHERE_2, **c}
     pattern = count(c, "sliding_window_pattern")
     found = windows(c, window_of(c), lambda layer: (layer + 1) % pattern != 0)
-    return _windowed(_side_by_side(_shared(Family.COHERE2, c, ids), positive(c, "logit_scale")), found)
-
-
-def _shared(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    bias = bool(c.get("attention_bias", False))
-    shared = decoder_from_hf(family, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=_KEYS)
-    return replace(shared, qkv_bias=bias, o_bias=bias)
+    shared = rotary_from_hf(Family.COHERE2, c, ids, _KEYS)
+    return _windowed(_side_by_side(shared, positive(c, "logit_scale")), found)
 
 
 def _side_by_side(shared: ModelConfig, logit_scale: float) -> ModelConfig:
@@ -81,11 +91,45 @@ def _cohere_2_from_gguf(head: GgufHead) -> ModelConfig:
     )
 
 
+def _glm(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    shared = rotary_from_hf(family, {**_GLM, **c}, ids, ConfigKeys(qkv_bias="attention_bias"))
+    return replace(shared, eos_ids=shared.eos_ids or _GLM_ENDS)
+
+
+def _glm4(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    return replace(_glm(Family.GLM4, c, ids), norm_place=NormPlace.BOTH)
+
+
+def _glm4_from_gguf(head: GgufHead) -> ModelConfig:
+    return replace(decoder_from_gguf(Family.GLM4, head), norm_place=NormPlace.BOTH)
+
+
 HF: Final = (
     HfFamily(("cohere",), _cohere, Names(neighbours=True)),
     HfFamily(("cohere2",), _cohere_2, Names(neighbours=True)),
+    HfFamily(("glm",), lambda c, ids: _glm(Family.GLM, c, ids), Names(inside=_FUSED, neighbours=True)),
+    HfFamily(
+        ("glm4",),
+        _glm4,
+        Names(
+            inside={
+                **_FUSED,
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_attention_layernorm": "pre_feedforward_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+            neighbours=True,
+        ),
+    ),
 )
 GGUF: Final = (
     GgufFamily("command-r", lambda head: _from_gguf(Family.COHERE, head), INSIDE, neighbours=True),
     GgufFamily("cohere2", _cohere_2_from_gguf, INSIDE, neighbours=True),
+    GgufFamily(
+        "chatglm",
+        lambda head: decoder_from_gguf(Family.GLM, head),
+        {**INSIDE, **_FUSED_GGUF},
+        neighbours=True,
+    ),
+    GgufFamily("glm4", _glm4_from_gguf, {**BOTH_SIDES, **_FUSED_GGUF}, neighbours=True),
 )

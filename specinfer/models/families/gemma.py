@@ -12,15 +12,16 @@ from specinfer.models.fields import Fields, count, optional_positive, positive
 from specinfer.models.gguf_config import BOTH_SIDES, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import (
-    ConfigKeys,
+    BIASED,
     HfFamily,
     decoder_from_hf,
     head_dim,
     refuse,
+    rotary_from_hf,
     window_of,
     windows,
 )
-from specinfer.models.positions import Rope, rope_from_hf, ropes_by_layer_type
+from specinfer.models.positions import Rope, ropes_by_layer_type
 
 # Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
 _GEMMA_3: Final[Fields] = {
@@ -59,7 +60,7 @@ _GEMMA: Final[Fields] = {
     "max_position_embeddings": 8192,
     "hidden_act": "gelu_pytorch_tanh",
 }
-_KEYS: Final = ConfigKeys(activation="hidden_activation")
+_KEYS: Final = replace(BIASED, activation="hidden_activation")
 
 
 def _gemma(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -67,15 +68,8 @@ def _gemma(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     if c.get("hidden_act") == "gelu":  # the first files say gelu, and mean the approximation
         c = {**c, "hidden_act": "gelu_pytorch_tanh"}
     refuse(c, "use_bidirectional_attention")
-    shared = decoder_from_hf(Family.GEMMA, c, ids, rope=rope_from_hf(c, head_dim(c)))
-    bias = bool(c.get("attention_bias", False))
-    return replace(
-        shared,
-        qkv_bias=bias,
-        o_bias=bias,
-        embedding_scale=shared.hidden_size**0.5,
-        norm_weight_offset=1.0,
-    )
+    shared = rotary_from_hf(Family.GEMMA, c, ids, BIASED)
+    return replace(shared, embedding_scale=shared.hidden_size**0.5, norm_weight_offset=1.0)
 
 
 def _gemma_from_gguf(head: GgufHead) -> ModelConfig:
@@ -86,13 +80,10 @@ def _gemma_from_gguf(head: GgufHead) -> ModelConfig:
 def _gemma2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_GEMMA_2, **c}
     refuse(c, "use_bidirectional_attention")
-    shared = decoder_from_hf(Family.GEMMA2, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=_KEYS)
-    bias = bool(c.get("attention_bias", False))
+    shared = rotary_from_hf(Family.GEMMA2, c, ids, _KEYS)
     return replace(
         shared,
         layer_windows=windows(c, window_of(c), lambda layer: layer % 2 == 0),
-        qkv_bias=bias,
-        o_bias=bias,
         embedding_scale=shared.hidden_size**0.5,
         norm_weight_offset=1.0,
         norm_place=NormPlace.BOTH,
@@ -128,15 +119,12 @@ def _gemma3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         theta=positive(c, "rope_theta", 1e4),
         local_theta=positive(c, "rope_local_base_freq", 1e4),
     )
-    shared = decoder_from_hf(Family.GEMMA3, c, ids, rope=rope, keys=_KEYS)
+    shared = decoder_from_hf(Family.GEMMA3, c, ids, _KEYS, rope=rope)
     pattern = count(c, "sliding_window_pattern")
-    bias = bool(c.get("attention_bias", False))
     return replace(
         shared,
         local_rope=local_rope,
         layer_windows=windows(c, window_of(c), lambda layer: (layer + 1) % pattern != 0),
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=QkNorm.HEAD,
         embedding_scale=shared.hidden_size**0.5,
         norm_weight_offset=1.0,

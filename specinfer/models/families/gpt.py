@@ -1,4 +1,7 @@
-"""GPT-2, GPTBigCode (StarCoder, with one key-value head for all query heads), and StarCoder 2 with rope."""
+"""Models with LayerNorms, biases and a plain MLP, most with learned positions.
+
+GPT-2, GPTBigCode (StarCoder, with one key-value head for all query heads), StarCoder 2 with rope, and OPT.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.models.config import Activation, Family, ModelConfig, Norm
-from specinfer.models.fields import Fields, count
+from specinfer.errors import ModelError
+from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace
+from specinfer.models.fields import Fields, count, integer
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
-from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf, head_dim, refuse, window_of
-from specinfer.models.positions import rope_from_hf
+from specinfer.models.hf_config import (
+    ConfigKeys,
+    HfFamily,
+    decoder_from_hf,
+    refuse,
+    rotary_from_hf,
+    window_of,
+)
 from specinfer.models.sources import QKV, Inside, Names
 
 _GPT_2: Final[Fields] = {
@@ -38,6 +48,13 @@ _GPT_KEYS: Final = ConfigKeys(
     context="n_positions",
     activation="activation_function",
 )
+_OPT: Final[Fields] = {
+    "layer_norm_eps": 1e-5,  # torch.nn.LayerNorm's default; OPT's config has no field for it
+    "activation_function": "relu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+_OPT_KEYS: Final = ConfigKeys(inner="ffn_dim", norm_eps="layer_norm_eps", activation="activation_function")
 
 
 def _gpt_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -56,7 +73,7 @@ def _learned(family: Family, c: Fields, ids: Sequence[Fields], *, kv_heads: int)
     refuse(c, "add_cross_attention")
     if c.get("n_inner") is None:
         c = {**c, "n_inner": 4 * count(c, "n_embd")}
-    shared = decoder_from_hf(family, {**c, "num_key_value_heads": kv_heads}, ids, rope=None, keys=_GPT_KEYS)
+    shared = decoder_from_hf(family, {**c, "num_key_value_heads": kv_heads}, ids, _GPT_KEYS, rope=None)
     scale = shared.attention_scale if c["scale_attn_weights"] else 1.0
     return _biased(replace(shared, learned_positions=True, attention_scale=scale))
 
@@ -64,7 +81,7 @@ def _learned(family: Family, c: Fields, ids: Sequence[Fields], *, kv_heads: int)
 def _starcoder_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_STARCODER_2, **c}
     keys = ConfigKeys(norm_eps="norm_epsilon")
-    shared = decoder_from_hf(Family.STARCODER2, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=keys)
+    shared = rotary_from_hf(Family.STARCODER2, c, ids, keys)
     windowed = replace(shared, layer_windows=(window_of(c),) * shared.num_layers)
     return _biased(windowed, bias=bool(c["use_bias"]))
 
@@ -92,6 +109,25 @@ def _learned_from_gguf(family: Family, head: GgufHead) -> ModelConfig:
     return replace(shared, learned_positions=True, gated_mlp=False, activation=Activation.GELU_TANH)
 
 
+def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_OPT, **c}
+    if not c.get("layer_norm_elementwise_affine", True):
+        raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
+    hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    norm_first = bool(c.get("do_layer_norm_before", True))
+    shared = decoder_from_hf(Family.OPT, c, ids, _OPT_KEYS, rope=None)
+    return replace(
+        _biased(shared, bias=bool(c.get("enable_bias", True))),
+        embedding_size=integer(c, "word_embed_proj_dim", hidden),
+        learned_positions=True,
+        position_offset=2,  # fairseq reserved two rows for padding
+        norm_place=NormPlace.BEFORE if norm_first else NormPlace.AFTER_SUM,
+        final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
+    )
+
+
 _OUTSIDE: Final = {
     "transformer.wte": "model.embed_tokens",
     "transformer.wpe": "model.embed_positions",
@@ -107,6 +143,23 @@ _INSIDE: Final[Inside] = {
 }
 _MATRICES: Final = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 _TABLE: Final = "transformer.wte.weight"
+_OPT_NAMES: Final = Names(
+    layers="model.decoder.layers.",
+    outside={
+        "model.decoder.embed_tokens": "model.embed_tokens",
+        "model.decoder.embed_positions": "model.embed_positions",
+        "model.decoder.project_in": "model.project_in",
+        "model.decoder.project_out": "model.project_out",
+        "model.decoder.final_layer_norm": "model.norm",
+    },
+    inside={
+        "self_attn_layer_norm": "input_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "final_layer_norm": "post_attention_layernorm",
+        "fc1": "mlp.up_proj",
+        "fc2": "mlp.down_proj",
+    },
+)
 HF: Final = (
     HfFamily(("gpt2",), _gpt_2, Names("transformer.h.", _OUTSIDE, _INSIDE, transposed=_MATRICES), _TABLE),
     HfFamily(
@@ -117,6 +170,7 @@ HF: Final = (
         _starcoder_2,
         Names(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     ),
+    HfFamily(("opt",), _opt, _OPT_NAMES, "model.decoder.embed_tokens.weight"),
 )
 _STACKED: Final[Inside] = {**INSIDE, "attn_qkv": QKV}
 GGUF: Final = (

@@ -14,8 +14,7 @@ from specinfer.models.config import Activation, Experts, Family, ModelConfig, Qk
 from specinfer.models.fields import Fields, boolean, count, integer, number, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
-from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
-from specinfer.models.positions import rope_from_hf
+from specinfer.models.hf_config import BIASED, HfFamily, refuse, rotary_from_hf, window_of, windows
 from specinfer.models.sources import Names
 
 # Defaults of transformers.
@@ -89,9 +88,7 @@ def _mixture(config: ModelConfig, experts: Experts) -> ModelConfig:
 
 def _shared(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     refuse(c, "attn_logit_softcapping", "use_bidirectional_attention")
-    bias = bool(c.get("attention_bias", False))
-    made = decoder_from_hf(family, c, ids, rope=rope_from_hf(c, head_dim(c)))
-    return replace(made, qkv_bias=bias, o_bias=bias)
+    return rotary_from_hf(family, c, ids, BIASED)
 
 
 def _mixtral(c: Fields, ids: Sequence[Fields]) -> ModelConfig:

@@ -9,8 +9,7 @@ from typing import Final
 from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
-from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf, head_dim, refuse
-from specinfer.models.positions import rope_from_hf
+from specinfer.models.hf_config import BIASED, HfFamily, refuse, rotary_from_hf
 from specinfer.models.sources import QKV, Names
 
 _NEOX: Final[Fields] = {
@@ -30,20 +29,17 @@ _STABLELM: Final[Fields] = {
     "tie_word_embeddings": False,
     "partial_rotary_factor": 0.25,
 }
-_KEYS: Final = ConfigKeys(norm_eps="layer_norm_eps")
+_KEYS: Final = replace(BIASED, norm_eps="layer_norm_eps")
 
 
 def _neox(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_NEOX, **c}
     c = {"rope_theta": c["rotary_emb_base"], "partial_rotary_factor": c["rotary_pct"], **c}
-    bias = bool(c["attention_bias"])
     return replace(
-        decoder_from_hf(Family.NEOX, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=_KEYS),
+        rotary_from_hf(Family.NEOX, c, ids, _KEYS),
         norm=Norm.LAYER,
         norm_bias=True,
         gated_mlp=False,
-        qkv_bias=bias,
-        o_bias=bias,
         mlp_bias=True,
         parallel_block=bool(c["use_parallel_residual"]),
     )
@@ -54,10 +50,9 @@ def _stablelm(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     refuse(c, "qk_layernorm")
     parallel = bool(c.get("use_parallel_residual", False))
     return replace(
-        decoder_from_hf(Family.STABLELM, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=_KEYS),
+        rotary_from_hf(Family.STABLELM, c, ids, replace(_KEYS, qkv_bias="use_qkv_bias", o_bias="")),
         norm=Norm.LAYER,
         norm_bias=True,
-        qkv_bias=bool(c.get("use_qkv_bias", False)),
         parallel_block=parallel,
         shared_norm=parallel,
     )

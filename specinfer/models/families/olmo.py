@@ -9,9 +9,9 @@ from typing import Final
 from specinfer.models.config import Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.fields import Fields, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf, window_of
-from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, windows
+from specinfer.models.hf_config import BIASED, HfFamily, decoder_from_hf, head_dim, rotary_from_hf, windows
 from specinfer.models.hf_config import window_of as hf_window
-from specinfer.models.positions import rope_from_hf, ropes_by_layer_type
+from specinfer.models.positions import ropes_by_layer_type
 from specinfer.models.sources import Names
 
 _DEFAULTS: Final[Fields] = {
@@ -25,21 +25,12 @@ _WINDOW_EVERY: Final = 4  # the last of four layers has no window
 
 def _olmo(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_DEFAULTS, **c, "rms_norm_eps": 1e-5}  # no key holds it
-    bias = bool(c.get("attention_bias", False))
-    return replace(
-        decoder_from_hf(Family.OLMO, c, ids, rope=rope_from_hf(c, head_dim(c))),
-        qkv_bias=bias,
-        o_bias=bias,
-        qkv_clip=optional_positive(c, "clip_qkv"),
-        norm=Norm.LAYER,
-    )
+    shared = rotary_from_hf(Family.OLMO, c, ids, BIASED)
+    return replace(shared, qkv_clip=optional_positive(c, "clip_qkv"), norm=Norm.LAYER)
 
 
 def _olmo_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_DEFAULTS, **c}
-    shared = decoder_from_hf(Family.OLMO2, c, ids, rope=rope_from_hf(c, head_dim(c)))
-    bias = bool(c.get("attention_bias", False))
-    return _behind(replace(shared, qkv_bias=bias, o_bias=bias))
+    return _behind(rotary_from_hf(Family.OLMO2, {**_DEFAULTS, **c}, ids, BIASED))
 
 
 def _olmo_3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -47,11 +38,8 @@ def _olmo_3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_OLMO_3, **c}
     theta = positive(c, "rope_theta")
     rope, local_rope = ropes_by_layer_type(c, head_dim(c), theta=theta, local_theta=theta)
-    bias = bool(c.get("attention_bias", False))
     return replace(
-        _behind(decoder_from_hf(Family.OLMO3, c, ids, rope=rope)),
-        qkv_bias=bias,
-        o_bias=bias,
+        _behind(decoder_from_hf(Family.OLMO3, c, ids, BIASED, rope=rope)),
         local_rope=None if local_rope == rope else local_rope,
         layer_windows=windows(c, hf_window(c), lambda layer: (layer + 1) % _WINDOW_EVERY != 0),
     )

@@ -17,15 +17,11 @@ from specinfer.models.families import (
     cohere,
     falcon,
     gemma,
-    glm,
     gpt,
     llama,
-    llama_like,
     mixtures,
-    mpt,
     neox,
     olmo,
-    opt,
 )
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
@@ -78,18 +74,16 @@ def _name(kind: object) -> str:
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for family in (
-        *(*llama.HF, *gemma.HF, *olmo.HF, *glm.HF, *cohere.HF),
-        *mixtures.HF,
-        *(*llama_like.HF, *gpt.HF, *falcon.HF, *mpt.HF, *neox.HF, *opt.HF),
+        *(*llama.HF, *gemma.HF, *olmo.HF, *cohere.HF),
+        *(*mixtures.HF, *gpt.HF, *falcon.HF, *neox.HF),
     )
     for kind in family.model_types
 }
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
     for family in (
-        *(*llama.GGUF, *gemma.GGUF, *olmo.GGUF, *glm.GGUF, *cohere.GGUF),
-        *mixtures.GGUF,
-        *(*llama_like.GGUF, *gpt.GGUF, *falcon.GGUF, *mpt.GGUF, *neox.GGUF),
+        *(*llama.GGUF, *gemma.GGUF, *olmo.GGUF, *cohere.GGUF),
+        *(*mixtures.GGUF, *gpt.GGUF, *falcon.GGUF, *neox.GGUF),
     )
 }
 
