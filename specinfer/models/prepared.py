@@ -41,7 +41,6 @@ from specinfer.files import NewFile, cache_dir, locked, read_by_pieces
 from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
-from specinfer.models.checksums import joined_crc32, start_crc32
 
 _VERSION: Final = 4  # version of the numbers and their layout; files of other versions are made again
 _PAGE: Final = 4096  # alignment of records, for readers that bypass the page cache
@@ -236,9 +235,10 @@ class NewPreparedFile:
                 self._record, self._start, self._crc = record, self._end, 0
             for field, tensor in zip(weight._fields, weight, strict=True):
                 self._pad(_LINE)
-                own, data = f"{name}.{field}", _bytes(tensor)
-                crc = self._append(own, _NAMES[tensor.dtype], tensor.shape, data)
-                self._checksums[own] = joined_crc32(_checksum_of_kind(own, tensor), crc, len(data))
+                own = f"{name}.{field}"
+                checksum = self._threads.submit(_checksum, own, tensor)
+                self._append(own, _NAMES[tensor.dtype], tensor.shape, _bytes(tensor))
+                self._checksums[own] = checksum.result()
         except OSError as error:
             self._give_up(error)
         if isinstance(weight, Int4Weight):
@@ -293,20 +293,18 @@ class NewPreparedFile:
         if missing := -self._end % to:
             self._append(f"padding.{len(self._entries)}", "U8", (missing,), memoryview(bytes(missing)))
 
-    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> int:
-        """Append a tensor to the file; returns the checksum of its bytes."""
+    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+        """Append a tensor to the file."""
         assert self._file is not None
-        checksum = start_crc32(data, self._threads)
+        checksum = self._threads.submit(zlib.crc32, data, self._crc)
         self._file.write(data)
-        crc = checksum()
+        self._crc = checksum.result()
         begin, self._end = self._end, self._end + len(data)
-        self._crc = joined_crc32(self._crc, crc, len(data))
         self._entries[name] = {
             "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [begin - self._header_bytes, self._end - self._header_bytes],
         }
-        return crc
 
     def _give_up(self, error: OSError) -> None:
         self.__exit__(None, None, None)
@@ -385,8 +383,5 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _checksum(name: str, tensor: Tensor) -> int:
     """A checksum of a tensor's name, dtype, shape and bytes."""
-    return zlib.crc32(_bytes(tensor), _checksum_of_kind(name, tensor))
-
-
-def _checksum_of_kind(name: str, tensor: Tensor) -> int:
-    return zlib.crc32(f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}".encode())
+    kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
+    return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))

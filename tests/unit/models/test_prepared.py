@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ from specinfer.kernels.layout import (
     quantize_int4,
     quantize_int8,
 )
-from specinfer.models.checksums import joined_crc32, start_crc32
 from specinfer.models.prepared import NewPreparedFile, PreparedFile, identity, prepare_once, prepared_path
 from tests.tiny_models import write_tiny_llama
 
@@ -302,32 +298,6 @@ def test_what_killed_processes_left_is_removed_by_who_has_the_lock(path: Path) -
     assert other.exists()
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        """A disk with space only for the header."""
-
-        def __init__(self, number: int) -> None:
-            self._number = number
-
-        def seek(self, position: int) -> int:
-            return position
-
-        def write(self, data: memoryview) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            os.close(self._number)
-
-    monkeypatch.setattr("specinfer.files.os.fdopen", lambda number, mode, buffering: Full(number))
-    failed = Failed()
-    with new(tmp_path / "kept.safetensors", failed) as making:
-        for name, weight in contents():
-            making.write(name, weight)
-        making.finish()
-    assert list(tmp_path.iterdir()) == []
-    assert failed.errors == ["[Errno 28] No space left on device"]
-
-
 def test_the_disk_is_asked_for_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, 3_000_000_000))
     failed = Failed()
@@ -340,30 +310,3 @@ def test_the_disk_is_asked_for_room_first(tmp_path: Path, monkeypatch: pytest.Mo
         making.write(*contents()[0])
         making.finish()
     opened(tmp_path / "kept.safetensors")
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    failed = Failed()
-    with prepare_once(tmp_path / "taken" / "kept.safetensors", MADE_FROM, NAMES, 0, failed) as making:
-        assert isinstance(making, NewPreparedFile)
-        making.write(*contents()[0])
-        making.finish()
-    assert len(failed.errors) == 1
-    assert (tmp_path / "taken").read_text() == "a file"
-
-
-def test_headers_are_small(path: Path) -> None:
-    """80 layers of four matrices fit the room for the header many times over."""
-    header = json.loads(path.read_bytes()[8:START])
-    assert len(json.dumps(header)) / 5 * (80 * 4) < START / 4
-
-
-def test_checksums_of_parts_are_those_of_the_whole() -> None:
-    data = memoryview(random(50_001).numpy().tobytes())
-    with ThreadPoolExecutor(2) as threads:
-        assert start_crc32(data, threads)() == zlib.crc32(data)
-    for cut in (0, 1, 255, 70_000, len(data)):
-        assert joined_crc32(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(
-            data
-        )
