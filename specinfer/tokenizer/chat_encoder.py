@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -188,7 +188,8 @@ class SpecialNames:
         `others` holds the template's other inputs. Raises RequestError if the template changes a marked name.
         """
         text = render(messages)
-        if self._names is None or not any(map(self._names.search, _written(messages))):
+        # A mark in any name makes other messages.
+        if self._names is None or [self._marked(one, chr(_PRIVATE[0])) for one in messages] == [*messages]:
             return Rendered(text)
         known = text + json.dumps([messages, others], ensure_ascii=False, default=str)
         mark = next((chr(code) for code in _PRIVATE if chr(code) not in known), "")
@@ -239,12 +240,9 @@ class SpecialNames:
         if message["role"] in _TRUSTED:
             return message
 
-        def marked(text: str, names: re.Pattern[str] = self._names) -> str:
-            return names.sub(lambda name: name[0][:-1] + mark + name[0][-1], text)
-
-        def all_marked(value: Any) -> Any:
+        def all_marked(value: Any, names: re.Pattern[str] = self._names) -> Any:
             if isinstance(value, str):
-                return marked(value)
+                return names.sub(lambda name: name[0][:-1] + mark + name[0][-1], value)
             if isinstance(value, Mapping):
                 return {key: all_marked(one) for key, one in value.items()}
             return [*map(all_marked, value)] if isinstance(value, list) else value
@@ -280,20 +278,3 @@ class SpecialNames:
             if its_id is not None and self._backend.model.id_to_token(its_id) in (None, new.content):
                 ids[its_id] = token_id
         return prefix, renamed, ids
-
-
-def _written(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """All texts in messages of untrusted roles."""
-    for message in messages:
-        if message["role"] not in _TRUSTED:
-            yield from _texts([one for key, one in message.items() if key != "role"])
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value.values()])
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)

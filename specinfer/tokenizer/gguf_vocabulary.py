@@ -109,7 +109,7 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
     for key, template in header.metadata.items():
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
             if not isinstance(template, str):
-                raise odd_value(header, key, template, "a text")
+                raise odd_value(header.path, key, template, "a text")
             templates[key[len(_TEMPLATE) + 1 :] or "default"] = template
     return GgufVocabulary(
         backend=backend,
@@ -132,7 +132,7 @@ class _Metadata:
     def numbers(self, key: str, default: Any) -> list[Any]:
         value = self.get(key, default)
         if not isinstance(value, list):
-            raise odd_value(self.header, f"tokenizer.ggml.{key}", value, "a list of numbers")
+            raise odd_value(self.header.path, f"tokenizer.ggml.{key}", value, "a list of numbers")
         return value
 
     def token_id(self, key: str, tokens: Sequence[str]) -> int | None:

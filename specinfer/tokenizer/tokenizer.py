@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import tokenizers
 
 from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_gguf
-from specinfer.hub.model_files import TEMPLATES, ModelFiles, read_json
+from specinfer.hub.model_files import TEMPLATES, ModelFiles
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import KNOWN_PREFIXES, NAMES, FillInTokens
-from specinfer.tokenizer.vocabulary import library_panics, read_folder
+from specinfer.tokenizer.vocabulary import library_panics, odd_value, read_folder, read_optional
 
 _MAX_IDS: Final = 1 << 31  # exclusive upper bound of token ids
 _MAX_SHORT: Final = 4096  # characters, which take about 1 ms
@@ -212,21 +212,16 @@ class Tokenizer:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if the file does not exist."""
-    return read_json(path) if path.is_file() else {}
-
-
 def _eos_ids(file: Path) -> set[int]:
     """eos_token_id of a config: absent, one id or several; in text_config for multimodal models."""
-    config = _read_json(file)
+    config = read_optional(file)
     nested = config.get("text_config") or {}
     if not isinstance(nested, dict):
-        raise _odd(file, "text_config", nested, "a JSON object")
+        raise odd_value(file, "text_config", nested, "a JSON object")
     value = config.get("eos_token_id", nested.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token_id) is not int or not 0 <= token_id < _MAX_IDS for token_id in ids):
-        raise _odd(file, "eos_token_id", value, "a token id, or a list of them")
+        raise odd_value(file, "eos_token_id", value, "a token id, or a list of them")
     return set(ids)
 
 
@@ -246,14 +241,14 @@ def _folder_templates(folder: Path) -> dict[str, str]:
 def _configured_templates(folder: Path) -> dict[str, str]:
     """The chat templates in JSON files; a single one is "default"."""
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        match template := _read_json(file).get("chat_template"):
+        match template := read_optional(file).get("chat_template"):
             case None:
                 continue
             case str():
                 return {"default": template}
             case [*named] if all(_is_named_template(entry) for entry in named):
                 return {entry["name"]: entry["template"] for entry in named}
-        raise _odd(file, "chat_template", template, "a text, or a list of texts with names")
+        raise odd_value(file, "chat_template", template, "a text, or a list of texts with names")
     return {}
 
 
@@ -270,7 +265,3 @@ def _template_in(path: str) -> str:
 
 def _is_named_template(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
-
-
-def _odd(file: Path, key: str, value: object, allowed: str) -> ModelFileError:
-    return ModelFileError(f"{file}: {key} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again")

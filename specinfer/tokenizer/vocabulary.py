@@ -203,14 +203,12 @@ def gguf_texts(header: GgufHeader, key: str) -> Sequence[str]:
         isinstance(value, list) and all(isinstance(text, str) for text in value)
     ):
         return value
-    raise odd_value(header, f"tokenizer.ggml.{key}", value, "a list of texts")
+    raise odd_value(header.path, f"tokenizer.ggml.{key}", value, "a list of texts")
 
 
-def odd_value(header: GgufHeader, name: str, value: object, allowed: str) -> ModelFileError:
-    """The error for a value in a GGUF file that is not as `allowed`."""
-    return ModelFileError(
-        f"{header.path}: {name} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again"
-    )
+def odd_value(file: Path, name: str, value: object, allowed: str) -> ModelFileError:
+    """The error for a value in a model's file that is not as `allowed`."""
+    return ModelFileError(f"{file}: {name} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again")
 
 
 def first_ids(tokens: Sequence[str]) -> dict[str, int]:
@@ -231,8 +229,8 @@ class ConfiguredTokens:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / CONFIG
-        self.config = _read(self._file)
-        older = _read(folder / "special_tokens_map.json")
+        self.config = read_optional(self._file)
+        older = read_optional(folder / "special_tokens_map.json")
         listed = self.config.get("added_tokens_decoder")
         fields = self.config if listed is not None else {**self.config, **older}
         self._by_id: dict[int, AddedToken] = {}
@@ -243,7 +241,7 @@ class ConfiguredTokens:
         self._extra = self._extra_tokens(fields)
         self._special = dict(self._special_tokens(fields, older if listed is None else {}))
         if listed is None:
-            self._add_older(_read(folder / "added_tokens.json"))
+            self._add_older(read_optional(folder / "added_tokens.json"))
         # Without one in the config that counts, the other names the text of a token that is there already.
         self.texts = {
             **{key: found for key in older if (found := _text(older[key])) is not None},
@@ -323,13 +321,11 @@ class ConfiguredTokens:
         return AddedToken(text, **flags)
 
     def _odd(self, key: str, value: object) -> ModelFileError:
-        return ModelFileError(
-            f"{self._file}: {key} is {repr(value)[:80]}; allowed: tokens, each a text or an object with its "
-            "content. Fetch the model again"
-        )
+        return odd_value(self._file, key, value, "tokens, each a text or an object with its content")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 

@@ -8,11 +8,9 @@ tensors as possible when an expert is read.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from specinfer.errors import UnhostedError
 from specinfer.kernels.file_blocks import StoredRows
-from specinfer.models.quantized.pieces import StoredTensor, TensorEntry
+from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry
 
 _KEPT: Final = 4  # whole tensors kept, since their rows are read in sequence
 
@@ -73,8 +71,7 @@ class ParameterFiles:
         self._model = model
         self._plain: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
-        self._kept: OrderedDict[tuple[str, int | None], Tensor] = OrderedDict()
-        self._lock = Lock()
+        self._last = LastFew[Tensor](_KEPT)
         wanted = model.state_dict()
         mapping = get_model_conversion_mapping(model)
         renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
@@ -110,7 +107,7 @@ class ParameterFiles:
         """Rows start..stop of a parameter, on the CPU, in the files' dtype."""
         name = self._plain.get(parameter)
         if name is None or not self._entries[name].shape:
-            whole = self._whole(parameter, None)
+            whole = self.matrix(parameter, None)
             return whole[start:stop] if whole.dim() else whole.view(1)
         return self._entries[name].read_rows(start, stop)
 
@@ -121,16 +118,7 @@ class ParameterFiles:
 
     def matrix(self, parameter: str, expert: int | None) -> Tensor:
         """A whole parameter, or one slice along its first dimension."""
-        return self._whole(parameter, expert)
-
-    def _whole(self, parameter: str, expert: int | None) -> Tensor:
-        key = (parameter, expert)
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._read(parameter, expert)
-                while len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            return self._kept[key]
+        return self._last.get((parameter, expert), lambda: self._read(parameter, expert))
 
     def _read(self, parameter: str, expert: int | None) -> Tensor:
         name = self._plain.get(parameter)

@@ -9,7 +9,8 @@ pack_quantized and naive_quantized compressors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,6 +23,7 @@ from specinfer.models.quantized.scaled import (
     IntegerMatrix,
     LevelRows,
     TransposedTensor,
+    block_of,
     order_of_groups,
     scaled,
     unpacked,
@@ -68,12 +70,8 @@ def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
                 f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
                 "columns; the model is incomplete, get it again"
             )
-        transposed = (
-            TransposedTensor(words, last),
-            TransposedTensor(scales, last),
-            TransposedTensor(zeros, last),
-        )
-        read = _GptqRows(*transposed, bits, offset).read
+        turned, factors, offsets = (TransposedTensor(one, last) for one in (words, scales, zeros))
+        read = partial(_gptq_rows, turned, factors, offsets, bits, offset)
         found[f"{stem}.weight"] = IntegerMatrix(
             *(words.path, (channels, inner), bits, scales, read),
             groups=groups,
@@ -95,55 +93,44 @@ def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
         groups = _groups(settings, stem, inner)
         scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
         zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, words.shape[1]))
-        transposed = (
-            TransposedTensor(words, last),
-            TransposedTensor(scales, last),
-            TransposedTensor(zeros, last),
-        )
-        read = _AwqRows(*transposed).read
+        turned, factors, offsets = (TransposedTensor(one, last) for one in (words, scales, zeros))
+        read = partial(_awq_rows, turned, factors, offsets)
         found[f"{stem}.weight"] = IntegerMatrix(words.path, (channels, inner), 4, scales, read, groups=groups)
     return found
 
 
-class _GptqRows:
-    """Reads [inner words, channels], scales [groups, channels] and zeros [groups, words of channels]."""
-
-    def __init__(
-        self,
-        words: TransposedTensor,
-        scales: TransposedTensor,
-        zeros: TransposedTensor,
-        bits: int,
-        offset: int,
-    ) -> None:
-        self._words, self._scales, self._zeros = words, scales, zeros
-        self._bits, self._offset = bits, offset
-
-    def read(self, start: int, stop: int) -> LevelRows:
-        per = 32 // self._bits
-        first = start // per
-        packed = self._zeros.rows(first, -(-stop // per)).T
-        zeros = unpacked(packed, self._bits).T[start - first * per : stop - first * per]
-        zeros = zeros.add(self._offset).bitwise_and_((1 << self._bits) - 1)
-        return LevelRows(
-            unpacked(self._words.rows(start, stop), self._bits), self._scales.rows(start, stop), zeros
-        )
+def _gptq_rows(
+    words: TransposedTensor,
+    scales: TransposedTensor,
+    zeros: TransposedTensor,
+    bits: int,
+    offset: int,
+    start: int,
+    stop: int,
+) -> LevelRows:
+    """Read [inner words, channels], scales [groups, channels] and zeros [groups, words of channels]."""
+    found = _unpacked_rows(zeros.rows, bits, start, stop).add(offset).bitwise_and_((1 << bits) - 1)
+    return LevelRows(unpacked(words.rows(start, stop), bits), scales.rows(start, stop), found)
 
 
-class _AwqRows:
-    """Reads [inner, words of channels], and scales and zeros as in GPTQ."""
+def _unpacked_rows(read: Callable[[int, int], Tensor], bits: int, start: int, stop: int) -> Tensor:
+    """Rows start..stop of integers whose words hold those of adjacent rows; `read` reads rows of words."""
+    per = 32 // bits
+    first = start // per
+    return unpacked(read(first, -(-stop // per)).T, bits).T[start - first * per : stop - first * per]
 
-    def __init__(self, words: TransposedTensor, scales: TransposedTensor, zeros: TransposedTensor) -> None:
-        self._words, self._scales, self._zeros = words, scales, zeros
 
-    def read(self, start: int, stop: int) -> LevelRows:
-        first = start // _PER_WORD
-        behind, within = -(-stop // _PER_WORD), slice(start - first * _PER_WORD, stop - first * _PER_WORD)
-        return LevelRows(
-            _channels(self._words.rows(first, behind))[within],
-            self._scales.rows(start, stop),
-            _channels(self._zeros.rows(first, behind))[within],
-        )
+def _awq_rows(
+    words: TransposedTensor, scales: TransposedTensor, zeros: TransposedTensor, start: int, stop: int
+) -> LevelRows:
+    """Read [inner, words of channels], and scales and zeros as in GPTQ."""
+    first = start // _PER_WORD
+    behind, within = -(-stop // _PER_WORD), slice(start - first * _PER_WORD, stop - first * _PER_WORD)
+    return LevelRows(
+        _channels(words.rows(first, behind))[within],
+        scales.rows(start, stop),
+        _channels(zeros.rows(first, behind))[within],
+    )
 
 
 def _channels(words: Tensor) -> Tensor:
@@ -187,10 +174,9 @@ def compressed_tensors(settings: Fields, pieces: Pieces) -> dict[str, StoredTens
     settings, ModelFileError if tensors contradict them.
     """
     groups = list(_weights(settings))
-    block, asymmetric = (
-        _block(groups),
-        bool(groups) and not any(boolean(g, "symmetric", True) for g in groups),
-    )
+    blocks = (block_of(weights, "block_structure") for weights in groups)
+    block = next((one for one in blocks if one is not None), None)
+    asymmetric = bool(groups) and not any(boolean(g, "symmetric", True) for g in groups)
     found = dict[str, StoredTensor]()
     for stem in pieces.stems(".weight_packed"):
         found[f"{stem}.weight"] = _packed(pieces, stem, asymmetric)
@@ -233,38 +219,33 @@ def _packed(pieces: Pieces, stem: str, asymmetric: bool) -> IntegerMatrix:
             f"{channels} rows of {groups} groups; get the model again"
         )
     index = pieces.optional(f"{stem}.weight_g_idx", _INTEGERS, (inner,))
-    rows = _PackedRows(words, scales, zeros, bits, inner)
+    read = partial(_packed_rows, words, scales, zeros, bits, inner)
     group_of = None if index is None else order_of_groups(f"{stem}.weight_g_idx", index, groups)
-    return IntegerMatrix(
-        words.path, (channels, inner), bits, scales, rows.read, groups=groups, group_of=group_of
-    )
+    return IntegerMatrix(words.path, (channels, inner), bits, scales, read, groups=groups, group_of=group_of)
 
 
-class _PackedRows:
-    """Reads [channels, words of a row], scales [channels, groups] and zeros [words of channels, groups]."""
+def _packed_rows(
+    words: StoredTensor,
+    scales: StoredTensor,
+    zeros: StoredTensor | None,
+    bits: int,
+    inner: int,
+    start: int,
+    stop: int,
+) -> LevelRows:
+    """Read [channels, words of a row], scales [channels, groups] and zeros [words of channels, groups].
 
-    def __init__(
-        self, words: StoredTensor, scales: StoredTensor, zeros: StoredTensor | None, bits: int, inner: int
-    ) -> None:
-        self._words, self._scales, self._zeros = words, scales, zeros
-        self._bits, self._inner = bits, inner
-
-    def read(self, start: int, stop: int) -> LevelRows:
-        levels = unpacked(self._words.read_rows(start, stop), self._bits)[:, : self._inner]
-        scales = self._scales.read_rows(start, stop)
-        return LevelRows(levels.contiguous(), scales, self._read_zeros(start, stop, scales.shape[1]))
-
-    def _read_zeros(self, start: int, stop: int, groups: int) -> torch.Tensor:
-        """The levels of 0; levels and zero points are stored with half the number of levels added."""
-        half = 1 << (self._bits - 1)
-        if self._zeros is None:
-            return torch.full((stop - start, groups), half, dtype=torch.uint8)
-        if self._zeros.dtype is torch.int8:
-            return (self._zeros.read_rows(start, stop).short() + half).to(torch.uint8)
-        per = 32 // self._bits
-        first = start // per
-        words = self._zeros.read_rows(first, -(-stop // per)).T
-        return unpacked(words, self._bits).T[start - first * per : stop - first * per]
+    Levels and zero points are stored with half the number of levels added.
+    """
+    levels, half = unpacked(words.read_rows(start, stop), bits)[:, :inner], 1 << (bits - 1)
+    factors = scales.read_rows(start, stop)
+    if zeros is None:
+        of_zero = torch.full(factors.shape, half, dtype=torch.uint8)
+    elif zeros.dtype is torch.int8:
+        of_zero = (zeros.read_rows(start, stop).short() + half).to(torch.uint8)
+    else:
+        of_zero = _unpacked_rows(zeros.read_rows, bits, start, stop)
+    return LevelRows(levels.contiguous(), factors, of_zero)
 
 
 def _zeros_shape(dtype: torch.dtype | None, channels: int, groups: int, bits: int) -> tuple[int, int]:
@@ -297,16 +278,3 @@ def _check_format(key: str, value: object) -> None:
             f"{key} is {value!r}; supported for compressed-tensors: {', '.join(_FORMATS)}. "
             "Give the original model, or a GGUF file of it"
         )
-
-
-def _block(groups: list[Fields]) -> tuple[int, int] | None:
-    """The rows and columns of a block, if scales are per block."""
-    for weights in groups:
-        match weights.get("block_structure"):
-            case [int(high), int(wide)] if high > 0 and wide > 0:
-                return high, wide
-            case None:
-                continue
-            case other:
-                raise ModelError(f"block_structure is {other!r}; expected two numbers of rows and columns")
-    return None

@@ -103,7 +103,7 @@ def fp8(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
 
     Scales are per block, channel or matrix. Raises ModelError and its subclasses as the others.
     """
-    block, found = _block(settings, "weight_block_size"), dict[str, StoredTensor]()
+    block, found = block_of(settings, "weight_block_size"), dict[str, StoredTensor]()
     for name in [name for name, one in pieces.rest.items() if one.dtype in _FLOAT8]:
         values = pieces.take(name, _FLOAT8, (None, None))
         beside = next((end for end in ("_scale_inv", "_scale") if name + end in pieces.rest), "_scale_inv")
@@ -112,7 +112,8 @@ def fp8(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     return found
 
 
-def _block(settings: Fields, key: str) -> tuple[int, int] | None:
+def block_of(settings: Fields, key: str) -> tuple[int, int] | None:
+    """The rows and columns of a block under `key`, if scales are per block; raises ModelError."""
     value = settings.get(key)
     match value:
         case None:
