@@ -2,127 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
-from safetensors.torch import load_file
 
+# Architectures that are not named as transformers' model_type without its underscores.
 _ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "olmo": "olmo",
-    "olmo2": "olmo2",
-    "olmo3": "olmo2",
-    "granite": "granite",
-    "smollm3": "smollm3",
-    "cohere": "command-r",
-    "cohere2": "cohere2",
-    "gpt2": "gpt2",
-    "gpt_bigcode": "starcoder",
-    "starcoder2": "starcoder2",
-    "falcon": "falcon",
-    "mpt": "mpt",
-    "gpt_neox": "gptneox",
-    "stablelm": "stablelm",
-    "seed_oss": "seed_oss",
-    "ernie4_5": "ernie4_5",
-    "exaone4": "exaone4",
-    "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
-    "granitemoe": "granitemoe",
-    "gpt_oss": "gpt-oss",
+    **{"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"},
+    **{"gpt_bigcode": "starcoder", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "gpt_oss": "gpt-oss"},
     "gemma3_text": "gemma3",
-    "phi3": "phi3",
-    "glm": "chatglm",
-    "glm4": "glm4",
 }
 _HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "granitemoe", "smollm3"}
 _KEY_HEADS_BECOME_STACKS = {"falcon", "gptneox"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    # GPTBigCode
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    # Falcon and GPT-NeoX
-    "ln_mlp": "attn_norm",
-    "ln_attn": "attn_norm_2",
-    "self_attention.query_key_value": "attn_qkv",
-    "self_attention.dense": "attn_output",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-    # MPT
-    "norm_1": "attn_norm",
-    "norm_2": "ffn_norm",
-    "attn.Wqkv": "attn_qkv",
-    "attn.out_proj": "attn_output",
-    "ffn.up_proj": "ffn_up",
-    "ffn.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.router": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
-_STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-_POST_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_OF_ARCHITECTURE = {
-    "gemma2": _POST_NORMS,
-    "gemma3": _POST_NORMS,
-    "olmo2": _POST_NORMS,
-    "exaone4": _POST_NORMS,
-    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
-    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
-    "glm4": {
-        "post_self_attn_layernorm": "post_attention_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-    },
-}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm": "output_norm",
-    "lm_head.weight": "output.weight",
-    "transformer.wte.weight": "token_embd.weight",
-    "transformer.wpe.weight": "position_embd.weight",
-    "transformer.word_embeddings.weight": "token_embd.weight",
-    "transformer.ln_f": "output_norm",
-    "transformer.norm_f": "output_norm",
-    "gpt_neox.embed_in.weight": "token_embd.weight",
-    "gpt_neox.final_layer_norm": "output_norm",
-    "embed_out.weight": "output.weight",
-}
 # Keys that only some architectures have, by the name of the config's field.
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -144,20 +39,15 @@ def write_gguf(
     rope_factors: list[float] | None = None,
     add: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
-    architecture: str | None = None,
-    rotated: int | None = None,
-    tensors: Path | None = None,
     packed: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
     `rope_factors` becomes rope_freqs.weight; `add` has further tensors; `more` has
-    keys of rope.scaling. The first `rotated` elements of each head are rotated, by default all.
-    `architecture` and the folder of `tensors` may belong to an equivalent model. `packed` has stacks as bytes
-    of MXFP4 blocks, rows first.
+    keys of rope.scaling. `packed` has stacks as bytes of MXFP4 blocks, rows first.
     """
     config = model.config
-    arch = architecture or _ARCHITECTURES[config.model_type]
+    arch = _ARCHITECTURES.get(config.model_type, config.model_type.replace("_", ""))
     hidden, heads = config.hidden_size, config.num_attention_heads
     kv_heads = key_heads(config)
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -207,7 +97,7 @@ def write_gguf(
     if rope:
         writer.add_rope_freq_base(rope["rope_theta"])
         share = rope.get("partial_rotary_factor", 1.0)
-        writer.add_rope_dimension_count(rotated or int(head_dim * share))
+        writer.add_rope_dimension_count(int(head_dim * share))
     if arch in ("olmo2", "gpt-oss") and rope["rope_type"] == "yarn":
         own = {"factor": rope["factor"], "original_context_length": rope["original_max_position_embeddings"]}
         more = {"type": "yarn", **own, **(more or {})}
@@ -217,8 +107,7 @@ def write_gguf(
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     written = {}
-    state = model.state_dict() if tensors is None else load_file(tensors / "model.safetensors")
-    state |= packed or {}
+    state = model.state_dict() | (packed or {})
     for name, tensor in (_of_gpt_oss if arch == "gpt-oss" else _stacks)(state).items():
         there = gguf_name(name, arch)
         if there == "output.weight" and config.tie_word_embeddings:
@@ -238,10 +127,8 @@ def write_gguf(
             values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
         if arch in _HALVES_BECOME_NEIGHBOURS and (".q_proj." in name or ".k_proj." in name):
             # llama.cpp rotates pairs of neighbours, transformers pairs across the two halves of a head.
-            each, part = values.reshape(-1, head_dim, *values.shape[1:]), rotated or head_dim
-            halves = each[:, :part].reshape(len(each), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
-            turned = halves.reshape(len(each), part, *values.shape[1:])
-            values = np.concatenate((turned, each[:, part:]), axis=1).reshape(values.shape)
+            halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:]).swapaxes(1, 2)
+            values = halves.reshape(values.shape)
         if there.endswith("ffn_gate_inp_shexp.weight"):
             values = values[0]  # the converter drops dimensions of size 1
         floats = values.ndim == 1 or "ffn_gate_inp" in there or there.endswith("_exps.bias")
@@ -284,20 +171,19 @@ def _of_gpt_oss(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def gguf_name(name: str, arch: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if name in _TOP:
-        return _TOP[name]
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    roots = ("model.layers.", "transformer.h.", "transformer.blocks.", "gpt_neox.layers.")
-    root = next(root for root in roots if name.startswith(root))
-    layer, own = stem.removeprefix(root).split(".", 1)
-    if own.endswith(".experts"):
-        part, _, bias = kind.partition("_bias") if kind.endswith("_bias") else (kind, "", None)
-        return f"blk.{layer}.{_STACKS[part]}.{'weight' if bias is None else 'bias'}"
-    if own == "self_attn.sinks":
-        return f"blk.{layer}.attn_sinks.weight"
-    return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[own]}.{kind}"
+    """The name that llama.cpp's converter gives a tensor."""
+    name = name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
+    stem, bias, _ = name.partition("_bias") if ".experts." in name else (name, "", "")
+    for names in (_names(arch), _names("llama")):
+        if (found := names.get_name(stem, try_suffixes=(".weight", ".bias"))) is not None:
+            return f"{found}.{'bias' if bias else 'weight'}" if ".experts." in name else found
+    raise KeyError(name)
+
+
+@cache
+def _names(arch: str) -> gguf.TensorNameMap:
+    [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    return gguf.get_tensor_name_map(number, 8)
 
 
 def key_heads(config: object) -> int:
@@ -314,8 +200,6 @@ def _field(config: object, *names: str) -> object:
 
 
 def _encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        return gguf.quants.quantize(values, kind)
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:

@@ -1,8 +1,6 @@
-"""Mixtures of experts: a wrong switch is noticed, and experts are read however a file has them."""
+"""Mixtures of experts: gates are clamped, and experts are read however a file has them."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,34 +19,12 @@ from .gguf_files import write_gguf
 from .test_against_transformers import PROMPT, TOLERANCE, logits_of
 
 CPU = torch.device("cpu")
-MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "gpt-oss"]
 
 
-def ours(model, run="torch", part=None):
+def ours(model, run):
     """The logits of the prompt."""
-    loaded = load_model(model, dtype=torch.float32, device=CPU, kernels=kernels(run), part=part)
+    loaded = load_model(model, dtype=torch.float32, device=CPU, kernels=kernels(run))
     return ModelRunner(loaded, num_blocks=3, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2], 0)])
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize("switch", ["normalized", "per_token", "shared_size", "bias"])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_wrong_switch_is_noticed(name, switch, run, tmp_path):
-    theirs = save_random(name, tmp_path, tied=False)
-    want, opened = logits_of(theirs, PROMPT), open_model(tmp_path)
-    experts = opened.config.experts
-    torch.testing.assert_close(ours(opened, run), want, atol=TOLERANCE, rtol=0)
-    if not getattr(experts, switch) and switch != "normalized":
-        pytest.skip("it is off")
-    wrong = {
-        "normalized": not experts.normalized,
-        "per_token": experts.per_token - 1,
-        "shared_size": 0,
-        "bias": False,
-    }[switch]
-    config = replace(opened.config, experts=replace(experts, **{switch: wrong}))
-    assert (ours(opened, run, config) - want).abs().max() > 100 * TOLERANCE
 
 
 def gpt_oss(folder, *, gates=1.0):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specinfer.hub.gguf_header import read_header
+from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.safetensors import SafetensorsFolder
 
@@ -65,3 +66,4 @@ def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
         offset = folder.config.norm_weight_offset if "norm" in tensor else 0.0
         here, there = (model.read_rows(tensor, 0, shape[0]) for model in (folder, file))
         assert torch.equal(here + offset, there), tensor
+    assert is_of(fingerprint(file), folder)

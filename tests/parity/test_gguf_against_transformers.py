@@ -1,4 +1,7 @@
-"""A model written as GGUF gives transformers' logits, name map, layouts and quantization undone."""
+"""Rope factors and quantized weights of a GGUF file give transformers' logits.
+
+test_gguf_against_folders has the families, whose folders have transformers' logits.
+"""
 
 from __future__ import annotations
 
@@ -30,32 +33,6 @@ def check(theirs, path, tolerance=1e-4):
     with torch.no_grad():
         want = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of(path), want, atol=tolerance, rtol=0)
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "llama-biases", "mistral-full", "qwen2", "qwen3"),
-        *("seed-oss", "ernie", "gemma", "phi3", "phi3-partial-rope", "glm", "glm4"),
-    ],
-)
-def test_families(name, tied, tmp_path):
-    theirs = save_random(name, tmp_path, tied=tied)
-    write_gguf(theirs, tmp_path / "model.gguf")
-    check(theirs, tmp_path / "model.gguf")
-    assert is_of(fingerprint(open_model(tmp_path / "model.gguf")), open_model(tmp_path))
-
-
-def test_gemma3(tmp_path):
-    """Its attention scale is 1 / sqrt(head_dim) in a GGUF file: no key holds another."""
-    theirs = save_random("gemma3", tmp_path, tied=True)
-    for layer in theirs.model.layers:
-        layer.self_attn.scaling = theirs.config.head_dim**-0.5
-    write_gguf(theirs, tmp_path / "model.gguf")
-    check(theirs, tmp_path / "model.gguf")
-    assert is_of(fingerprint(open_model(tmp_path / "model.gguf")), open_model(tmp_path))
 
 
 def test_rope_factors_are_honoured(tmp_path):

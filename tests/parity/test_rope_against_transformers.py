@@ -7,12 +7,9 @@ token run, where every token is rotated as in a text that ends with it.
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
@@ -42,8 +39,12 @@ SCALINGS = {
     "yarn-not-truncated": {**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.3},
     "yarn-factor-of-contexts": {**YARN, "factor": None},
     "yarn-small-theta": {**YARN, "rope_theta": 50.0},
+    # of the layers of Gemma 3 that see everything
+    "gemma3": {
+        "full_attention": {**YARN, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
-FAMILIES = {"llama": {}, "mistral-full": {}, "qwen2": {}, "qwen3": {}}
 
 
 def ours_of(folder, run="torch"):
@@ -86,25 +87,16 @@ def check_all_ways(runner, want):
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_yarn(scaling, run, tmp_path):
-    theirs = save_random("llama", tmp_path, tied=True, rope_parameters=dict(SCALINGS[scaling]))
+    family = "gemma3" if scaling == "gemma3" else "llama"
+    theirs = save_random(family, tmp_path, tied=True, rope_parameters=dict(SCALINGS[scaling]))
     model, runner = ours_of(tmp_path, run)
     assert model.config.max_context == 128
     check_all_ways(runner, at_once(theirs))
 
 
-@pytest.mark.parametrize("run", NAMES)
-def test_yarn_of_the_layers_of_gemma_that_see_everything(run, tmp_path):
-    both = {
-        "full_attention": {**YARN, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    theirs = save_random("gemma3", tmp_path, tied=True, rope_parameters=both)
-    check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral-full", "qwen2", "qwen3"])
 def test_dynamic(family, run, tmp_path):
     theirs = save_random(
         family,
@@ -169,84 +161,13 @@ def test_gguf_with_longrope(tmp_path):
     check_all_ways(for_texts_of(LENGTH, tmp_path / "model.gguf"), at_once(theirs))
 
 
-def split_phi3(theirs, folder, share):
-    """A Phi-3 as a Llama: transformers' one decoder of these layers that rotates a part of each head."""
-    c = theirs.config
-    heads, kv = c.num_attention_heads, c.num_key_value_heads
-    size = c.hidden_size // heads
-    tensors = {}
-    for name, tensor in theirs.state_dict().items():
-        if "qkv_proj" in name:
-            parts = tensor.split([heads * size, kv * size, kv * size])
-            tensors |= {
-                name.replace("qkv_proj", f"{x}_proj"): part.clone()
-                for x, part in zip("qkv", parts, strict=True)
-            }
-        elif "gate_up_proj" in name:
-            gate, up = tensor.chunk(2)
-            tensors[name.replace("gate_up_proj", "gate_proj")] = gate.clone()
-            tensors[name.replace("gate_up_proj", "up_proj")] = up.clone()
-        else:
-            tensors[name] = tensor.clone()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "model_type": "llama",
-        "partial_rotary_factor": share,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        **{
-            name: getattr(c, name)
-            for name in (
-                *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-                *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
-            )
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return config
-
-
-def phi3(tmp_path, share, **more):
-    import transformers
-
-    config = transformers.Phi3Config(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        partial_rotary_factor=share,
-        **more,
-    )
-    torch.manual_seed(7)
-    theirs = transformers.Phi3ForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return theirs, split_phi3(theirs, tmp_path / "llama", share)
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.875])
 def test_a_part_of_each_head(share, run, tmp_path):
-    theirs, _ = phi3(tmp_path, share)
-    model, runner = ours_of(tmp_path / "llama", run)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "sliding_window": None}
+    theirs = save_random("phi3", tmp_path, tied=False, rope_parameters=rope, **sizes)
+    model, runner = ours_of(tmp_path, run)
     assert model.config.rope.rotated == 16 * share
     check_all_ways(runner, at_once(theirs))
-
-
-@pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_gguf_that_rotates_a_part_of_each_head(architecture, run, tmp_path):
-    """llama.cpp rotates neighbours where it is llama, else elements at half the part's size."""
-    theirs, _ = phi3(tmp_path, 0.5)
-    write_gguf(
-        theirs, tmp_path / "model.gguf", architecture=architecture, rotated=8, tensors=tmp_path / "llama"
-    )
-    assert open_model(tmp_path / "model.gguf").config.rope.rotated == 8
-    check_all_ways(ours_of(tmp_path / "model.gguf", run)[1], at_once(theirs))

@@ -36,6 +36,11 @@ def wrong(config: ModelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             yield field.name, {field.name: field.default}
     if config.window is not None:
         yield "layer_windows", {"layer_windows": (None,) * config.num_layers}
+    if (experts := config.experts) is not None:
+        other = {"normalized": not experts.normalized, "per_token": experts.per_token - 1}
+        off = {name: type(value)() for name in ("shared_size", "bias") if (value := getattr(experts, name))}
+        for name, value in {**other, **off}.items():
+            yield f"experts.{name}", {"experts": replace(experts, **{name: value})}
     yield "attention_scale", {"attention_scale": 1.5 * config.attention_scale}
     if config.rope is not None:
         yield "rope.theta", {"rope": replace(config.rope, theta=2 * config.rope.theta)}
