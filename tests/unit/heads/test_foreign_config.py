@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,133 +62,84 @@ def beside(**fields: object) -> Callable[[Json], object]:
     return change
 
 
-DSPARK = "SpecForge's DSpark"
-REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
-    "another projector": (
+def without(field: str) -> Callable[[Json], object]:
+    return lambda described: described.pop(field, None)
+
+
+SPARK = "SpecForge's DSpark"
+REFUSED: list[tuple[str, Callable[[Json], object], str]] = [
+    ("DFlash", inside(projector_type="conv"), "projector_type is 'conv'; supported: dflash"),
+    (
         "DFlash",
-        inside(projector_type="conv"),
-        "projector_type is 'conv'; supported: dflash",
+        inside(projector_type="domino", gru_hidden_dim=4),
+        "projector_type is 'domino'; supported: df",
     ),
-    "Domino's projector": (
-        "DFlash",
-        inside(projector_type="domino", emb_dim=4, gru_hidden_dim=4, shift_label=True),
-        "projector_type is 'domino'; supported: dflash",
-    ),
-    "Domino": (
-        "DFlash",
-        beside(architectures=["DominoDraftModel"]),
-        "DominoDraftModel; supported: EAGLE",
-    ),
-    "DFlash 2": (
-        "DFlash",
-        beside(architectures=["DFlash2DraftModel"]),
-        "DFlash2DraftModel; supported: EAGLE",
-    ),
-    "DFlash 2's fields": (
-        "DFlash",
-        inside(conv_kernel_size=2),
-        "dflash_config has conv_kernel_size = 2; supp",
-    ),
-    "a projector beside": ("DFlash", beside(projector_type="domino"), "projector_type is 'domino'"),
-    "a Markov term of DFlash": ("DFlash", inside(markov_rank=6), "markov_rank is 6; supported: 0"),
-    "logits that are scaled": (
-        "DFlash",
-        inside(output_multiplier=0.5),
-        "output_multiplier is 0.5; supported: 1",
-    ),
-    "logits that are scaled by a field beside": (
-        "DFlash",
-        beside(output_multiplier=0.5),
-        "output_multiplier is 0.5; supported: 1",
-    ),
-    "last features of DFlash": (
-        "DFlash",
-        inside(use_aux_hidden_state=False),
-        "use_aux_hidden_state is False",
-    ),
-    "no ids": ("DFlash", lambda c: c["dflash_config"].pop("target_layer_ids"), "target_layer_ids is None"),
-    "ids that are no list": (
-        DSPARK,
-        inside(target_layer_ids="1"),
-        "target_layer_ids is '1'; expected a list",
-    ),
-    "a layer the target lacks": ("DFlash", inside(target_layer_ids=[1, LAYERS]), "reads the output of layer"),
-    "no mask": ("DFlash", lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is None"),
-    "rows both causal and not": ("JetSpec", inside(causal=False), "causal and causal_head differ"),
-    "no dflash_config that can be read": ("DFlash", beside(dflash_config=[1]), "expected a JSON object"),
-    "a gated term": ("DSpark", beside(markov_head_type="gated"), "'gated'; supported: vanilla"),
-    "a recurrent term inside": (DSPARK, inside(markov_head_type="rnn"), "'rnn'; supported: vanilla"),
-    "DSpark of DFlash's projector": (DSPARK, inside(projector_type="dflash"), "'dflash'; supported: dspark"),
-    "latent attention": (
-        DSPARK,
-        inside(attention_mode="mla"),
-        "attention_mode is 'mla'; supported: gqa, mha",
-    ),
-    "two ranks": (DSPARK, beside(markov_rank=5), "markov_rank is 6 in dflash_config and 5 at the top level"),
-    "a rank that is none": (DSPARK, inside(markov_rank=-1), "markov_rank is -1"),
-    "a size that is no number": (DSPARK, beside(block_size="7"), "block_size is '7'"),
-    "layers of DeepSeek V4": (
-        DSPARK,
-        beside(model_type="deepseek_v4"),
-        "'deepseek_v4'; supported: llama, qwen2, qwen3",
-    ),
-    "layers without norms": ("DSpark", beside(model_type="llama"), "supported: qwen3"),
-    "last features alone": (
+    ("DFlash", beside(architectures=["DominoDraftModel"]), "DominoDraftModel; supported: EAGLE"),
+    ("DFlash", beside(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel; supported: EAGLE"),
+    ("DFlash", inside(conv_kernel_size=2), "dflash_config has conv_kernel_size = 2; supp"),
+    ("DFlash", beside(projector_type="domino"), "projector_type is 'domino'"),
+    ("DFlash", inside(markov_rank=6), "markov_rank is 6; supported: 0"),
+    ("DFlash", inside(output_multiplier=0.5), "output_multiplier is 0.5; supported: 1"),
+    ("DFlash", beside(output_multiplier=0.5), "output_multiplier is 0.5; supported: 1"),
+    ("DFlash", inside(use_aux_hidden_state=False), "use_aux_hidden_state is False"),
+    ("DFlash", lambda c: c["dflash_config"].pop("target_layer_ids"), "target_layer_ids is None"),
+    (SPARK, inside(target_layer_ids="1"), "target_layer_ids is '1'; expected a list"),
+    ("DFlash", inside(target_layer_ids=[1, LAYERS]), "reads the output of layer"),
+    ("DFlash", lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is None"),
+    ("JetSpec", inside(causal=False), "causal and causal_head differ"),
+    ("DFlash", beside(dflash_config=[1]), "expected a JSON object"),
+    ("DSpark", beside(markov_head_type="gated"), "'gated'; supported: vanilla"),
+    (SPARK, inside(markov_head_type="rnn"), "'rnn'; supported: vanilla"),
+    (SPARK, inside(projector_type="dflash"), "'dflash'; supported: dspark"),
+    (SPARK, inside(attention_mode="mla"), "attention_mode is 'mla'; supported: gqa, mha"),
+    (SPARK, beside(markov_rank=5), "markov_rank is 6 in dflash_config and 5 at the top level"),
+    (SPARK, inside(markov_rank=-1), "markov_rank is -1"),
+    (SPARK, beside(block_size="7"), "block_size is '7'"),
+    (SPARK, beside(model_type="deepseek_v4"), "'deepseek_v4'; supported: llama, qwen2, qwen3"),
+    ("DSpark", beside(model_type="llama"), "supported: qwen3"),  # whose layers have no norms
+    (
         "SpecForge 3.1",
         lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
-        "use_aux_hidden_state is false",
+        "hidden_state is false",
     ),
-    "a mask outside the vocabulary": ("DSpark", beside(mask_token_id=VOCAB), f"mask_token_id is {VOCAB}"),
-}
-
-
-@pytest.mark.parametrize(("name", "change", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_computed_is_refused(
-    name: str, change: Callable[[Json], object], said: str, target: Path, tmp_path: Path
-) -> None:
-    write_layout(LAYOUTS[name], tmp_path / "head", change)
-    assert is_head(tmp_path / "head")
-    with pytest.raises(ModelError, match=said):
-        HeadFolder(tmp_path / "head", open_model(target).config)
-
-
-TOLD_BY_TENSORS = [
-    *("EAGLE-3 of its authors", "EAGLE-3 of Vicuna", "AngelSlim", "Automodel"),
+    ("DSpark", beside(mask_token_id=VOCAB), f"mask_token_id is {VOCAB}"),
 ]
 
 
-@pytest.mark.parametrize("name", TOLD_BY_TENSORS)
-def test_a_head_that_calls_itself_a_language_model_makes_no_text(name: str, tmp_path: Path) -> None:
-    write_layout(LAYOUTS[name], tmp_path / "head")
-    with pytest.raises(
-        ModelError, match=r"is a draft head \(EAGLE-3\), which makes no text: name it in drafts"
-    ):
-        open_model(tmp_path / "head")
-    with pytest.raises(ModelError, match="is a draft head, not a model: name it in drafts"):
-        find(str(tmp_path / "head"), NoProgress())
+def test_what_is_not_computed_is_refused(target: Path, tmp_path: Path) -> None:
+    config = open_model(target).config
+    for number, (name, change, said) in enumerate(REFUSED):
+        write_layout(LAYOUTS[name], tmp_path / str(number), change)
+        assert is_head(tmp_path / str(number)), said
+        with pytest.raises(ModelError, match=said):
+            HeadFolder(tmp_path / str(number), config)
 
 
-@pytest.mark.parametrize("field", ["draft_vocab_size", "head_dim", "num_hidden_layers"])
-def test_what_a_config_leaves_out_is_read_off_the_tensors(field: str, target: Path, tmp_path: Path) -> None:
-    head = write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head", lambda c: c.pop(field, None))
-    assert HeadFolder(tmp_path / "head", open_model(target).config).config == head.config
+def test_a_head_that_calls_itself_a_language_model_makes_no_text(tmp_path: Path) -> None:
+    for name in ("EAGLE-3 of its authors", "EAGLE-3 of Vicuna", "AngelSlim", "Automodel"):
+        write_layout(LAYOUTS[name], folder := tmp_path / name)
+        with pytest.raises(ModelError, match=r"is a draft head \(EAGLE-3\), which makes no text: name it in"):
+            open_model(folder)
+        with pytest.raises(ModelError, match="is a draft head, not a model: name it in drafts"):
+            find(str(folder), NoProgress())
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "dynamic", "factor": 4.0},
-        {"rope_type": "linear", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-    ],
-)
-def test_scaled_rotations_of_a_head_are_written_as_they_were_read(scaling: dict[str, Any]) -> None:
-    read = body_from_hf(
-        {
+def test_what_a_config_leaves_out_is_read_off_the_tensors(target: Path, tmp_path: Path) -> None:
+    for field in ("draft_vocab_size", "head_dim", "num_hidden_layers"):
+        head = write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / field, without(field))
+        assert HeadFolder(tmp_path / field, open_model(target).config).config == head.config, field
+
+
+def test_scaled_rotations_of_a_head_are_written_as_they_were_read() -> None:
+    for kind, factor in (("dynamic", 4.0), ("linear", 2.0), ("yarn", 4.0)):
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = 512
+        config = {
             **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128},
             **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
             **{"max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": scaling},
         }
-    )
-    again = body_from_hf(body_to_hf(read))
-    assert (again.rope, again.max_context) == (read.rope, read.max_context)
+        read = body_from_hf(config)
+        again = body_from_hf(body_to_hf(read))
+        assert (again.rope, again.max_context) == (read.rope, read.max_context), kind

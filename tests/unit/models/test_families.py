@@ -41,35 +41,26 @@ MPT = {"model_type": "mpt", "vocab_size": 100, "d_model": 64, "n_layers": 2, "n_
 FALCON = {**SIZES, "model_type": "falcon"}
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
+INVERSE = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
+
+
+def llama_like(kind: str, **more: object) -> dict[str, object]:
+    return {**SIZES, "model_type": kind, "intermediate_size": 96, **more}
+
+
+def test_switches_that_nobody_computes_are_named() -> None:
+    cases: list[tuple[dict[str, object], str]] = [
         ({**MPT, "attn_config": {"alibi": False}}, "alibi = False; supported for MPT: True"),
         ({**MPT, "attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max = 16; supported for MPT: 8"),
         ({**MPT, "attn_config": {"qk_ln": True}}, "qk_ln = True; supported for MPT: False"),
         ({**MPT, "no_bias": False}, "no_bias = False; supported for MPT: True"),
         ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn = False and"),
         ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: the"),
-        (
-            {**SIZES, "model_type": "cohere", "intermediate_size": 96, "use_qk_norm": True},
-            "sets use_qk_norm = True, which is not supported",
-        ),
-        (
-            {**SIZES, "model_type": "stablelm", "intermediate_size": 96, "qk_layernorm": True},
-            "sets qk_layernorm = True",
-        ),
-        (
-            {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
-            | {"scale_attn_by_inverse_layer_idx": True},
-            "sets scale_attn_by_inverse_layer_idx = True",
-        ),
-        (
-            {**SIZES, "model_type": "smollm3", "intermediate_size": 96, "no_rope_layers": [1]},
-            r"no_rope_layers is \[1\]; expected 0 or 1 for each of 2 layers",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_switches_that_nobody_computes_are_named(config: dict[str, object], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        config_from_hf(config)
+        (llama_like("cohere", use_qk_norm=True), "sets use_qk_norm = True, which is not supported"),
+        (llama_like("stablelm", qk_layernorm=True), "sets qk_layernorm = True"),
+        ({**INVERSE, "scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx = True"),
+        (llama_like("smollm3", no_rope_layers=[1]), r"is \[1\]; expected 0 or 1 for each of 2 layers"),
+    ]
+    for config, words in cases:
+        with pytest.raises(ModelError, match=words):
+            config_from_hf(config)

@@ -97,44 +97,32 @@ def test_gguf_longrope_is_known_by_its_tensors():
             config_from_gguf(GGUF, SHAPES, tensors)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (
-            {**GGUF, "general.architecture": "rwkv"},
-            "architecture 'rwkv' is a recurrent hybrid",
-        ),
-        (
-            {**GGUF, "llama.rope.scaling.type": "longrope"},
-            "rope scaling is 'longrope'; supported: none, linear",
-        ),
-        ({**GGUF, "llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.factor is None"),
+def changed(**changes):
+    """The metadata of the Llama with these changes; None: without the key."""
+    made = {**GGUF, **{f"llama.{key.replace('__', '.')}": value for key, value in changes.items()}}
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def test_unsupported_gguf_is_refused():
+    for metadata, message in (
+        ({**GGUF, "general.architecture": "rwkv"}, "architecture 'rwkv' is a recurrent hybrid"),
+        (changed(rope__scaling__type="longrope"), "rope scaling is 'longrope'; supported: none, linear"),
+        (changed(rope__scaling__type="yarn"), r"rope\.scaling\.factor is None"),
         (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is not 1"),
-        ({**GGUF, "llama.rope.scaling.attn_factor": 1.19}, r"attn_factor is 1\.19 without YaRN"),
-        ({**GGUF, "llama.rope.dimension_count": 7}, "rotate 7 of a head's 16 elements"),
-        ({**GGUF, "llama.rope.dimension_count": 32}, "rotate 32 of a head's 16 elements"),
-        ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
-        ({**GGUF, "llama.expert_count": 8}, "expert_used_count is None"),
-        ({**GGUF, "llama.attention.head_count": 0}, r"attention\.head_count is 0; expected at least 1"),
-        ({**GGUF, "llama.embedding_length": 0}, "embedding_length is 0"),
-        ({**GGUF, "llama.attention.head_count": 65}, r"attention\.key_length is 0"),
-        ({**GGUF, "llama.rope.freq_base": 0.0}, r"rope\.freq_base is 0\.0"),
-        (
-            {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
-            r"rope\.scaling\.factor is 0\.0",
-        ),
-        (
-            as_architecture("gemma3", **{"attention.sliding_window_pattern": 0}),
-            r"attention\.sliding_window_pattern is 0",
-        ),
-        ({k: v for k, v in GGUF.items() if k != "llama.block_count"}, "block_count is None"),
-    ],
-)
-def test_unsupported_gguf_is_refused(metadata, message):
-    with pytest.raises(ModelError, match=message):
-        config_from_gguf(metadata, SHAPES)
-
-
-def test_gguf_rope_factors_of_the_wrong_length():
+        (changed(rope__scaling__attn_factor=1.19), r"attn_factor is 1\.19 without YaRN"),
+        (changed(rope__dimension_count=7), "rotate 7 of a head's 16 elements"),
+        (changed(rope__dimension_count=32), "rotate 32 of a head's 16 elements"),
+        (changed(attention__value_length=8), "different sizes"),
+        (changed(expert_count=8), "expert_used_count is None"),
+        (changed(attention__head_count=0), r"attention\.head_count is 0; expected at least 1"),
+        (changed(embedding_length=0), "embedding_length is 0"),
+        (changed(attention__head_count=65), r"attention\.key_length is 0"),
+        (changed(rope__freq_base=0.0), r"rope\.freq_base is 0\.0"),
+        (changed(rope__scaling__type="linear", rope__scaling__factor=0.0), r"rope\.scaling\.factor is 0\.0"),
+        (as_architecture("gemma3", **{"attention.sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
+        (changed(block_count=None), "block_count is None"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            config_from_gguf(metadata, SHAPES)
     with pytest.raises(ModelError, match="3 values for 8 frequencies"):
         config_from_gguf(GGUF, SHAPES, {"rope_freqs.weight": (1.0, 1.0, 1.0)})

@@ -67,28 +67,13 @@ def test_llama():
     assert not (config.tie_embeddings)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
+def test_both_spellings_of_rope():
+    """transformers 4 and 5."""
+    for rope in (
         {"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10.0, "factor": 4.0}},
-    ],
-    ids=["transformers 4", "transformers 5"],
-)
-def test_both_spellings_of_rope(rope):
-    assert config_from_hf({**LLAMA, **rope}).rope == Rope(10.0, linear_factor=4.0)
-
-
-def test_llama3_scaling():
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = config_from_hf({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
-    assert config.rope == Rope(500000.0, llama3=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    ):
+        assert config_from_hf({**LLAMA, **rope}).rope == Rope(10.0, linear_factor=4.0)
 
 
 def test_mistral_windows_are_on_every_layer_unless_switched_off():
@@ -133,133 +118,90 @@ def test_opt_350m():
     assert config.tie_embeddings
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type 'mamba' is a recurrent hybrid, .*models.md lists"),
-        ({"model_type": None}, "model_type None is of no family"),
-        ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu, .*relu, silu"),
-        (
-            {"rope_scaling": {"rope_type": "ntk", "long_factor": [1.0] * 8}},
-            "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope$",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}},
-            "short_factor is None; expected a list of numbers",
-        ),
-        ({"rope_scaling": LONGROPE | {"long_factor": [1.0, 0.0] * 4}}, "long_factor is 0.0; expected more"),
-        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "long factors are 7, for 8 frequencies"),
-        ({"rope_scaling": LONGROPE | {"short_factor": [1.0] * 9}}, "short factors are 9, for 8 freq"),
-        ({"rope_scaling": LONGROPE | {"attention_factor": 0}}, "attention_factor is 0"),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, "supported: default, linear"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}},
-            "truncate is 1; expected true",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 0}},
-            "attention_factor is 0",
-        ),
-        ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "YaRN needs more than 1"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, r"factor is 0\.5; allowed for dynamic"),
-        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; allowed: more than 0, up to 1"),
-        ({"partial_rotary_factor": 0.2}, "rotate 3 of a head's 16 elements; allowed: an even number"),
-        ({"partial_rotary_factor": 0.001}, "rotate 0 of a head's 16 elements"),
-        (
-            {"partial_rotary_factor": 0.125, "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "dynamic rope scaling of 2 rotated elements",
-        ),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 16384"),
-        ({"hidden_size": 10**400}, "hidden_size is an integer of 1329 bits; expected an integer"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps is an integer of 1329 bits; expected a number"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; expected a number"),
-        ({"hidden_size": "64"}, "hidden_size is '64'; expected an integer"),
-        ({"vocab_size": None}, "vocab_size is None; expected an integer"),
-        ({"num_key_value_heads": 3}, "4 query heads and 3 key-value heads"),
-        ({"num_hidden_layers": 0}, "num_layers is 0; expected at least 1"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-    ],
-)
-def test_the_unsupported_is_refused(change, message):
-    with pytest.raises(ModelError, match=message):
-        config_from_hf({**LLAMA, **change})
+DIVIDED = [  # numbers that nothing can be divided by
+    *((LLAMA, "num_attention_heads", 0), (OPT, "num_attention_heads", 0), (LLAMA, "hidden_size", 0)),
+    *((LLAMA, "num_attention_heads", -4), (OPT, "hidden_size", 0), (LLAMA, "head_dim", 0)),
+    *((MISTRAL, "sliding_window", 0), (MISTRAL, "sliding_window", -1), (LLAMA, "rope_theta", 0.0)),
+    (LLAMA, "rope_theta", float("nan")),
+]
+LLAMA_3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "value"),
-    [
-        (LLAMA, "num_attention_heads", 0),
-        (OPT, "num_attention_heads", 0),
-        (LLAMA, "num_attention_heads", -4),
-        (LLAMA, "hidden_size", 0),
-        (OPT, "hidden_size", 0),
-        (LLAMA, "head_dim", 0),
-        (MISTRAL, "sliding_window", 0),
-        (MISTRAL, "sliding_window", -1),
-        (LLAMA, "rope_theta", 0.0),
-        (LLAMA, "rope_theta", float("nan")),
-    ],
-)
-def test_numbers_that_nothing_can_be_divided_by_are_named(config, key, value):
-    with pytest.raises(ModelError, match=rf"{key} is {value}; expected .*The config is damaged"):
-        config_from_hf({**config, key: value})
+def scaled(base: dict[str, object], **changes: object) -> dict[str, object]:
+    return {"rope_scaling": base | changes}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("sliding_window_pattern", 0), ("query_pre_attn_scalar", 0), ("query_pre_attn_scalar", -1)],
-)
-def test_those_of_gemma_too(key, value):
-    text = {**GEMMA_4B["text_config"], key: value}
-    with pytest.raises(ModelError, match=rf"{key} is {value}"):
-        config_from_hf({**GEMMA_4B, "text_config": text})
+def gemma(**changes: object) -> dict[str, object]:
+    return {**GEMMA_4B, "text_config": {**GEMMA_4B["text_config"], **changes}}
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
-def test_a_rope_factor_of_nothing(kind):
-    scaling = {"rope_type": kind, "factor": 0.0}
-    with pytest.raises(ModelError, match=r"factor is 0\.0"):
-        config_from_hf({**LLAMA, "rope_scaling": scaling})
+YARN = {"rope_type": "yarn", "factor": 4.0}
+REFUSED = [
+    ({"model_type": "mamba"}, "model_type 'mamba' is a recurrent hybrid, .*models.md lists"),
+    ({"model_type": None}, "model_type None is of no family"),
+    ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu, .*relu, silu"),
+    (
+        scaled({"rope_type": "ntk", "long_factor": [1.0] * 8}),
+        "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope$",
+    ),
+    (scaled(LONGROPE, short_factor=None), "short_factor is None; expected a list of numbers"),
+    (scaled(LONGROPE, long_factor=[1.0, 0.0] * 4), "long_factor is 0.0; expected more"),
+    (scaled(LONGROPE, long_factor=[1.0] * 7), "long factors are 7, for 8 frequencies"),
+    (scaled(LONGROPE, short_factor=[1.0] * 9), "short factors are 9, for 8 freq"),
+    (scaled(LONGROPE, attention_factor=0), "attention_factor is 0"),
+    (scaled(YARN, rope_type=["yarn"]), "supported: default, linear"),
+    (scaled(YARN, truncate=1), "truncate is 1; expected true"),
+    (scaled(YARN, attention_factor=0), "attention_factor is 0"),
+    ({"rope_theta": 1, **scaled(YARN)}, "YaRN needs more than 1"),
+    (scaled({"rope_type": "dynamic", "factor": 0.5}), r"factor is 0\.5; allowed for dynamic"),
+    ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; allowed: more than 0, up to 1"),
+    ({"partial_rotary_factor": 0.2}, "rotate 3 of a head's 16 elements; allowed: an even number"),
+    ({"partial_rotary_factor": 0.001}, "rotate 0 of a head's 16 elements"),
+    (
+        {"partial_rotary_factor": 0.125, **scaled({"rope_type": "dynamic", "factor": 2})},
+        "dynamic rope scaling of 2 rotated elements",
+    ),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 16384"),
+    ({"hidden_size": 10**400}, "hidden_size is an integer of 1329 bits; expected an integer"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps is an integer of 1329 bits; expected a number"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; expected a number"),
+    ({"hidden_size": "64"}, "hidden_size is '64'; expected an integer"),
+    ({"vocab_size": None}, "vocab_size is None; expected an integer"),
+    ({"num_key_value_heads": 3}, "4 query heads and 3 key-value heads"),
+    ({"num_hidden_layers": 0}, "num_layers is 0; expected at least 1"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    *(({**base, key: value}, rf"{key} is {value}; expected .*is damaged") for base, key, value in DIVIDED),
+    (gemma(sliding_window_pattern=0), "sliding_window_pattern is 0"),
+    *((gemma(query_pre_attn_scalar=value), f"query_pre_attn_scalar is {value}") for value in (0, -1)),
+    *((scaled({"rope_type": kind, "factor": 0.0}), r"factor is 0\.0") for kind in ("linear", "llama3")),
+    (scaled(LLAMA_3, low_freq_factor=4.0), r"factor is 4\.0; expected less than high_freq_factor, 4\.0"),
+    (scaled(LLAMA_3, original_max_position_embeddings=0), "original_max_position_embeddings is 0"),
+    *(
+        ({"eos_token_id": ids}, r"eos_token_id is .*; expected a token id, or a list")
+        for ids in ("2", [1, "2"], True, -5, 2**70, [1, -1], 2.0)
+    ),
+    ({**MISTRAL, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+    ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "2 layers, but the model has 3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("low_freq_factor", 4.0, r"low_freq_factor is 4\.0; expected less than high_freq_factor, 4\.0"),
-        ("original_max_position_embeddings", 0, "original_max_position_embeddings is 0"),
-    ],
-)
-def test_factors_of_llama3_that_would_be_divided_by(key, value, words):
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    config_from_hf({**LLAMA, "rope_scaling": scaling})
-    with pytest.raises(ModelError, match=words):
-        config_from_hf({**LLAMA, "rope_scaling": {**scaling, key: value}})
-
-
-@pytest.mark.parametrize("ids", ["2", [1, "2"], True, -5, 2**70, [1, -1], 2.0])
-def test_ends_of_text_that_are_no_ids(ids):
-    with pytest.raises(ModelError, match=r"eos_token_id is .*; expected a token id, or a list"):
-        config_from_hf({**LLAMA, "eos_token_id": ids})
-
-
-def test_layer_types_of_the_wrong_kind_or_number():
-    with pytest.raises(ModelError, match="'chunked_attention'"):
-        config_from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})
-    with pytest.raises(ModelError, match="2 layers, but the model has 3"):
-        config_from_hf({**MISTRAL, "layer_types": ["full_attention"] * 2})
+def test_the_unsupported_is_refused():
+    for change, message in REFUSED:
+        with pytest.raises(ModelError, match=message):
+            config_from_hf({**LLAMA, **change})
 
 
 def test_yarn_and_dynamic_scaling_extend_the_context():
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    config = config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": yarn})
+    config = config_from_hf({**LLAMA, **scaled(YARN)})
     usual = 1 + 0.1 * math.log(4)
     assert config.rope == Rope(10000.0, yarn=YarnScaling(4.0, 512, attention_factor=usual))
     assert config.max_context == 2048
-    whole = {**yarn, "original_max_position_embeddings": 64}
-    assert config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": whole}).max_context == 512
-    dynamic = {"rope_type": "dynamic", "factor": 3.0}
-    config = config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": dynamic})
+    whole = scaled(YARN, original_max_position_embeddings=64)
+    assert config_from_hf({**LLAMA, **whole}).max_context == 512
+    config = config_from_hf({**LLAMA, **scaled({"rope_type": "dynamic", "factor": 3.0})})
     assert config.rope == Rope(10000.0, dynamic=DynamicScaling(3.0, 512))
     assert config.max_context == 1536
 
@@ -279,25 +221,18 @@ def test_longrope_is_of_short_texts_until_somebody_asks_for_long_ones(kind):
     assert config_from_hf(phi).for_texts_of(1000).max_context == 512
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
+def test_scalings_are_read_and_written_as_they_are_read():
+    rope = config_from_hf({**LLAMA, "rope_theta": 5e5, **scaled(LLAMA_3)}).rope
+    assert rope == Rope(500000.0, llama3=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    for scaling in (
         None,
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-)
-def test_scalings_are_written_as_they_are_read(scaling):
-    rope = config_from_hf({**LLAMA, "rope_scaling": scaling}).rope
-    assert config_from_hf({**LLAMA, "rope_scaling": rope_to_hf(rope)}).rope == rope
+        LLAMA_3 | {"original_max_position_embeddings": 64},
+    ):
+        rope = config_from_hf({**LLAMA, "rope_scaling": scaling}).rope
+        assert config_from_hf({**LLAMA, "rope_scaling": rope_to_hf(rope)}).rope == rope, scaling
 
 
 @pytest.mark.parametrize(

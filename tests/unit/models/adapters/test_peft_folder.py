@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,76 +59,45 @@ def drop(name: str) -> Callable[[Tensors], None]:
     return without
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (
-            put(f"{INSIDE}.lora_A.weight", 3, 32),
-            "lora_A.weight' has shape .3, 32., and the config's rank is 4",
-        ),
-        (
-            put(f"{INSIDE}.lora_B.weight", 32, 5),
-            "lora_B.weight' has shape .32, 5., and the config's rank is 4",
-        ),
-        (
-            put(f"{INSIDE}.lora_A.weight", 4, 64),
-            "has shape .4, 64., the model needs .4, 32.; .* another model",
-        ),
-        (
-            put(f"{INSIDE}.lora_B.weight", 64, 4),
-            "has shape .64, 4., the model needs .32, 4.; .* another model",
-        ),
-        (put(f"{INSIDE}.lora_A.weight", 4), "lora_A.weight' has shape .4., the model needs"),
-        (drop(f"{INSIDE}.lora_B.weight"), "q_proj.lora_A.weight' lacks the other half"),
-        (put("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 4, 32), "of 2 layers"),
-        (
-            put("base_model.model.model.layers.0.self_attn.w_pack.lora_A.weight", 4, 32),
-            "allowed: q_proj, k_proj",
-        ),
-        (
-            put("base_model.model.lm_head.lora_A.weight", 4, 32),
-            "lm_head.lora_A.weight' is for a module that cannot have",
-        ),
-        (put(f"{INSIDE}.lora_magnitude_vector.weight", 32), "is of DoRA, which is not supported"),
-        (put("base_model.model.model.embed_tokens.lora_embedding_A", 4, 64), "adapts embeddings"),
-        (put(f"{INSIDE}.lora_B.bias", 32), "is a bias of an adapter"),
-        (put("base_model.model.lm_head.weight", 64, 32), "does not belong to a low-rank adapter"),
-    ],
-)
-def test_a_tensor_that_does_not_fit_is_named(
-    how: Callable[[Tensors], None], message: str, model: Path, tmp_path: Path
-) -> None:
-    folder = write_adapter(tmp_path / "sql", model)
-    change(folder, how)
-    with pytest.raises(ModelError, match=message) as error:
-        PeftFolder("sql", folder, config_of(model))
-    assert str(error.value).startswith("adapter 'sql' (")
-    assert "\n" not in str(error.value)
+OTHER = "base_model.model.model.layers"
+ODD_TENSORS = [
+    (put(f"{INSIDE}.lora_A.weight", 3, 32), "lora_A.weight' has shape .3, 32., and the config's rank is 4"),
+    (put(f"{INSIDE}.lora_B.weight", 32, 5), "lora_B.weight' has shape .32, 5., and the config's rank is 4"),
+    (put(f"{INSIDE}.lora_A.weight", 4, 64), "has shape .4, 64., the model needs .4, 32.; .* another model"),
+    (put(f"{INSIDE}.lora_B.weight", 64, 4), "has shape .64, 4., the model needs .32, 4.; .* another model"),
+    (put(f"{INSIDE}.lora_A.weight", 4), "lora_A.weight' has shape .4., the model needs"),
+    (drop(f"{INSIDE}.lora_B.weight"), "q_proj.lora_A.weight' lacks the other half"),
+    (put(f"{OTHER}.7.self_attn.q_proj.lora_A.weight", 4, 32), "of 2 layers"),
+    (put(f"{OTHER}.0.self_attn.w_pack.lora_A.weight", 4, 32), "allowed: q_proj, k_proj"),
+    (put("base_model.model.lm_head.lora_A.weight", 4, 32), "_A.weight' is for a module that cannot have"),
+    (put(f"{INSIDE}.lora_magnitude_vector.weight", 32), "is of DoRA, which is not supported"),
+    (put("base_model.model.model.embed_tokens.lora_embedding_A", 4, 64), "adapts embeddings"),
+    (put(f"{INSIDE}.lora_B.bias", 32), "is a bias of an adapter"),
+    (put("base_model.model.lm_head.weight", 64, 32), "does not belong to a low-rank adapter"),
+]
+ODD_CONFIGS = [
+    ({"r": 8}, "and the config's rank is 8"),
+    (
+        {"rank_pattern": {"up_proj": 2}},
+        "up_proj.lora_A.weight' has shape .4, 32., and the config's rank is 2",
+    ),
+    ({"target_modules": ["q_proj"]}, "is for a module that target_modules does not include"),
+    ({"layers_to_transform": [0]}, "layers.1.* is for a module that layers_to_transform does not include"),
+    ({"use_dora": True}, "use_dora"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"r": 8}, "and the config's rank is 8"),
-        (
-            {"rank_pattern": {"up_proj": 2}},
-            "up_proj.lora_A.weight' has shape .4, 32., and the config's rank is 2",
-        ),
-        ({"target_modules": ["q_proj"]}, "is for a module that target_modules does not include"),
-        (
-            {"layers_to_transform": [0]},
-            "layers.1.* is for a module that layers_to_transform does not include",
-        ),
-        ({"use_dora": True}, "use_dora"),
-    ],
-)
-def test_a_config_that_lies_is_refused(
-    values: dict[str, object], message: str, model: Path, tmp_path: Path
-) -> None:
-    folder = write_adapter(tmp_path / "sql", model)
-    describe(folder, **values)
-    with pytest.raises(ModelError, match=message):
-        PeftFolder("sql", folder, config_of(model))
+def test_what_does_not_fit_is_named(model: Path, tmp_path: Path) -> None:
+    for how, message in (*ODD_TENSORS, *ODD_CONFIGS):
+        folder = write_adapter(tmp_path / "sql", model)
+        if isinstance(how, dict):
+            describe(folder, **how)
+        else:
+            change(folder, how)
+        with pytest.raises(ModelError, match=message) as error:
+            PeftFolder("sql", folder, config_of(model))
+        assert str(error.value).startswith("adapter 'sql' (")
+        assert "\n" not in str(error.value)
 
 
 def test_a_module_without_tensors_is_named(model: Path, tmp_path: Path) -> None:
@@ -160,30 +130,25 @@ def test_files_that_are_not_there_or_damaged(model: Path, tmp_path: Path) -> Non
         PeftFolder("sql", folder, config)
 
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("rank", [1, 16, 17])
-@pytest.mark.parametrize("targets", [ALL, ("k_proj", "down_proj")], ids=str)
-def test_the_bytes_of_an_adapter_are_those_that_it_takes(
-    weights: torch.dtype, rank: int, targets: tuple[str, ...], model: Path, tmp_path: Path
-) -> None:
+def test_the_bytes_of_an_adapter_are_those_that_it_takes(model: Path, tmp_path: Path) -> None:
     library, config = kernels("native").library, config_of(model)
-    opened = PeftFolder("sql", write_adapter(tmp_path / "sql", model, rank=rank, targets=targets), config)
-    loaded = opened.load(PER_LAYER * config.num_layers, weights, torch.device("cpu"), library)
-    assert isinstance(loaded, NativeAdapter)
-    assert opened.bytes(weights) == loaded.used_bytes
+    for rank, targets in product((1, 16, 17), (ALL, ("k_proj", "down_proj"))):
+        opened = PeftFolder("sql", write_adapter(tmp_path / "sql", model, rank=rank, targets=targets), config)
+        for weights in (torch.bfloat16, torch.int8):
+            loaded = opened.load(PER_LAYER * config.num_layers, weights, torch.device("cpu"), library)
+            assert isinstance(loaded, NativeAdapter)
+            assert opened.bytes(weights) == loaded.used_bytes, (rank, targets, weights)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
-def test_numbers_that_are_none_are_found_when_they_are_read(
-    value: float, model: Path, tmp_path: Path
-) -> None:
+def test_numbers_that_are_none_are_found_when_they_are_read(model: Path, tmp_path: Path) -> None:
     folder, config = write_adapter(tmp_path / "sql", model), config_of(model)
     wrong = torch.zeros(32, 4, dtype=torch.float64)
-    wrong[3, 1] = value
-    change(folder, lambda tensors: tensors.update({f"{INSIDE}.lora_B.weight": wrong}))
-    opened = PeftFolder("sql", folder, config)
-    with pytest.raises(ModelError, match=r"q_proj.lora_B.weight' holds values that are not finite float32"):
-        opened.load(PER_LAYER * config.num_layers, torch.float32, torch.device("cpu"), None)
+    for value in (float("nan"), float("inf"), 1e300):
+        wrong[3, 1] = value
+        change(folder, lambda tensors: tensors.update({f"{INSIDE}.lora_B.weight": wrong}))
+        opened = PeftFolder("sql", folder, config)
+        with pytest.raises(ModelError, match=r"q_proj.lora_B.weight' holds values that are not finite float"):
+            opened.load(PER_LAYER * config.num_layers, torch.float32, torch.device("cpu"), None)
 
 
 def test_files_that_changed_since_are_not_loaded(model: Path, tmp_path: Path) -> None:
