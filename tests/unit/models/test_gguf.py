@@ -105,18 +105,6 @@ def test_truncated_anywhere(tmp_path):
         refused(cut, ModelFileError, r"cut\.gguf")
 
 
-def test_not_gguf(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" + b"\0" * 200)
-    refused(tmp_path / "m.gguf", ModelFileError, "GGUF")
-
-
-def test_a_type_without_weights_of_ours(tmp_path):
-    write(tmp_path / "m.gguf", Kind.Q8_K)
-    refused(
-        tmp_path / "m.gguf", ModelFileError, r"is of type Q8_K; supported: F32 F16 BF16 Q4_0 .*another quant"
-    )
-
-
 def test_a_type_that_the_package_learns_is_read(tmp_path, monkeypatch):
     """Q1_0 has a size today, and nothing that makes floats of it."""
     write(tmp_path / "m.gguf", Kind.Q1_0)
@@ -158,22 +146,20 @@ def test_a_number_beside_a_matrix_multiplies_it(tmp_path):
         open_model(tmp_path / "m.gguf")
 
 
-def test_missing_tensors(tmp_path):
-    write(tmp_path / "a.gguf", leave_out=("blk.0.ffn_up.weight",))
-    refused(tmp_path / "a.gguf", ModelFileError, r"lacks tensor 'model\.layers\.0\.mlp\.up_proj\.weight'")
-    write(tmp_path / "b.gguf", leave_out=("token_embd.weight",))
-    refused(tmp_path / "b.gguf", ModelError, r"no token_embd\.weight")
-
-
-def test_unsupported_architecture(tmp_path):
-    write(tmp_path / "m.gguf", arch="mamba")
-    refused(
-        tmp_path / "m.gguf",
-        ModelError,
-        "architecture 'mamba' is a recurrent hybrid, .*models.md lists",
-    )
-
-
-def test_a_config_that_contradicts_the_tensors(tmp_path):
-    write(tmp_path / "m.gguf", llama__attention__key_length=16, llama__attention__value_length=16)
-    refused(tmp_path / "m.gguf", ModelFileError, r"shape \[256, 256\], the config asks for \[128, 256\]")
+def test_files_that_are_no_model_are_refused(tmp_path):
+    path, sizes = tmp_path / "m.gguf", {f"llama__attention__{one}_length": 16 for one in ("key", "value")}
+    path.write_bytes(b"PK\x03\x04" + b"\0" * 200)
+    refused(path, ModelFileError, "GGUF")
+    for options, error, message in (
+        (
+            {"kind": Kind.Q8_K},
+            ModelFileError,
+            r"is of type Q8_K; supported: F32 F16 BF16 Q4_0 .*another quant",
+        ),
+        ({"leave_out": ["blk.0.ffn_up.weight"]}, ModelFileError, r"lacks tensor '.*0\.mlp\.up_proj\.weight'"),
+        ({"leave_out": ["token_embd.weight"]}, ModelError, r"no token_embd\.weight"),
+        ({"arch": "mamba"}, ModelError, "'mamba' is a recurrent hybrid, .*models.md lists"),
+        (sizes, ModelFileError, r"shape \[256, 256\], the config asks for \[128, 256\]"),
+    ):
+        write(path, **options)
+        refused(path, error, message)

@@ -105,13 +105,6 @@ def test_matrices_are_quantized_once_and_read_from_then_on(
     assert float((first - logits_of(exact)).abs().mean()) < (0.8 if quantization == "int4" else 0.1) * spread
 
 
-def test_a_family_of_ours_stays_ours_unless_told_otherwise(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
-    assert isinstance(open_model(tmp_path, "auto"), SafetensorsFolder)
-    assert isinstance(open_model(tmp_path, "native"), SafetensorsFolder)
-    assert isinstance(open_model(tmp_path, "transformers"), HostedFolder)
-
-
 def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,46 +126,40 @@ def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
         open_model(tmp_path / "llama", "auto")  # transformers' code would ignore the key
 
 
-def test_what_is_no_family_of_ours_runs_through_transformers(tmp_path: Path) -> None:
+def test_a_family_of_ours_stays_ours_and_others_run_through_transformers(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    kinds = (("auto", SafetensorsFolder), ("native", SafetensorsFolder), ("transformers", HostedFolder))
+    for impl, kind in kinds:
+        assert isinstance(open_model(tmp_path, impl), kind), impl
     save_tiny("apertus", tmp_path)
     opened = open_model(tmp_path, "auto")
     assert isinstance(opened, HostedFolder)
     assert opened.summary.startswith("ApertusForCausalLM runs through transformers ")
-    with pytest.raises(
-        ModelError, match=r"model_type 'apertus' is of no family that specinfer has; docs/models\.md"
-    ):
+    with pytest.raises(ModelError, match=r"'apertus' is of no family that specinfer has; docs/models\.md"):
         open_model(tmp_path, "native")
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
+def test_what_cannot_run_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    for kind, why in (
         ("mamba", "has layers with a state"),
         ("gpt_neox_japanese", "does not compute attention through transformers' attention interface"),
         ("bart", "has an encoder"),
         ("doge", "has attention with a custom mask or biases"),
         ("llama4_text", "masks tokens by rules other than a sliding window"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_weight_is_read(kind: str, why: str, tmp_path: Path) -> None:
-    tiny_config(kind).save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=why):
-        open_model(tmp_path, "transformers")
-
-
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="has no causal language model in transformers"):
-        open_model(tmp_path, "transformers")
+        ("t5", "has no causal language model in transformers"),
+    ):
+        if kind == "t5":
+            (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+        else:
+            tiny_config(kind).save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match=why):
+            open_model(tmp_path, "transformers")
 
 
 def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> None:
-    config = {
-        "model_type": "made_up",
-        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"},
-    }
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}
+    config = {"model_type": "made_up", "auto_map": own}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise RuntimeError('it ran')\n")
     save_file({}, tmp_path / "model.safetensors")
@@ -180,7 +167,7 @@ def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> Non
         open_model(tmp_path, "auto")
     with pytest.raises(ModelError, match="it ran"):
         open_model(tmp_path, "auto", trust_remote_code=True)
-    config["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "somebody/else--own.Model"}
+    config["auto_map"] = {**own, "AutoModelForCausalLM": "somebody/else--own.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="refers to code in another repository"):
         open_model(tmp_path, "auto", trust_remote_code=True)
@@ -255,12 +242,8 @@ def test_names_without_the_models_prefix_are_read(tmp_path: Path) -> None:
 def test_options_that_such_a_model_has_no_use_for_are_refused(tmp_path: Path) -> None:
     save_tiny("apertus", tmp_path)
     model = str(tmp_path)
-    for name, value in (
-        ("tensor_parallel", 2),
-        ("pipeline_parallel", 2),
-        ("sum_parts", 4),
-        ("offload", "auto"),
-    ):
+    refused = {"tensor_parallel": 2, "pipeline_parallel": 2, "sum_parts": 4, "offload": "auto"}
+    for name, value in refused.items():
         with pytest.raises(ConfigError, match=f"{name} is {value!r}, and .* runs through transformers"):
             load_models(EngineConfig(model=model).with_options({name: value}))
 

@@ -9,13 +9,7 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import (
-    Experts,
-    Family,
-    InnerRange,
-    ModelConfig,
-    QkNorm,
-)
+from specinfer.models.config import Experts, Family, InnerRange, ModelConfig, QkNorm
 from specinfer.models.positions import Alibi, Rope
 from specinfer.models.shard import Layout, Shard
 
