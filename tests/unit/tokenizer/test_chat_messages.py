@@ -1,5 +1,6 @@
 """Earlier tool calls in the format that templates read."""
 
+import json
 import re
 
 import pytest
@@ -16,20 +17,12 @@ def calling(*calls, **more):
     return {"role": "assistant", "content": None, "tool_calls": list(calls)} | more
 
 
-@pytest.mark.parametrize(
-    ("given", "arguments"),
-    [
-        ('{"city": "\u00d6l", "days": [1]}', {"city": "\u00d6l", "days": [1]}),
-        ({"city": "x"}, {"city": "x"}),
-        ("{}", {}),
-        ("", {}),
-        (None, {}),
-    ],
-)
-def test_arguments_become_objects(given, arguments):
-    [message] = messages_for_template([calling(call(given))])
-    assert message["tool_calls"] == [call(arguments)]
-    assert message["content"] == ""
+def test_arguments_become_objects():
+    city = {"city": "\u00d6l", "days": [1]}
+    for given, arguments in ((json.dumps(city), city), (city, city), ("{}", {}), ("", {}), (None, {})):
+        [message] = messages_for_template([calling(call(given))])
+        assert message["tool_calls"] == [call(arguments)], given
+        assert message["content"] == ""
 
 
 def test_input_messages_are_unchanged():
@@ -39,32 +32,26 @@ def test_input_messages_are_unchanged():
     assert (read[0]["content"], read[1]) == ("so:", given[1])
 
 
-@pytest.mark.parametrize("nothing", [None, [], ()])
-def test_a_message_without_calls_has_no_list_of_them(nothing):
-    [message] = messages_for_template([{"role": "assistant", "content": "a", "tool_calls": nothing}])
-    assert message == {"role": "assistant", "content": "a"}
+def test_a_message_without_calls_has_no_list_of_them():
+    for nothing in (None, [], ()):
+        [message] = messages_for_template([{"role": "assistant", "content": "a", "tool_calls": nothing}])
+        assert message == {"role": "assistant", "content": "a"}
 
 
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        ("f()", "messages[1].tool_calls is 'f()'; allowed: a list of calls"),
-        ({"f": 1}, "messages[1].tool_calls is {'f': 1}; allowed: a list"),
-        (["f()"], "messages[1].tool_calls[0] is 'f()'; allowed: {\"function\": "),
-        ([{"function": "f"}], "messages[1].tool_calls[0] is {'function': 'f'}; allowed"),
-        (
-            [call("{}"), {"function": {}}],
-            "messages[1].tool_calls[1].function.name is None; allowed: a string",
-        ),
-        ([call("{")], "messages[1].tool_calls[0].function.arguments is '{'; allowed: a JSON object"),
-        ([call("[1]")], "function.arguments is '[1]'; allowed: a JSON object"),
-        ([call("[" * 100_000)], "function.arguments is '[[["),
-        ([call(3)], "function.arguments is 3; allowed"),
-    ],
-)
-def test_calls_of_the_wrong_shape_are_refused(calls, message):
-    with pytest.raises(RequestError, match=re.escape(message)):
-        messages_for_template([{"role": "user", "content": "hi"}, calling() | {"tool_calls": calls}])
+def test_calls_of_the_wrong_shape_are_refused():
+    for calls, message in (
+        ("f()", " is 'f()'; allowed: a list of calls"),
+        ({"f": 1}, " is {'f': 1}; allowed: a list"),
+        (["f()"], "[0] is 'f()'; allowed: {\"function\": "),
+        ([{"function": "f"}], "[0] is {'function': 'f'}; allowed"),
+        ([call("{}"), {"function": {}}], "[1].function.name is None; allowed: a string"),
+        ([call("{")], "[0].function.arguments is '{'; allowed: a JSON object"),
+        ([call("[1]")], "[0].function.arguments is '[1]'; allowed: a JSON object"),
+        ([call("[" * 100_000)], "[0].function.arguments is '[[["),
+        ([call(3)], "[0].function.arguments is 3; allowed"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(f"messages[1].tool_calls{message}")):
+            messages_for_template([{"role": "user", "content": "hi"}, calling() | {"tool_calls": calls}])
 
 
 # Checks of common templates.

@@ -64,27 +64,20 @@ def test_refusals_of_the_template_keep_its_message():
         render(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'a' + messages[0].more }}",
-        "{{ messages[7].content }}",
-        "{{ messages[0].more.upper() }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_template_that_stumbles_is_a_request_error(source):
-    with pytest.raises(RequestError, match="rejects the messages"):
-        render(source, [{"role": "user", "content": "hi", "more": 3}])
+def test_a_template_that_stumbles_is_a_request_error():
+    for wrong in ("'a' + messages[0].more", "messages[7].content", "messages[0].more.upper()", "1 / 0"):
+        with pytest.raises(RequestError, match="rejects the messages"):
+            render(f"{{{{ {wrong} }}}}", [{"role": "user", "content": "hi", "more": 3}])
 
 
 def test_messages_without_a_role_are_refused_before_the_template_runs():
-    with pytest.raises(RequestError, match="messages is empty"):
-        render("x", [])
-    with pytest.raises(RequestError, match=re.escape("messages[1] is {'content': 'x'}")):
-        render("x", [*HI, {"content": "x"}])
-    with pytest.raises(RequestError, match=re.escape("messages[0] is 'hi'")):
-        render("x", ["hi"])
+    for messages, words in (
+        ([], "messages is empty"),
+        ([*HI, {"content": "x"}], "messages[1] is {'content': 'x'}"),
+        (["hi"], "messages[0] is 'hi'"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(words)):
+            render("x", messages)
 
 
 def test_a_template_cannot_reach_python_or_change_the_messages():
@@ -96,25 +89,22 @@ def test_a_template_cannot_reach_python_or_change_the_messages():
     assert messages == HI
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_a_template_cannot_read_the_environment(monkeypatch):
+    monkeypatch.setenv("SPECINFER_API_KEY", "very-secret")
+    for source in (
         # CVE-2025-27516: `attr` finds the method that the sandbox guards when it is called directly.
         "{{ ('{0.__globals__[json].codecs.sys.modules[os].environ}' | attr('format'))(raise_exception) }}",
         "{{ '{0.__globals__}'.format(raise_exception) }}",
         "{{ '%s' | format(raise_exception.__globals__) }}",
         "{{ ['{0.__globals__}'] | map('format', raise_exception) | list }}",
         "{{ cycler.__init__.__globals__.os.environ }}",
-    ],
-)
-def test_a_template_cannot_read_the_environment(source, monkeypatch):
-    monkeypatch.setenv("SPECINFER_API_KEY", "very-secret")
-    try:
-        shown = render(source)
-    except RequestError as error:
-        shown = str(error)
-    assert "very-secret" not in shown
-    assert "modules" not in shown
+    ):
+        try:
+            shown = render(source)
+        except RequestError as error:
+            shown = str(error)
+        assert "very-secret" not in shown, source
+        assert "modules" not in shown, source
 
 
 def test_a_template_that_does_not_parse_is_the_models_fault():
@@ -124,26 +114,20 @@ def test_a_template_that_does_not_parse_is_the_models_fault():
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "variables"),
-    [
+def test_it_knows_the_variables_a_caller_may_give() -> None:
+    for source, variables in (
         ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", set()),
         ("{% if enable_thinking is defined %}{{ raise_exception('no') }}{% endif %}", {"enable_thinking"}),
         ("{% set style = 'a' %}{{ style }}{{ strftime_now('%d') }}{{ tools | tojson }}", set()),
         ("{{ reasoning_effort or 'low' }}{{ range(2) | list }}", {"reasoning_effort"}),
-    ],
-)
-def test_it_knows_the_variables_a_caller_may_give(source: str, variables: set[str]) -> None:
-    assert ChatTemplate(source, {"eos_token": "</s>"}).variables == variables
+    ):
+        assert ChatTemplate(source, {"eos_token": "</s>"}).variables == variables, source
 
 
+CALL = {"id": "call_abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLING = [
     *HI,
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "call_abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_abc", "content": "4"},
 ]
 WRITES_IDS = (
@@ -152,21 +136,15 @@ WRITES_IDS = (
 )
 
 
-@pytest.mark.parametrize(
-    "asks",
-    [
+def test_a_template_that_asks_for_ids_of_nine_characters_gets_them():
+    for asks in (
         "{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('9 characters') }}{% endif %}",
         "{% if c['id'] | length == 9 %}{% else %}{{ raise_exception('9 characters') }}{% endif %}",
         "{% if (c.id | string | length) != 9 %}{{ raise_exception('9 characters') }}{% endif %}",
         "[CALL_ID]",
-    ],
-)
-def test_a_template_that_asks_for_ids_of_nine_characters_gets_them(asks):
-    shown = render(WRITES_IDS.replace("{{ c.id }}", asks + "{{ c.id }}"), CALLING).replace("[CALL_ID]", "")
-    assert shown[:9] == shown[9:]
-    assert shown.isalnum()
-    assert len(shown) == 18
-
-
-def test_other_templates_get_the_ids_there_are():
-    assert render(WRITES_IDS, CALLING) == "call_abc" * 2
+    ):
+        shown = render(WRITES_IDS.replace("{{ c.id }}", asks + "{{ c.id }}"), CALLING)
+        shown = shown.replace("[CALL_ID]", "")
+        assert shown[:9] == shown[9:], asks
+        assert (shown.isalnum(), len(shown)) == (True, 18), asks
+    assert render(WRITES_IDS, CALLING) == "call_abc" * 2  # others get the ids there are

@@ -45,14 +45,8 @@ def texts():
     for _ in range(300):
         yield "".join(pick.choices(FRAGMENTS, k=pick.randint(2, 4)))
     for _ in range(100):
-        yield "".join(
-            chr(
-                pick.choice(
-                    (pick.randint(32, 126), pick.randint(160, 0x2FFF), pick.randint(0x1F300, 0x1F6FF))
-                )
-            )
-            for _ in range(20)
-        )
+        ranges = ((32, 126), (160, 0x2FFF), (0x1F300, 0x1F6FF))
+        yield "".join(chr(pick.randint(*pick.choice(ranges))) for _ in range(20))
 
 
 def both(file):

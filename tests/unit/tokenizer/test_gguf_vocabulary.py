@@ -136,55 +136,33 @@ def test_the_space_prefix_is_put_in_front_and_taken_away_again():
     assert tokenizer.decode(tokenizer.encode(" a")) == " a"
 
 
-@pytest.mark.parametrize("spaces", ["  ", "\u2581\u2581"])  # files of different age write it either way
-def test_runs_of_spaces_that_are_user_defined_are_cut_out_longest_first(spaces):
-    tokenizer = load(
-        sentencepiece_header(
-            ["\u2581", "a", "\u2581a"],
-            user_defined=[spaces, spaces + spaces[0]],
-            add_space_prefix=False,
-            add_bos_token=False,
-        )
-    )
-    assert tokenizer.encode("a   a  a") == [261 + 1, 4, 261 + 1, 3, 261 + 1]
-    assert tokenizer.decode(tokenizer.encode("a     a")) == "a     a"
+def test_runs_of_spaces_that_are_user_defined_are_cut_out_longest_first():
+    for spaces in ("  ", "\u2581\u2581"):  # files of different age write it either way
+        runs, plain = [spaces, spaces + spaces[0]], {"add_space_prefix": False, "add_bos_token": False}
+        tokenizer = load(sentencepiece_header(["\u2581", "a", "\u2581a"], user_defined=runs, **plain))
+        assert tokenizer.encode("a   a  a") == [261 + 1, 4, 261 + 1, 3, 261 + 1]
+        assert tokenizer.decode(tokenizer.encode("a     a")) == "a     a"
 
 
-def test_unsupported_vocabularies_are_refused_with_the_supported_ones():
-    with pytest.raises(ModelFileError, match=r"'mystery'; known: gpt-2, .*qwen2"):
-        read_vocabulary(byte_level_header("mystery"))
-    with pytest.raises(ModelFileError, match=r"'t5'; supported: 'gpt2'"):
-        read_vocabulary(header(model="t5", tokens=["a"]))
-    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.model"):
-        read_vocabulary(header())
-    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.merges"):
-        read_vocabulary(byte_level_header(merges=None))
-    with pytest.raises(ModelFileError, match="a merge is not a pair"):
-        read_vocabulary(byte_level_header(merges=["abc"]))
-    with pytest.raises(ModelFileError, match="is damaged"):
-        read_vocabulary(byte_level_header(merges=["a nothing"]))
-    with pytest.raises(ModelFileError, match="1 token types"):
-        read_vocabulary(byte_level_header(token_type=[UNUSED]))
-    with pytest.raises(ModelFileError, match="2 scores"):
-        read_vocabulary(sentencepiece_header(["a"], scores=[0.0, 0.0]))
-
-
-@pytest.mark.parametrize(
-    ("made_up", "message"),
-    [
-        (byte_level_header(tokens=3), r"tokenizer\.ggml\.tokens is 3; allowed: a list of texts"),
-        (byte_level_header(tokens=[1, 2]), r"tokenizer\.ggml\.tokens is \[1, 2\]; allowed: a list of texts"),
+def test_damaged_and_unsupported_vocabularies_are_refused():
+    texts, numbers = "allowed: a list of texts", "allowed: a list of numbers"
+    for made_up, message in (
+        (byte_level_header("mystery"), "'mystery'; known: gpt-2, .*qwen2"),
+        (header(model="t5", tokens=["a"]), "'t5'; supported: 'gpt2'"),
+        (header(), r"no tokenizer\.ggml\.model"),
+        (byte_level_header(merges=None), r"no tokenizer\.ggml\.merges"),
+        (byte_level_header(merges=["abc"]), "a merge is not a pair"),
+        (byte_level_header(merges=["a nothing"]), "is damaged"),
+        (byte_level_header(token_type=[UNUSED]), "1 token types"),
+        (sentencepiece_header(["a"], scores=[0.0, 0.0]), "2 scores"),
+        (byte_level_header(tokens=3), rf"tokenizer\.ggml\.tokens is 3; {texts}"),
+        (byte_level_header(tokens=[1, 2]), rf"tokenizer\.ggml\.tokens is \[1, 2\]; {texts}"),
         (byte_level_header(tokens="abc"), r"tokenizer\.ggml\.tokens is 'abc'"),
         (byte_level_header(merges=[1.5]), r"tokenizer\.ggml\.merges is \[1\.5\]"),
-        (byte_level_header(token_type=1), r"tokenizer\.ggml\.token_type is 1; allowed: a list of numbers"),
+        (byte_level_header(token_type=1), rf"tokenizer\.ggml\.token_type is 1; {numbers}"),
         (byte_level_header(pre=["gpt-2"]), r"\['gpt-2'\]; known: gpt-2"),
         (byte_level_header(chat_template=3), r"tokenizer\.chat_template is 3; allowed: a text"),
-        (
-            sentencepiece_header(["a"], scores="0"),
-            r"tokenizer\.ggml\.scores is '0'; allowed: a list of numbers",
-        ),
-    ],
-)
-def test_values_of_another_kind_are_named_with_their_file(made_up, message):
-    with pytest.raises(ModelFileError, match=rf"^made-up\.gguf.* {message}"):
-        read_vocabulary(made_up)
+        (sentencepiece_header(["a"], scores="0"), rf"tokenizer\.ggml\.scores is '0'; {numbers}"),
+    ):
+        with pytest.raises(ModelFileError, match=rf"made-up\.gguf.*{message}"):
+            read_vocabulary(made_up)

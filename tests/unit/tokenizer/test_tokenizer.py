@@ -31,6 +31,9 @@ def test_a_folder_gives_ids_text_and_names(tmp_path):
     assert tokenizer.id_to_token(65) == "A"
     assert tokenizer.id_to_token(258) is None
     assert tokenizer.id_to_token(-1) is None
+    assert tokenizer.decode([65, 300, 66, 10**9]) == "AB"
+    with pytest.raises(RequestError, match="character 1 of the text is half of a surrogate pair"):
+        tokenizer.encode("a\ud800")
 
 
 def test_a_long_text_is_encoded_without_the_lock_of_the_interpreter(tmp_path, monkeypatch):
@@ -40,11 +43,6 @@ def test_a_long_text_is_encoded_without_the_lock_of_the_interpreter(tmp_path, mo
     batched = SimpleNamespace(encode_batch_fast=tokenizer.backend.encode_batch_fast)  # `encode` keeps it
     monkeypatch.setattr(tokenizer, "backend", batched)
     assert tokenizer.encode(text) == want
-
-
-def test_ids_beyond_the_vocabulary_decode_to_nothing(tmp_path):
-    tokenizer = Tokenizer.load(write_folder(tmp_path))
-    assert tokenizer.decode([65, 300, 66, 10**9]) == "AB"
 
 
 def test_end_tokens_are_gathered_from_every_config(tmp_path):
@@ -71,25 +69,22 @@ def test_truncation_and_padding_left_by_training_change_no_prompt(tmp_path):
     assert tokenizer.encode("") == []
 
 
-@pytest.mark.parametrize(
-    ("steps", "growth"),
-    [
+def test_a_normalizer_that_makes_a_long_text_of_a_short_one_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
+    b, c = normalizers.Replace("a", "b" * 20), normalizers.Replace("b", "c" * 20)
+    for steps, growth in (
         ([normalizers.Replace("a", "b" * 100_000)], 100_000),
-        ([normalizers.Replace("a", "b" * 20), normalizers.Replace("b", "c" * 20)], 400),
-        (
-            [normalizers.Replace("a", "b" * 20), normalizers.Sequence([normalizers.Replace("b", "c" * 20)])],
-            400,
-        ),
+        ([b, c], 400),
+        ([b, normalizers.Sequence([c])], 400),
         ([normalizers.Replace(tokenizers.Regex("(?=a)"), "a")] * 9, 512),
         ([normalizers.Prepend("a" * 300)], 301),
-    ],
-)
-def test_a_normalizer_that_makes_a_long_text_of_a_short_one_is_refused(tmp_path, steps, growth):
-    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
-    backend.normalizer = normalizers.Sequence(steps)
-    folder = write_folder(tmp_path, backend=backend)
-    with pytest.raises(ModelFileError, match=rf"can make {growth} characters of one; allowed: at most 256"):
-        Tokenizer.load(folder)
+    ):
+        backend.normalizer = normalizers.Sequence(steps)
+        folder = write_folder(tmp_path, backend=backend)
+        with pytest.raises(
+            ModelFileError, match=rf"can make {growth} characters of one; allowed: at most 256"
+        ):
+            Tokenizer.load(folder)
 
 
 def test_usual_normalizers_are_read(tmp_path):
@@ -200,46 +195,47 @@ def test_unreadable_folders_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFileError, match=r"config\.json is not valid JSON"):
         Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", {"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; allowed: a token id, or a list"),
-        ("config.json", {"eos_token_id": {"a": 1}}, r"eos_token_id is \{'a': 1\}"),
-        ("config.json", {"eos_token_id": [2, [3]]}, r"eos_token_id is \[2, \[3\]\]"),
-        ("config.json", {"eos_token_id": True}, r"eos_token_id is True"),
-        ("config.json", {"eos_token_id": -5}, r"eos_token_id is -5; allowed: a token id, or a list"),
-        (
-            "generation_config.json",
-            {"eos_token_id": [2, 1 << 70]},
-            r"eos_token_id is \[2, 1180591620717411303424\]",
-        ),
-        ("config.json", {"text_config": [7]}, r"text_config is \[7\]; allowed: a JSON object"),
-        ("generation_config.json", {"eos_token_id": ["2"]}, r"eos_token_id is \['2'\]"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, r"chat_template is \[\{'name'"),
-        ("tokenizer_config.json", {"chat_template": [{"template": "T"}]}, r"chat_template is \[\{'template'"),
-        (
-            "tokenizer_config.json",
-            {"chat_template": ["T"]},
-            r"chat_template is \['T'\]; allowed: a text, or a list",
-        ),
-        ("tokenizer_config.json", {"chat_template": 3}, r"chat_template is 3"),
-        ("chat_template.json", {"chat_template": {"default": "T"}}, r"chat_template is \{'default': 'T'\}"),
-    ],
-)
-def test_odd_values_are_named_with_their_file(tmp_path, file, content, message):
-    folder = write_folder(tmp_path)
-    (folder / file).write_text(json.dumps(content))
-    with pytest.raises(ModelFileError, match=rf"{re.escape(file)}: {message}"):
-        Tokenizer.load(folder)
-
-
-def test_a_template_that_is_no_text_is_refused(tmp_path):
-    folder = write_folder(tmp_path)
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelFileError, match=r"chat_template\.jinja is not UTF-8 text"):
-        Tokenizer.load(folder)
+        Tokenizer.load(tmp_path)
+
+
+ODD_VALUES = [
+    ("config.json", {"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; allowed: a token id, or a list"),
+    ("config.json", {"eos_token_id": {"a": 1}}, r"eos_token_id is \{'a': 1\}"),
+    ("config.json", {"eos_token_id": [2, [3]]}, r"eos_token_id is \[2, \[3\]\]"),
+    ("config.json", {"eos_token_id": True}, r"eos_token_id is True"),
+    ("config.json", {"eos_token_id": -5}, r"eos_token_id is -5; allowed: a token id, or a list"),
+    (
+        "generation_config.json",
+        {"eos_token_id": [2, 1 << 70]},
+        r"eos_token_id is \[2, 1180591620717411303424\]",
+    ),
+    ("config.json", {"text_config": [7]}, r"text_config is \[7\]; allowed: a JSON object"),
+    ("generation_config.json", {"eos_token_id": ["2"]}, r"eos_token_id is \['2'\]"),
+    ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, r"chat_template is \[\{'name'"),
+    ("tokenizer_config.json", {"chat_template": [{"template": "T"}]}, r"chat_template is \[\{'template'"),
+    ("tokenizer_config.json", {"chat_template": ["T"]}, r"chat_template is \['T'\]; allowed: a text, or a l"),
+    ("tokenizer_config.json", {"chat_template": 3}, r"chat_template is 3"),
+    ("chat_template.json", {"chat_template": {"default": "T"}}, r"chat_template is \{'default': 'T'\}"),
+    *(
+        ("tokenizer_config.json", {key: value}, f"{key} is .*allowed: tokens")
+        for key, value in (
+            *(("added_tokens_decoder", {"x": {"content": "<x>"}}), ("added_tokens_decoder", {"300": 7})),
+            *(("extra_special_tokens", "<x>"), ("extra_special_tokens", [7]), ("eos_token", 7)),
+        )
+    ),
+]
+
+
+def test_odd_values_are_named_with_their_file(tmp_path):
+    folder = write_folder(tmp_path)
+    for file, content, message in ODD_VALUES:
+        (folder / file).write_text(json.dumps(content))
+        with pytest.raises(ModelFileError, match=rf"{re.escape(file)}: {message}"):
+            Tokenizer.load(folder)
+        (folder / file).unlink()
 
 
 def test_a_decoder_that_is_not_understood_is_refused(tmp_path):
@@ -257,9 +253,3 @@ def test_torch_and_optional_packages_are_not_imported():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "huggingface_hub", "gguf", "rich", "transformers", "jinja2"} & set(loaded)
-
-
-def test_text_that_is_not_unicode_is_refused(tmp_path):
-    tokenizer = Tokenizer.load(write_folder(tmp_path))
-    with pytest.raises(RequestError, match="character 1 of the text is half of a surrogate pair"):
-        tokenizer.encode("a\ud800")

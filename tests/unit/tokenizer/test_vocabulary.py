@@ -27,9 +27,9 @@ TOKENS = byte_level_header().metadata["tokenizer.ggml.tokens"]
 PAD = len(TOKENS) - 1
 
 
-@pytest.mark.parametrize(
-    ("tokens", "same"),
-    [
+def test_vocabularies_are_compared_by_the_token_of_each_id() -> None:
+    one = of_header(byte_level_header())
+    for tokens, same in (
         (TOKENS, True),
         (TOKENS[:PAD], True),  # without its padding
         ([*TOKENS[:PAD], f"[PAD{PAD + 1}]"], False),  # a token that only looks like padding
@@ -38,12 +38,9 @@ PAD = len(TOKENS) - 1
         (TOKENS[: PAD - 1], False),
         ([*TOKENS, TOKENS[5]], True),  # the second of two equal tokens means nothing
         ([token.replace("<tool>", "\u2581<tool>") for token in TOKENS], False),
-    ],
-)
-def test_vocabularies_are_compared_by_the_token_of_each_id(tokens: list[str], same: bool) -> None:
-    one, other = of_header(byte_level_header()), of_header(byte_level_header(tokens=tokens))
-    assert one.same_ids(other) is same
-    assert other.same_ids(one) is same
+    ):
+        other = of_header(byte_level_header(tokens=tokens))
+        assert (one.same_ids(other), other.same_ids(one)) == (same, same), tokens[-3:]
 
 
 def test_a_space_may_be_spelled_either_way() -> None:
