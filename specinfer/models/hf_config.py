@@ -70,6 +70,11 @@ BIASED: Final = ConfigKeys(qkv_bias="attention_bias", o_bias="attention_bias")
 ALL_BIASED: Final = replace(BIASED, mlp_bias="mlp_bias")
 
 
+def defaults(*, eps: float, context: int, tied: bool = False, **more: object) -> Fields:
+    """transformers' defaults for keys that config.json omits; `more` are a family's own."""
+    return {"rms_norm_eps": eps, "max_position_embeddings": context, "tie_word_embeddings": tied, **more}
+
+
 def rotary_from_hf(family: Family, c: Fields, ids: Sequence[Fields], keys: ConfigKeys = USUAL) -> ModelConfig:
     """`decoder_from_hf` for a model with one rotary embedding."""
     return decoder_from_hf(family, c, ids, keys, rope=rope_from_hf(c, head_dim(c)))

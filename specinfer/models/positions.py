@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from specinfer.errors import ModelError
 from specinfer.models.fields import (
@@ -214,24 +215,10 @@ def rope_to_hf(rope: Rope) -> dict[str, object] | None:
         return {"rope_type": "linear", "factor": rope.linear_factor}
     if rope.dynamic is not None:
         return {"rope_type": "dynamic", "factor": rope.dynamic.factor}
-    if rope.llama3 is not None:
-        return {
-            "rope_type": "llama3",
-            "factor": rope.llama3.factor,
-            "low_freq_factor": rope.llama3.low_freq_factor,
-            "high_freq_factor": rope.llama3.high_freq_factor,
-            "original_max_position_embeddings": rope.llama3.original_context,
-        }
-    if rope.yarn is not None:
-        return {
-            "rope_type": "yarn",
-            "factor": rope.yarn.factor,
-            "original_max_position_embeddings": rope.yarn.original_context,
-            "attention_factor": rope.yarn.attention_factor,
-            "beta_fast": rope.yarn.beta_fast,
-            "beta_slow": rope.yarn.beta_slow,
-            "truncate": rope.yarn.truncate,
-        }
+    if (scaling := rope.llama3 or rope.yarn) is not None:
+        fields = asdict(scaling)
+        fields["original_max_position_embeddings"] = fields.pop("original_context")
+        return {"rope_type": "yarn" if rope.llama3 is None else "llama3", **fields}
     return None
 
 
@@ -250,34 +237,35 @@ def _rope(parameters: object, theta: float, c: Fields, head_dim: int) -> Rope:
     if not isinstance(kind, str) or kind not in _SCALINGS or nested:
         shown = {key: value for key, value in parameters.items() if not isinstance(value, list)}
         raise ModelError(f"the rope scaling is {shown!r}; supported: {', '.join(_SCALINGS)}")
-    return _SCALINGS[kind](parameters, c, theta, None if rotated == head_dim else rotated)
+    return Rope(theta, **_SCALINGS[kind](parameters, c), rotated=None if rotated == head_dim else rotated)
 
 
-def _plain(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
-    return Rope(theta, rotated=rotated)
+def _plain(p: Fields, c: Fields) -> dict[str, Any]:
+    """The fields of a Rope for parameters `p` of a config `c`."""
+    return {}
 
 
-def _linear(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
-    return Rope(theta, linear_factor=positive(p, "factor"), rotated=rotated)
+def _linear(p: Fields, c: Fields) -> dict[str, Any]:
+    return {"linear_factor": positive(p, "factor")}
 
 
-def _llama3(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
+def _llama3(p: Fields, c: Fields) -> dict[str, Any]:
     factor = positive(p, "factor")
     low, high = positive(p, "low_freq_factor"), positive(p, "high_freq_factor")
     if low >= high:
         raise ModelError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
-    return Rope(theta, llama3=Llama3Scaling(factor, low, high, _original(p, c)), rotated=rotated)
+    return {"llama3": Llama3Scaling(factor, low, high, _original(p, c))}
 
 
-def _dynamic(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
+def _dynamic(p: Fields, c: Fields) -> dict[str, Any]:
     factor = positive(p, "factor")
     if factor < 1:
         raise ModelError(f"factor is {factor}; allowed for dynamic rope scaling: 1 or more")
     # transformers reads no other length for this kind.
-    return Rope(theta, dynamic=DynamicScaling(factor, count(c, "max_position_embeddings")), rotated=rotated)
+    return {"dynamic": DynamicScaling(factor, count(c, "max_position_embeddings"))}
 
 
-def _yarn(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
+def _yarn(p: Fields, c: Fields) -> dict[str, Any]:
     original = _original(p, c)
     factor = positive(p, "factor", count(c, "max_position_embeddings") / original)
     scale = optional_number(p, "attention_factor")
@@ -288,35 +276,29 @@ def _yarn(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
             scale = yarn_attention_factor(factor, both[0]) / yarn_attention_factor(factor, both[1])
     if not scale > 0:
         raise ModelError(f"attention_factor is {scale}; allowed: more than 0")
-    return Rope(
-        theta,
-        yarn=YarnScaling(
-            factor,
-            original,
-            attention_factor=scale,
-            beta_fast=optional_positive(p, "beta_fast") or 32.0,
-            beta_slow=optional_positive(p, "beta_slow") or 1.0,
-            truncate=boolean(p, "truncate", True),
-        ),
-        rotated=rotated,
+    yarn = YarnScaling(
+        factor,
+        original,
+        attention_factor=scale,
+        beta_fast=optional_positive(p, "beta_fast") or 32.0,
+        beta_slow=optional_positive(p, "beta_slow") or 1.0,
+        truncate=boolean(p, "truncate", True),
     )
+    return {"yarn": yarn}
 
 
-def _longrope(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
+def _longrope(p: Fields, c: Fields) -> dict[str, Any]:
     original, extended = _original(p, c), count(c, "max_position_embeddings")
     scale = optional_positive(p, "attention_factor")
     factor = positive(p, "factor", extended / original)
-    return Rope(
-        theta,
-        longrope=LongRope(
-            _factors(p, "short_factor"),
-            _factors(p, "long_factor"),
-            original,
-            max(original, extended),
-            longrope_attention_factor(factor, original) if scale is None else scale,
-        ),
-        rotated=rotated,
+    longrope = LongRope(
+        _factors(p, "short_factor"),
+        _factors(p, "long_factor"),
+        original,
+        max(original, extended),
+        longrope_attention_factor(factor, original) if scale is None else scale,
     )
+    return {"longrope": longrope}
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
@@ -337,7 +319,7 @@ def _original(p: Fields, c: Fields) -> int:
     return count(c, name, count(p, name, count(c, "max_position_embeddings")))
 
 
-_SCALINGS: Mapping[str, Callable[[Fields, Fields, float, int | None], Rope]] = {
+_SCALINGS: Mapping[str, Callable[[Fields, Fields], dict[str, Any]]] = {
     "default": _plain,
     "linear": _linear,
     "llama3": _llama3,

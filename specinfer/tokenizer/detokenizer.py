@@ -250,16 +250,8 @@ class Respelling:
 
 def complete(text: bytes) -> tuple[str, bytes]:
     """Decode UTF-8; return the text and the bytes of an incomplete character at its end."""
-    for back in range(1, min(3, len(text)) + 1):
-        byte = text[-back]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            if back < length:
-                return text[:-back].decode("utf-8", "replace"), text[-back:]
-            break
-        if byte < 0x80:
-            break
-    return text.decode("utf-8", "replace"), b""
+    decoder = _DECODER("replace")
+    return decoder.decode(text), decoder.getstate()[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

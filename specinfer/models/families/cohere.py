@@ -18,6 +18,7 @@ from specinfer.models.hf_config import (
     BIASED,
     ConfigKeys,
     HfFamily,
+    defaults,
     refuse,
     rotary_from_hf,
     window_of,
@@ -38,15 +39,14 @@ _COHERE_2: Final[Fields] = {
     "sliding_window": 4096,
     "sliding_window_pattern": 4,
 }
-_GLM: Final[Fields] = {
-    "rms_norm_eps": 1.5625e-07,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-}
+_GLM: Final = defaults(
+    eps=1.5625e-07,
+    context=131072,
+    num_key_value_heads=2,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+)
 _GLM_ENDS: Final = (151329, 151336, 151338)  # end-of-text ids if config.json has none
 _FUSED: Final = {"mlp.gate_up_proj": GATE_UP}
 _FUSED_GGUF: Final = {"attn_qkv": QKV, "ffn_up": GATE_UP}

@@ -15,6 +15,7 @@ from specinfer.models.hf_config import (
     BIASED,
     HfFamily,
     decoder_from_hf,
+    defaults,
     head_dim,
     refuse,
     rotary_from_hf,
@@ -24,42 +25,37 @@ from specinfer.models.hf_config import (
 from specinfer.models.positions import Rope, ropes_by_layer_type
 
 # Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
-_GEMMA_3: Final[Fields] = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-_GEMMA_2: Final[Fields] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-_GEMMA: Final[Fields] = {
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-    "hidden_act": "gelu_pytorch_tanh",
-}
+_GEMMA_3: Final = defaults(
+    eps=1e-6,
+    context=131072,
+    tied=True,
+    vocab_size=262208,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    sliding_window_pattern=6,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    hidden_activation="gelu_pytorch_tanh",
+)
+_GEMMA_2: Final = defaults(
+    eps=1e-6,
+    context=8192,
+    tied=True,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0,
+    hidden_activation="gelu_pytorch_tanh",
+)
+_GEMMA: Final = defaults(
+    eps=1e-6, context=8192, tied=True, num_key_value_heads=16, head_dim=256, hidden_act="gelu_pytorch_tanh"
+)
 _KEYS: Final = replace(BIASED, activation="hidden_activation")
 
 

@@ -22,6 +22,7 @@ from specinfer.models.hf_config import (
     USUAL,
     ConfigKeys,
     HfFamily,
+    defaults,
     refuse,
     rotary_from_hf,
     window_of,
@@ -31,53 +32,18 @@ from specinfer.models.sources import GATE_UP, QKV, Names
 
 # Defaults of transformers for keys that config.json omits.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN: Final[Fields] = {
-    **_DEFAULTS,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_SMOLLM3: Final[Fields] = {
-    **_DEFAULTS,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 4,
-    "no_rope_layer_interval": 4,
-    "rope_theta": 2000000.0,
-    "tie_word_embeddings": True,
-}
-_SEED: Final[Fields] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 524288,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-}
-_ERNIE: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-}
-_HELIUM: Final[Fields] = {
-    "rms_norm_eps": 1e-8,
-    "max_position_embeddings": 4096,
-    "num_key_value_heads": 20,
-    "head_dim": 128,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": False,
-}
-_CWM: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "sliding_window": 8192,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
+_QWEN: Final = defaults(eps=1e-6, context=32768, sliding_window=4096, max_window_layers=28)
+_SMOLLM3: Final = defaults(
+    eps=1e-6, context=32768, tied=True, num_key_value_heads=4, no_rope_layer_interval=4, rope_theta=2000000.0
+)
+_SEED: Final = defaults(eps=1e-6, context=524288, num_key_value_heads=8, head_dim=128, attention_bias=True)
+_ERNIE: Final = defaults(
+    eps=1e-5, context=131072, tied=True, num_key_value_heads=2, head_dim=128, rope_theta=500000.0
+)
+_HELIUM: Final = defaults(eps=1e-8, context=4096, num_key_value_heads=20, head_dim=128, rope_theta=100000.0)
+_CWM: Final = defaults(
+    eps=1e-5, context=131072, num_key_value_heads=8, head_dim=128, sliding_window=8192, rope_theta=1000000.0
+)
 _CWM_ROPE: Final[Fields] = {
     "rope_type": "llama3",
     "rope_theta": 1000000.0,
@@ -87,25 +53,11 @@ _CWM_ROPE: Final[Fields] = {
     "original_max_position_embeddings": 8192,
 }
 _CWM_ENDS: Final = (128001, 128008, 128009)  # end-of-text ids if config.json has none
-_EXAONE: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "tie_word_embeddings": False,
-}
-_GRANITE: Final[Fields] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-}
-_PHI: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-}
+_EXAONE: Final = defaults(
+    eps=1e-5, context=2048, num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4
+)
+_GRANITE: Final = defaults(eps=1e-6, context=2048)
+_PHI: Final = defaults(eps=1e-5, context=4096, original_max_position_embeddings=4096)
 _OLD_NAMES: Final = ("su", "yarn")  # earlier names of longrope
 
 

@@ -14,24 +14,11 @@ from specinfer.models.config import Activation, Experts, Family, ModelConfig, Qk
 from specinfer.models.fields import Fields, boolean, count, integer, number, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
-from specinfer.models.hf_config import BIASED, HfFamily, refuse, rotary_from_hf, window_of, windows
+from specinfer.models.hf_config import BIASED, HfFamily, defaults, refuse, rotary_from_hf, window_of, windows
 from specinfer.models.sources import Names
 
-# Defaults of transformers.
-_DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_MIXTRAL: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "num_experts_per_tok": 2,
-}
-_QWEN: Final[Fields] = {
-    **_DEFAULTS,
-    "max_position_embeddings": 32768,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-}
+_MIXTRAL: Final = defaults(eps=1e-5, context=131072, rope_theta=1e6, num_experts_per_tok=2)
+_QWEN: Final = defaults(eps=1e-6, context=32768, decoder_sparse_step=1, norm_topk_prob=False)
 _QWEN2: Final[Fields] = {
     **_QWEN,
     "num_experts_per_tok": 4,
@@ -44,25 +31,18 @@ _QWEN3: Final[Fields] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-_OLMOE: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
-_GRANITE: Final[Fields] = {**_DEFAULTS, "max_position_embeddings": 2048, "num_experts_per_tok": 2}
-_GPT_OSS: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-    "rope_theta": 150000.0,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "attention_bias": True,
-}
+_OLMOE: Final = defaults(eps=1e-5, context=4096, num_experts_per_tok=8, norm_topk_prob=False)
+_GRANITE: Final = defaults(eps=1e-6, context=2048, num_experts_per_tok=2)
+_GPT_OSS: Final = defaults(
+    eps=1e-5,
+    context=131072,
+    rope_theta=150000.0,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_experts_per_tok=4,
+    sliding_window=128,
+    attention_bias=True,
+)
 _GPT_OSS_ROPE: Final[Fields] = {
     "rope_type": "yarn",
     "factor": 32.0,

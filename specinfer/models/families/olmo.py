@@ -9,16 +9,20 @@ from typing import Final
 from specinfer.models.config import Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.fields import Fields, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf, window_of
-from specinfer.models.hf_config import BIASED, HfFamily, decoder_from_hf, head_dim, rotary_from_hf, windows
+from specinfer.models.hf_config import (
+    BIASED,
+    HfFamily,
+    decoder_from_hf,
+    defaults,
+    head_dim,
+    rotary_from_hf,
+    windows,
+)
 from specinfer.models.hf_config import window_of as hf_window
 from specinfer.models.positions import ropes_by_layer_type
 from specinfer.models.sources import Names
 
-_DEFAULTS: Final[Fields] = {
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-}
+_DEFAULTS: Final = defaults(eps=1e-5, context=2048)
 _OLMO_3: Final[Fields] = {**_DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096}
 _WINDOW_EVERY: Final = 4  # the last of four layers has no window
 

@@ -6,6 +6,8 @@ Source: bitsandbytes' QuantState and its default dequantization.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,6 +19,7 @@ from specinfer.models.fields import Fields, count, number
 from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, whole
 from specinfer.models.quantized.scaled import ScaledMatrix
 
+BlockScales = Callable[[int, int], Tensor]
 _STATE: Final = ".quant_state.bitsandbytes__"
 _BYTES: Final = (torch.uint8,)
 _WHOLE_ROWS: Final = 0  # weight_format of int8 with contiguous rows
@@ -55,6 +58,7 @@ class CodedMatrix:
     def __init__(
         self, packed: StoredTensor, shape: tuple[int, int], code: Tensor, scales: BlockScales, size: int
     ) -> None:
+        """`scales` reads the scales of a range of blocks, float32."""
         self.path: Path = packed.path
         self.shape: tuple[int, ...] = shape
         self._packed, self._code, self._scales, self._size = packed, code, scales, size
@@ -67,7 +71,7 @@ class CodedMatrix:
         octets = self._octets(first, -(-end // 2))
         codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
         block = begin // self._size
-        scales = self._scales.read(block, -(-end // self._size)).repeat_interleave(self._size)
+        scales = self._scales(block, -(-end // self._size)).repeat_interleave(self._size)
         within = slice(begin - block * self._size, end - block * self._size)
         return (self._code[codes.int()] * scales[within]).view(stop - start, inner)
 
@@ -89,19 +93,12 @@ class NestedScales(NamedTuple):
     offset: float
 
 
-class BlockScales:
-    """Scales of blocks, in float or in 8 bits."""
-
-    def __init__(self, stored: StoredTensor, nested: NestedScales | None = None) -> None:
-        self._stored, self._nested = stored, nested
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Scales start..stop, float32."""
-        scales, nested = self._stored.read_rows(start, stop), self._nested
-        if nested is None:
-            return scales.float()
-        of_blocks = nested.scales[torch.arange(start, stop) // nested.size]
-        return nested.code[scales.int()] * of_blocks + nested.offset
+def _block_scales(stored: StoredTensor, nested: NestedScales | None, start: int, stop: int) -> Tensor:
+    scales = stored.read_rows(start, stop)
+    if nested is None:
+        return scales.float()
+    of_blocks = nested.scales[torch.arange(start, stop) // nested.size]
+    return nested.code[scales.int()] * of_blocks + nested.offset
 
 
 def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
@@ -132,7 +129,7 @@ def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
         book = pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))
         offset = number(fields, "nested_offset")
         nested = NestedScales(whole(book).float(), whole(of_scales).float(), each, offset)
-    return CodedMatrix(packed, (channels, inner), code, BlockScales(scales, nested), size)
+    return CodedMatrix(packed, (channels, inner), code, partial(_block_scales, scales, nested), size)
 
 
 def _state(state: StoredTensor) -> Fields:
