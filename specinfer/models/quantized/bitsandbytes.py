@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.models.fields import Fields, count, number
-from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, whole
-from specinfer.models.quantized.scaled import ScaledMatrix
+from specinfer.models.quantized.pieces import FLOATS, MadeTensor, Pieces, StoredTensor, TensorEntry, whole
+from specinfer.models.quantized.scaled import scaled_by
 
 BlockScales = Callable[[int, int], Tensor]
 _STATE: Final = ".quant_state.bitsandbytes__"
@@ -40,48 +39,36 @@ def bitsandbytes(fields: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
                 f"{values.path}: '{stem}.weight_format' is {whole(form).tolist()}; supported: [{_WHOLE_ROWS}]"
             )
         scales = pieces.take(f"{stem}.SCB", FLOATS, values.shape[:1])
-        found[f"{stem}.weight"] = ScaledMatrix(values, scales, (1, values.shape[1]), factor=_STEP)
+        found[f"{stem}.weight"] = scaled_by(values, scales, (1, values.shape[1]), factor=_STEP)
     for name in [name for name in pieces.rest if _STATE in name]:
         matrix = name.partition(_STATE)[0]
         found[matrix] = _four_bits(pieces, matrix, pieces.take(name, _BYTES, (None,)))
     return found
 
 
-class CodedMatrix:
-    """A matrix of 4-bit codes, two per byte, times the scale of their block: a StoredTensor.
+def _coded(
+    packed: TensorEntry, inner: int, code: Tensor, scales: BlockScales, size: int, start: int, stop: int
+) -> Tensor:
+    """Rows of 4-bit codes, two per byte, times the scale of their block.
 
-    Blocks have `size` elements, over consecutive rows of the matrix.
+    Blocks have `size` elements, over consecutive rows of the matrix; `scales` reads a range of theirs.
     """
+    begin, end = start * inner, stop * inner
+    first = begin // 2
+    octets = _octets(packed, first, -(-end // 2))
+    codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
+    block = begin // size
+    of_each = scales(block, -(-end // size)).repeat_interleave(size)
+    within = slice(begin - block * size, end - block * size)
+    return (code[codes.int()] * of_each[within]).view(stop - start, inner)
 
-    dtype: torch.dtype | None = None
 
-    def __init__(
-        self, packed: StoredTensor, shape: tuple[int, int], code: Tensor, scales: BlockScales, size: int
-    ) -> None:
-        """`scales` reads the scales of a range of blocks, float32."""
-        self.path: Path = packed.path
-        self.shape: tuple[int, ...] = shape
-        self._packed, self._code, self._scales, self._size = packed, code, scales, size
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, float32."""
-        inner = self.shape[1]
-        begin, end = start * inner, stop * inner
-        first = begin // 2
-        octets = self._octets(first, -(-end // 2))
-        codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
-        block = begin // self._size
-        scales = self._scales(block, -(-end // self._size)).repeat_interleave(self._size)
-        within = slice(begin - block * self._size, end - block * self._size)
-        return (self._code[codes.int()] * scales[within]).view(stop - start, inner)
-
-    def _octets(self, first: int, behind: int) -> Tensor:
-        """These bytes, which are stored as elements of any type."""
-        assert self._packed.dtype is not None
-        per = self._packed.dtype.itemsize
-        begin = first // per
-        octets = self._packed.read_rows(begin, -(-behind // per)).contiguous().view(torch.uint8).flatten()
-        return octets[first - begin * per : behind - begin * per]
+def _octets(packed: TensorEntry, first: int, behind: int) -> Tensor:
+    """These bytes, which are stored as elements of any type."""
+    per = packed.dtype.itemsize
+    begin = first // per
+    octets = packed.read_rows(begin, -(-behind // per)).contiguous().view(torch.uint8).flatten()
+    return octets[first - begin * per : behind - begin * per]
 
 
 class NestedScales(NamedTuple):
@@ -101,7 +88,7 @@ def _block_scales(stored: StoredTensor, nested: NestedScales | None, start: int,
     return nested.code[scales.int()] * of_blocks + nested.offset
 
 
-def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
+def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> MadeTensor:
     fields = _state(state)
     match fields.get("shape"):
         case [int(channels), int(inner)] if channels > 0 and inner > 0:
@@ -113,7 +100,6 @@ def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
     size = count(fields, "blocksize")
     elements = channels * inner
     packed = pieces.take(name, (*_BYTES, *FLOATS), (None, 1))
-    assert packed.dtype is not None
     if packed.shape[0] * packed.dtype.itemsize != -(-elements // 2):
         raise ModelFileError(
             f"{packed.path}: tensor {name!r} has shape {list(packed.shape)}, its quant_state has "
@@ -129,7 +115,8 @@ def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
         book = pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))
         offset = number(fields, "nested_offset")
         nested = NestedScales(whole(book).float(), whole(of_scales).float(), each, offset)
-    return CodedMatrix(packed, (channels, inner), code, partial(_block_scales, scales, nested), size)
+    of_blocks = partial(_block_scales, scales, nested)
+    return MadeTensor(packed.path, (channels, inner), partial(_coded, packed, inner, code, of_blocks, size))
 
 
 def _state(state: StoredTensor) -> Fields:

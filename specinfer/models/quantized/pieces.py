@@ -83,6 +83,16 @@ class TensorEntry:
         return torch.from_numpy(data).view(self.dtype).view(stop - start, *self.shape[1:])
 
 
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A StoredTensor whose rows a function makes, float32."""
+
+    path: Path
+    shape: tuple[int, ...]
+    read_rows: Callable[[int, int], Tensor]
+    dtype: torch.dtype | None = None
+
+
 class Pieces:
     """The stored tensors that are not part of a matrix yet."""
 

@@ -10,6 +10,7 @@ the OCP Microscaling Formats specification.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,54 +21,45 @@ from torch import Tensor
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.kernels.layout import GROUP, int4_rows
 from specinfer.models.fields import Fields
-from specinfer.models.quantized.pieces import FLOATS, LastFew, Pieces, StoredTensor, whole
+from specinfer.models.quantized.pieces import FLOATS, LastFew, MadeTensor, Pieces, StoredTensor, whole
 
 _FLOAT8: Final = (torch.float8_e4m3fn,)
 _SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
 
 
-class ScaledMatrix:
-    """A matrix whose blocks are (values - zeros) * scales: a StoredTensor."""
+def scaled_by(
+    values: StoredTensor,
+    scales: StoredTensor,
+    block: tuple[int, int],
+    *,
+    zeros: StoredTensor | None = None,
+    factor: float = 1.0,
+) -> MadeTensor:
+    """A matrix whose blocks are (values - zeros) * scales.
 
-    dtype: torch.dtype | None = None
+    `block` is the number of rows and columns that share a scale; the last ones may be smaller. Scales are
+    [blocks of rows, blocks of columns], without dimensions of size 1. Everything is multiplied by `factor`.
+    """
+    (channels, inner), (high, wide) = values.shape, block
 
-    def __init__(
-        self,
-        values: StoredTensor,
-        scales: StoredTensor,
-        block: tuple[int, int],
-        *,
-        zeros: StoredTensor | None = None,
-        factor: float = 1.0,
-    ) -> None:
-        """`block` is the number of rows and columns that share a scale; the last ones may be smaller.
-
-        Scales are [blocks of rows, blocks of columns], without dimensions of size 1. Everything is multiplied
-        by `factor`.
-        """
-        self.path: Path = values.path
-        self.shape: tuple[int, ...] = values.shape
-        self._values, self._scales, self._zeros = values, scales, zeros
-        self._block, self._factor = block, factor
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, float32."""
-        rows = self._values.read_rows(start, stop).float()
-        if self._zeros is not None:
-            rows -= self._spread(self._zeros, start, stop)
-        rows *= self._spread(self._scales, start, stop)
-        return rows if self._factor == 1 else rows.mul_(self._factor)
-
-    def _spread(self, of_blocks: StoredTensor, start: int, stop: int) -> Tensor:
+    def spread(of_blocks: StoredTensor, start: int, stop: int) -> Tensor:
         """Expand one number per block to the elements of these rows, or to a dimension of size 1."""
-        high, wide = self._block
-        if high >= self.shape[0]:
-            spread = whole(of_blocks).float().view(1, -1)
+        if high >= channels:
+            each = whole(of_blocks).float().view(1, -1)
         else:
             first = start // high
             blocks = of_blocks.read_rows(first, -(-stop // high)).float()
-            spread = blocks.view(len(blocks), -1)[torch.arange(start, stop) // high - first]
-        return spread if spread.shape[1] == 1 else spread.repeat_interleave(wide, 1)[:, : self.shape[1]]
+            each = blocks.view(len(blocks), -1)[torch.arange(start, stop) // high - first]
+        return each if each.shape[1] == 1 else each.repeat_interleave(wide, 1)[:, :inner]
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        rows = values.read_rows(start, stop).float()
+        if zeros is not None:
+            rows -= spread(zeros, start, stop)
+        rows *= spread(scales, start, stop)
+        return rows if factor == 1 else rows.mul_(factor)
+
+    return MadeTensor(values.path, values.shape, read_rows)
 
 
 def scaled(
@@ -76,7 +68,7 @@ def scaled(
     scales: StoredTensor,
     block: tuple[int, int] | None,
     zeros: StoredTensor | None = None,
-) -> ScaledMatrix:
+) -> MadeTensor:
     """A matrix with scales per block, or by their shape per group, per channel or for the whole matrix.
 
     `name` is the tensor of the scales. Raises ModelError if they fit none of these.
@@ -84,13 +76,13 @@ def scaled(
     channels, inner = values.shape
     shape = tuple(size for size in scales.shape if size != 1)
     if block is not None and scales.shape == (-(-channels // block[0]), -(-inner // block[1])):
-        return ScaledMatrix(values, scales, block, zeros=zeros)
+        return scaled_by(values, scales, block, zeros=zeros)
     if not shape:
-        return ScaledMatrix(values, scales, (channels, inner), zeros=zeros)
+        return scaled_by(values, scales, (channels, inner), zeros=zeros)
     if scales.shape in ((channels, 1), (channels,)):
-        return ScaledMatrix(values, scales, (1, inner), zeros=zeros)
+        return scaled_by(values, scales, (1, inner), zeros=zeros)
     if len(shape) == 2 and shape[0] == channels and inner % shape[1] == 0:
-        return ScaledMatrix(values, scales, (1, inner // shape[1]), zeros=zeros)
+        return scaled_by(values, scales, (1, inner // shape[1]), zeros=zeros)
     blocks = f", with blocks of {block[0]} x {block[1]}" if block else ""
     raise ModelError(
         f"{scales.path}: tensor {name!r} has shape {list(scales.shape)} for a matrix "
@@ -139,27 +131,19 @@ def mxfp4(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     for stem in pieces.stems("_blocks"):
         blocks = pieces.take(f"{stem}_blocks", _BYTES, (None, None, None, _PER_GROUP))
         scales = pieces.take(f"{stem}_scales", _BYTES, blocks.shape[:3])
-        found[f"{stem}.weight"] = MicroscaledMatrix(blocks.stacked(), scales.stacked())
+        bytes_, exponents = blocks.stacked(), scales.stacked()
+        shape = bytes_.shape[0], bytes_.shape[1] * 2 * _PER_GROUP
+        read_rows = partial(_microscaled, bytes_, exponents)
+        found[f"{stem}.weight"] = MadeTensor(blocks.path, shape, read_rows)
     return found
 
 
-class MicroscaledMatrix:
-    """A StoredTensor [rows, inner] of bytes [rows, groups, 16] and exponents [rows, groups]."""
-
-    dtype: torch.dtype | None = None
-
-    def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
-        rows, groups, _ = blocks.shape
-        self.path: Path = blocks.path
-        self.shape: tuple[int, ...] = (rows, groups * 2 * _PER_GROUP)
-        self._blocks, self._scales = blocks, scales
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, float32; bfloat16 can represent the values, too."""
-        octets = self._blocks.read_rows(start, stop)
-        powers = self._scales.read_rows(start, stop).int() - _BIAS
-        values = _VALUES[torch.stack((octets & 15, octets >> 4), 3).int()].flatten(2)
-        return torch.ldexp(values, powers[..., None]).flatten(1)
+def _microscaled(blocks: StoredTensor, scales: StoredTensor, start: int, stop: int) -> Tensor:
+    """Rows of bytes [rows, groups, 16] and exponents [rows, groups]; bfloat16 can represent them, too."""
+    octets = blocks.read_rows(start, stop)
+    powers = scales.read_rows(start, stop).int() - _BIAS
+    values = _VALUES[torch.stack((octets & 15, octets >> 4), 3).int()].flatten(2)
+    return torch.ldexp(values, powers[..., None]).flatten(1)
 
 
 _UNSET: Final = -1  # in a list of groups that was never filled in
