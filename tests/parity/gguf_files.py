@@ -54,12 +54,13 @@ def write_gguf(
     inner = _field(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
     context = _field(config, "max_position_embeddings", "max_seq_len")
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(context)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    sizes = {
+        **{"context_length": context, "embedding_length": hidden, "block_count": config.num_hidden_layers},
+        **{"feed_forward_length": inner, "attention.head_count": heads, "attention.head_count_kv": kv_heads},
+        **{"attention.key_length": head_dim, "attention.value_length": head_dim},
+    }
+    for key, value in sizes.items():
+        writer.add_uint32(f"{arch}.{key}", value)
     if (eps := _field(config, "rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
@@ -71,13 +72,6 @@ def write_gguf(
         writer.add_expert_used_count(config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size") or arch == "gpt-oss":
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", inner))
-    if arch == "granitemoe":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

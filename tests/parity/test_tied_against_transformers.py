@@ -18,19 +18,8 @@ from .families import save_random
 
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 TIED_BY_DEFAULT = (
-    *(
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "smollm3",
-        "ernie",
-        "cohere",
-        "cohere2",
-        "gpt2",
-        "starcoder",
-        "starcoder2",
-    ),
-    *("falcon-7b", "mpt", "opt", "opt-350m"),
+    *("gemma", "gemma2", "gemma3", "smollm3", "ernie", "cohere", "cohere2"),
+    *("gpt2", "starcoder", "starcoder2", "falcon-7b", "mpt", "opt", "opt-350m"),
 )
 UNTIED_BY_DEFAULT = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "olmo3", "granite", "glm", "glm4"),
