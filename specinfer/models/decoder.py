@@ -5,7 +5,7 @@ Shapes: T rows of a step, R rows with logits, D hidden size, E embedding size, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -64,7 +64,7 @@ class Decoder(LayeredModel):
         self._changes_logits = (
             config.logit_scale != 1.0 or config.logit_softcap is not None or self._project_out is not None
         )
-        self._layers: Sequence[DecoderLayer] = weights.each(
+        self._layers: Iterable[DecoderLayer] = weights.each(
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{stage.first + i}"), config.num_layers
         )
         native: NativeLayers | None = None

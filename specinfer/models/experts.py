@@ -14,6 +14,7 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -29,58 +30,45 @@ from specinfer.models.weight_memory import Weights
 EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of routed experts
 
 
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """The MLPs of a layer, and the router that chooses among them."""
 
-    __slots__ = ("_config", "_each", "_ops", "_router", "_shared", "_want")
-
-    def __init__(
-        self,
-        config: Experts,
-        router: Product,
-        each: Sequence[MLP],
-        shared: MLP | None,
-        ops: Ops,
-        want: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
-        """`router` returns a logit for each expert, followed by the logit of the shared expert's gate.
-
-        `want` is called with the chosen experts before the first of them computes; None: all are in memory.
-        """
-        self._want = want
-        self._config = config
-        self._ops = ops
-        self._router = router
-        self._each = each
-        self._shared = shared
+    config: Experts
+    router: Product  # a logit for each expert, followed by the logit of the shared expert's gate
+    each: Sequence[MLP]
+    shared: MLP | None
+    ops: Ops
+    # Called with the chosen experts before the first of them computes; None: all are in memory.
+    want: Callable[[Sequence[int]], None] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        config, ops, logits_TC = self._config, self._ops, self._router(x_TD.float())
+        config, ops, logits_TC = self.config, self.ops, self.router(x_TD.float())
         numbers_TK, weights_TK = ops.choose_experts(
             logits_TC, config.count, config.per_token, normalized=config.normalized
         )
         total_TD = torch.zeros(x_TD.shape, device=x_TD.device)
         chosen = sorted({*numbers_TK.flatten().tolist()})
-        if self._want is not None:
-            self._want(chosen)
+        if self.want is not None:
+            self.want(chosen)
         for number in chosen:
             rows_R, places_R = (numbers_TK == number).nonzero(as_tuple=True)
-            made_RD = self._each[number](x_TD[rows_R])
+            made_RD = self.each[number](x_TD[rows_R])
             ops.add_weighted(total_TD, made_RD, rows_R.contiguous(), weights_TK[rows_R, places_R])
-        if self._shared is not None:
+        if self.shared is not None:
             all_T = torch.arange(len(x_TD), device=x_TD.device)
-            ops.add_weighted(total_TD, self._shared(x_TD), all_T, ops.open_gates(logits_TC, config.count))
+            ops.add_weighted(total_TD, self.shared(x_TD), all_T, ops.open_gates(logits_TC, config.count))
         return total_TD.to(x_TD.dtype)
 
     def parts(self) -> ExpertParts:
         """The products and settings for a native call."""
         return ExpertParts(
-            router=self._router,
-            each=[mlp.products for mlp in self._each],
-            shared=None if self._shared is None else self._shared.products,
-            per_token=self._config.per_token,
-            normalized=self._config.normalized,
+            router=self.router,
+            each=[mlp.products for mlp in self.each],
+            shared=None if self.shared is None else self.shared.products,
+            per_token=self.config.per_token,
+            normalized=self.config.normalized,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -183,17 +184,14 @@ class MLP:
         return times(self.down, DOWN, inner_TF, adapted)
 
 
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Projections around `attend`."""
 
-    __slots__ = ("clip", "heads", "o", "qkv")
-
-    def __init__(self, heads: AttentionSpec, qkv: Product, o: Product, clip: float | None) -> None:
-        """`clip` limits the absolute values of q, k and v."""
-        self.heads = heads
-        self.qkv = qkv
-        self.o = o
-        self.clip = clip
+    heads: AttentionSpec
+    qkv: Product
+    o: Product
+    clip: float | None  # limit of the absolute values of q, k and v
 
     def __call__(
         self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapted: AdaptedLayer | None = None

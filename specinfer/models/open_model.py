@@ -13,7 +13,7 @@ from specinfer.models.decoder import decoder_shapes
 from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
-from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.models.safetensors import SafetensorsFolder, lacking, some_tensors
 
 _LOG = logging.getLogger(__name__)
 # With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
@@ -93,7 +93,7 @@ def _check(file: OpenModel) -> None:
     wanted, found = decoder_shapes(file.config), file.shapes
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise ModelFileError(f"{file.path} lacks {_some(missing)}; the model is incomplete, get it again")
+        raise lacking(file.path, missing)
     for name, shape in wanted.items():
         if tuple(found[name]) != shape:
             raise ModelFileError(
@@ -103,7 +103,7 @@ def _check(file: OpenModel) -> None:
     extra = [name for name in found if name not in wanted and not _is_zero_bias(file, name, wanted)]
     if extra:
         raise ModelFileError(
-            f"{file.path} has unexpected {_some(extra)}; ignoring weights would change the text. "
+            f"{file.path} has unexpected {some_tensors(extra)}; ignoring weights would change the text. "
             f"This is not a plain {file.config.family} model: merge adapters into it, or use another."
         )
 
@@ -115,9 +115,3 @@ def _is_zero_bias(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
     if end != "bias" or f"{stem}.weight" not in wanted or len(shape) != 1:
         return False
     return not bool(file.read_rows(name, 0, shape[0]).any())
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"

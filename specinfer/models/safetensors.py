@@ -314,6 +314,18 @@ def _bare_names(
     return found
 
 
+def lacking(path: Path, names: Sequence[str]) -> ModelFileError:
+    """The error for a model without these tensors."""
+    return ModelFileError(f"{path} lacks {some_tensors(names)}; the model is incomplete, get it again")
+
+
+def some_tensors(names: Sequence[str]) -> str:
+    """The first of these tensors, for a message."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
 def write_model(
     config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path, *, tokenizer: ModelFiles
 ) -> None:

@@ -14,9 +14,10 @@ the layers in order, and waits for those that are being read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, TypeVar, overload
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -213,7 +214,7 @@ class StreamedWeights(Weights):
             return super().table(name, rows)
         return table_on_disk(self._file)
 
-    def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
+    def each(self, make: Callable[[int], _Part], count: int) -> Iterable[_Part]:
         """See Weights; iterating waits for each streamed layer."""
         made = [self._made(make, number) for number in range(count)]
         stream = self._layer_stream
@@ -295,34 +296,18 @@ class StreamedWeights(Weights):
         return type(weight)(*views)
 
 
-class _Layers(Sequence[_Part]):
+@dataclass(frozen=True, slots=True)
+class _Layers(Iterable[_Part]):
     """Layers of a model with one or several places in memory; iterating waits for those being read.
 
     Iterate within a pass (`LayerStream.passing`).
     """
 
-    def __init__(
-        self, made: Sequence[Sequence[_Part]], streamed: dict[int, int], stream: LayerStream
-    ) -> None:
-        self._made = made
-        self._streamed = streamed
-        self._stream = stream
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    @overload
-    def __getitem__(self, number: int) -> _Part: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[_Part]: ...
-
-    def __getitem__(self, number: int | slice) -> _Part | Sequence[_Part]:
-        if isinstance(number, slice):
-            return [made[0] for made in self._made[number]]
-        return self._made[number][0]
+    made: Sequence[Sequence[_Part]]
+    streamed: Mapping[int, int]
+    stream: LayerStream
 
     def __iter__(self) -> Iterator[_Part]:
-        for number, made in enumerate(self._made):
-            place = self._streamed.get(number)
-            yield made[0] if place is None else made[self._stream.take(place)]
+        for number, made in enumerate(self.made):
+            place = self.streamed.get(number)
+            yield made[0] if place is None else made[self.stream.take(place)]

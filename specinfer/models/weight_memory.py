@@ -7,7 +7,7 @@ implementations, whose memory may be a view of a buffer, or filled after the lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
@@ -297,7 +297,7 @@ class Weights:
         """
         return None
 
-    def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
+    def each(self, make: Callable[[int], _Part], count: int) -> Iterable[_Part]:
         """`make(0)`, `make(1)`, ...: layers with separate tensors, in the order in which they run."""
         if not self._reader.one_thread_each:
             return [make(number) for number in range(count)]

@@ -28,7 +28,7 @@ from specinfer.models.hosted.modules import ProductLinear
 from specinfer.models.hosted.skeleton import OUTPUT, Skeleton, is_experts
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.pieces import StoredTensor
-from specinfer.models.safetensors import FLOATS, read_entries
+from specinfer.models.safetensors import FLOATS, lacking, read_entries, some_tensors
 from specinfer.speculation_config import Quantization
 
 _CONTEXTS: Final = (
@@ -229,7 +229,7 @@ class HostedFolder:
             and name not in self.skeleton.ties
         ]
         if missing:
-            raise ModelFileError(f"{self.path} lacks {_some(missing)}; the model is incomplete, get it again")
+            raise lacking(self.path, missing)
         for name, shape in found.shapes.items():
             if shape != wanted.get(name, shape):
                 raise ModelFileError(
@@ -243,7 +243,7 @@ class HostedFolder:
         ]
         if unused:
             raise ModelFileError(
-                f"{self.path} has unexpected {_some(unused)}; ignoring weights would change the text"
+                f"{self.path} has unexpected {some_tensors(unused)}; ignoring weights would change the text"
             )
 
     def _config(self, fields: Sequence[Mapping[str, object]]) -> ModelConfig:
@@ -334,11 +334,6 @@ def _context(text: Any) -> int:
 
 def _matches(name: str, patterns: Any) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def hosted(path: Path, weights: Sequence[Path], *, trust_remote_code: bool) -> HostedFolder:

@@ -217,14 +217,14 @@ def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_attn.weight"
     save_tiny("gpt2", tmp_path)
     change(tmp_path, lambda tensors: tensors.update(stranger=torch.zeros(2)))
-    with pytest.raises(ModelFileError, match="unexpected 'stranger'"):
+    with pytest.raises(ModelFileError, match="unexpected tensor 'stranger'"):
         open_model(tmp_path, "transformers")
     change(tmp_path, lambda tensors: tensors.pop("stranger"))
     change(tmp_path, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
     with pytest.raises(ModelFileError, match=r"c_attn.weight' has shape"):
         open_model(tmp_path, "transformers")
     change(tmp_path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ModelFileError, match=f"lacks '{name}'"):
+    with pytest.raises(ModelFileError, match=f"lacks tensor '{name}'"):
         open_model(tmp_path, "transformers")
 
 
