@@ -39,7 +39,7 @@ SCALINGS = {
     "yarn-not-truncated": {**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.3},
     "yarn-factor-of-contexts": {**YARN, "factor": None},
     "yarn-small-theta": {**YARN, "rope_theta": 50.0},
-    # of the layers of Gemma 3 that see everything
+    # Layers of Gemma 3 that see everything.
     "gemma3": {
         "full_attention": {**YARN, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

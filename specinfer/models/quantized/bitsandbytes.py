@@ -51,7 +51,7 @@ def _coded(
 ) -> Tensor:
     """Rows of 4-bit codes, two per byte, times the scale of their block.
 
-    Blocks have `size` elements, over consecutive rows of the matrix; `scales` reads a range of theirs.
+    Blocks have `size` elements, over consecutive rows of the matrix; `scales` reads the scales of a range.
     """
     begin, end = start * inner, stop * inner
     first = begin // 2

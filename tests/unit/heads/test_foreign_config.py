@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, Callable[[Json], object], str]] = [
     (SPARK, inside(markov_rank=-1), "markov_rank is -1"),
     (SPARK, beside(block_size="7"), "block_size is '7'"),
     (SPARK, beside(model_type="deepseek_v4"), "'deepseek_v4'; supported: llama, qwen2, qwen3"),
-    ("DSpark", beside(model_type="llama"), "supported: qwen3"),  # whose layers have no norms
+    ("DSpark", beside(model_type="llama"), "supported: qwen3"),  # its layers have no norms
     (
         "SpecForge 3.1",
         lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
