@@ -17,6 +17,7 @@ from specinfer.speculation_config import (
     QuantizationOption,
     SpeculationConfig,
 )
+from specinfer.support import Feature, check_support
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]
@@ -211,14 +212,14 @@ class EngineConfig:
         for name in self.adapters:
             if name == self.model:
                 raise ConfigError(f"lora has the name {name!r}, which is the model's; give it another name")
-        if not self.prepared and self.offload != "never":
-            raise ConfigError(
-                f"prepared is False with offload {self.offload!r}, which streams layers from that file; "
-                "leave one of them out"
-            )
         self._check_hosts()
-        if self.ranks > 1:
-            self._check_ranks()
+        if self.quantization != "int8" and self.parts_of_sums < self.tensor_parallel:
+            raise ConfigError(
+                f"sum_parts is {self.parts_of_sums} with tensor_parallel {self.tensor_parallel} and "
+                f"quantization {self.quantization!r}; allowed there: {self.tensor_parallel} or more, as each "
+                "process adds a part of every sum"
+            )
+        check_support(self.features | ({Feature.LORA: self.lora} if self.lora else {}))
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -232,6 +233,33 @@ class EngineConfig:
                 raise ConfigError(f"lora has the name {name!r} twice; give each adapter its own name")
             found[name] = folder
         return found
+
+    @property
+    def features(self) -> dict[Feature, object]:
+        """The features of these options, with their values; without adapters, as requests may name more."""
+        speculation = self.speculation
+        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        ranks = " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        kind, of_drafts = self.quantization, speculation.draft_quantization
+        given: list[tuple[Feature, bool, object]] = [
+            (Feature.RANKS, self.ranks > 1, ranks),
+            (Feature.TENSOR, self.tensor_parallel > 1, self.tensor_parallel),
+            (Feature.PIPELINE, self.pipeline_parallel > 1, self.pipeline_parallel),
+            (Feature.SUM_PARTS, (self.sum_parts or 1) > 1, self.sum_parts),
+            (Feature.QUANTIZED, kind not in ("auto", "none"), kind),
+            (Feature.GGUF, kind == "gguf", kind),
+            (Feature.MEMORY, self.memory is not None, self.memory),
+            (Feature.OFFLOAD, self.offload != "never", self.offload),
+            (Feature.NOT_PREPARED, not self.prepared, self.prepared),
+            (Feature.DRAFT_QUANTIZED, of_drafts not in ("auto", "none"), of_drafts),
+            (Feature.DRAFT_GGUF, of_drafts == "gguf", of_drafts),
+            (
+                Feature.DRAFT_VOCABULARY,
+                speculation.draft_vocabulary is not None,
+                speculation.draft_vocabulary,
+            ),
+        ]
+        return {feature: value for feature, used, value in given if used}
 
     @property
     def kind(self) -> Quantization:
@@ -265,41 +293,6 @@ class EngineConfig:
             raise ConfigError(
                 f"master is {self.master!r}, but all {self.ranks} ranks run on this host; "
                 "raise tensor_parallel or pipeline_parallel, lower local_ranks, or leave master out"
-            )
-
-    def _check_ranks(self) -> None:
-        """Raise ConfigError for options that several ranks do not support."""
-        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-        with_ranks = "with " + " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        if self.quantization != "int8" and self.parts_of_sums < self.tensor_parallel:
-            raise ConfigError(
-                f"sum_parts is {self.parts_of_sums} {with_ranks} and quantization {self.quantization!r}; "
-                f"allowed there: {self.tensor_parallel} or more, as each process adds a part of every sum"
-            )
-        kinds = {
-            "quantization": self.quantization,
-            "draft_quantization": self.speculation.draft_quantization,
-        }
-        for name, kind in kinds.items():
-            if kind == "gguf" and self.tensor_parallel > 1:
-                raise ConfigError(
-                    f"{name} is 'gguf' {with_ranks}; allowed there: none, int8, int4, as GGUF blocks cannot "
-                    "be divided by columns"
-                )
-        if self.lora:
-            raise ConfigError(
-                f"lora has adapters {with_ranks}; allowed there: no adapters, as ranks cannot divide them; "
-                "leave lora out, or merge the adapter into the model"
-            )
-        if self.offload != "never":
-            raise ConfigError(
-                f"offload is {self.offload!r} {with_ranks}; allowed there: never, as ranks keep weights in "
-                "memory"
-            )
-        if self.memory is not None:
-            raise ConfigError(
-                f"memory is {self.memory} {with_ranks}; it limits a single process; leave it out, or set "
-                "kv_cache_memory"
             )
 
     @property

@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,9 +21,19 @@ from specinfer import errors
 from specinfer.kernels.machine import LEVELS, Level
 from specinfer.report.provenance import WIDE
 from specinfer.serve.observe.metrics import Metrics
+from specinfer.support import REFUSED, Feature
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BENCHMARKS = DOCS.parent / "benchmarks"
+IMPLIED = {  # features that another one has, too
+    Feature.GPU: [Feature.TORCH],
+    Feature.TENSOR: [Feature.RANKS],
+    Feature.PIPELINE: [Feature.RANKS],
+    Feature.GGUF: [Feature.QUANTIZED],
+    Feature.STREAMED: [Feature.OFFLOAD],
+    Feature.ONLY_HEADS: [Feature.HEAD],
+    Feature.DRAFT_GGUF: [Feature.DRAFT_QUANTIZED],
+}
 _HARDWARE = re.compile(r"^- hardware: (.+? \(family \d+\)),? (.+?), \d+ cores", re.M)  # the CPU; its features
 
 
@@ -84,11 +95,37 @@ def level_of(features: Sequence[str]) -> Level:
     return max(fitting, key=lambda one: len(named[one]))  # the first of equals
 
 
+def support_table() -> str:
+    """The matrix of features: whether two of them work together."""
+
+    def refused(row: Feature, column: Feature) -> bool:
+        features = [{one, *IMPLIED.get(one, ())} for one in (row, column)]
+        return any((a, b) in REFUSED or (b, a) in REFUSED for a, b in product(*features))
+
+    columns = [one for one in Feature if any(pair[1] is one for pair in REFUSED)]
+    rows = ["| |" + "".join(f" {one} |" for one in columns), "|---" * (1 + len(columns)) + "|"]
+    for row in Feature:
+        if any(pair[0] is row for pair in REFUSED):
+            cells = "".join(f" {'no' if refused(row, column) else 'yes'} |" for column in columns)
+            rows.append(f"| {row} |{cells}")
+    return "\n".join(rows)
+
+
+def refusals_table() -> str:
+    """The pairs of features that are refused, with their errors."""
+    rows = ["| feature | with | error |", "|---|---|---|"]
+    for (one, other), sentence in REFUSED.items():
+        rows.append(f"| {one} | {other} | {sentence.replace('!r', '').format('...', '...')} |")
+    return "\n".join(rows)
+
+
 TABLES = {
     "metrics": metrics_table,
     "errors": errors_table,
     "kernels": levels_table,
     "measured": measured_table,
+    "support": support_table,
+    "refusals": refusals_table,
 }
 
 

@@ -37,6 +37,7 @@ from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.head_drafts import head_draft
 from specinfer.speculation_config import SELF, Quantization, QuantizationOption, SpeculationConfig
+from specinfer.support import Feature, check_support
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
@@ -55,6 +56,11 @@ class FoundModel:
     def config(self) -> ModelConfig:
         """Config of its layers."""
         return self.model.config
+
+    @property
+    def features(self) -> dict[Feature, object]:
+        """Its features as a target."""
+        return {Feature.HOSTED: self.files.name} if isinstance(self.model, HostedFolder) else {}
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
@@ -106,10 +112,7 @@ def self_kind(asked: QuantizationOption, target: Quantization) -> Quantization:
     """
     kind: Quantization = "int4" if asked == "auto" or asked == "none" else asked
     if target in ("int4", kind):
-        raise ConfigError(
-            f"drafts names {SELF!r}, the target itself in {kind}, and the target is {target} already; name a "
-            "smaller model or a head, or leave it out: lookups guess by themselves"
-        )
+        check_support({Feature.SELF_DRAFT: kind, Feature.FEW_BITS: target})
     return kind
 
 
@@ -150,11 +153,7 @@ def find_drafts(
                 )
                 found[name] = FoundModel(files, opened)
                 continue
-            if isinstance(target.model, HostedFolder):
-                raise ConfigError(
-                    f"drafts names {name}, a head, and {target.files.name} runs through transformers, where "
-                    "heads cannot read between layers; name a small model, or leave it out"
-                )
+            check_support({**target.features, Feature.HEAD: name})
             found[name] = FoundHead(files, open_head(files, target.model))
     return found
 
@@ -202,10 +201,7 @@ def check_options(speculation: SpeculationConfig, drafts: Mapping[str, FoundMode
                 f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
             )
     if speculation.draft_vocabulary is not None and not models_among(drafts):
-        raise ConfigError(
-            f"draft_vocabulary is {speculation.draft_vocabulary!r}, but all drafts are heads, whose tokens "
-            "are fixed by training; leave it out"
-        )
+        check_support({Feature.DRAFT_VOCABULARY: speculation.draft_vocabulary, Feature.ONLY_HEADS: [*drafts]})
 
 
 def draft_adapters(
@@ -228,12 +224,10 @@ def draft_adapters(
         if name in found:
             raise ConfigError(f"draft_lora names two adapters of {name}; a draft has one at most: merge them")
         draft = drafts[name]
-        if isinstance(draft, FoundHead) or isinstance(draft.model, HostedFolder):
-            kind = "a head" if isinstance(draft, FoundHead) else "a model that runs through transformers"
-            raise ConfigError(
-                f"draft_lora gives {draft.files.name} an adapter, and it is {kind}; allowed: adapters of "
-                "models that run natively"
-            )
+        if isinstance(draft, FoundHead):
+            check_support({Feature.DRAFT_LORA: folder, Feature.HEAD: draft.files.name})
+        elif isinstance(draft.model, HostedFolder):
+            check_support({Feature.DRAFT_LORA: folder, Feature.HOSTED_DRAFT: draft.files.name})
         found[name] = PeftFolder(name, Path(folder).expanduser().resolve(), draft.config)
     return found
 

@@ -30,7 +30,6 @@ from specinfer.engine.drafts import (
 from specinfer.engine.hardware import Hardware
 from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
 from specinfer.engine.quantization import Choice, choose
-from specinfer.errors import ConfigError
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -39,6 +38,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.kv_cache import gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.speculation_config import SELF, Quantization
+from specinfer.support import check_support
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     config = with_pool_members(config)
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
+    check_support(config.features | target.features)
     if isinstance(target.model, HostedFolder):
-        _check_hosted(config, target)
         report(f"{short_name(target)}: {target.model.summary}", show)
     select = partial(
         choose,
@@ -229,14 +229,3 @@ def _report_choice(name: str, choice: Choice, show: Progress) -> None:
 def _weights(found: FoundModel) -> int:
     """Number of elements of a model's tensors."""
     return sum(map(math.prod, found.model.shapes.values()))
-
-
-def _check_hosted(config: EngineConfig, target: FoundModel) -> None:
-    """Raise ConfigError for options that a target that runs through transformers does not support."""
-    usual = EngineConfig(model=config.model)
-    for name in ("tensor_parallel", "pipeline_parallel", "sum_parts", "offload"):
-        if (asked := getattr(config, name)) != (default := getattr(usual, name)):
-            raise ConfigError(
-                f"{name} is {asked!r}, and {target.files.name} runs through transformers, whose layers can "
-                f"be neither divided nor streamed; allowed there: {default!r}"
-            )

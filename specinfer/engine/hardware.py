@@ -11,6 +11,7 @@ from specinfer.errors import ConfigError
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.progress import Progress
+from specinfer.support import Feature, check_support
 
 
 class Hardware(NamedTuple):
@@ -24,23 +25,8 @@ class Hardware(NamedTuple):
     @classmethod
     def of(cls, config: EngineConfig, progress: Progress) -> Hardware:
         """Return the hardware that a config asks for; raises ConfigError if it cannot be used."""
-        device, speculation = pick_device(config.device), config.speculation
-        for option, kind in (
-            ("quantization", config.quantization),
-            ("draft_quantization", speculation.draft_quantization),
-        ):
-            if kind not in ("auto", "none") and device.type != "cpu":
-                raise ConfigError(
-                    f"{option} is {kind!r} on device {device}; quantized products run on the CPU only: "
-                    f"use device cpu, or {option} none"
-                )
-        for option, asked in (
-            ("tensor_parallel", config.tensor_parallel),
-            ("pipeline_parallel", config.pipeline_parallel),
-            ("sum_parts", config.parts_of_sums),
-        ):
-            if asked > 1 and device.type != "cpu":
-                raise ConfigError(f"{option} is {asked} on device {device}; allowed there: 1")
+        device = pick_device(config.device)
+        check_support(config.features | ({} if device.type == "cpu" else {Feature.GPU: device}))
         kernels, lacking = choose_kernels(config.kernels, device, progress)
         return cls(device, pick_dtype(config.dtype, device, kernels), kernels, lacking)
 

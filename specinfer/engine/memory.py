@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 
 from specinfer.config import EngineConfig
-from specinfer.errors import CapacityError, ConfigError, ModelFileError
+from specinfer.errors import CapacityError, ModelFileError
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource, about, gigabytes, measure
@@ -35,6 +35,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import KvCache, address_space_left, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
+from specinfer.support import Feature, check_support
 
 _SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
 _SLACK: Final = 1 << 26  # bytes reserved for libraries
@@ -294,11 +295,8 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     caches = config.cache.memory or cache_bytes(models, limits.positions)
     if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
-    if needs.device.type != "cpu" or needs.kernels.library is None:
-        raise ConfigError(
-            f"offload is {config.offload!r} and {needs.name} does not fit into memory; layers are streamed "
-            f"for native kernels on a CPU, and this is {needs.device} with PyTorch's: choose a smaller model"
-        )
+    if needs.kernels.library is None:
+        check_support({Feature.STREAMED: f"{config.offload!r} and {needs.name}", Feature.TORCH: needs.device})
     # No file is written if no plan fits.
     needs.candidates(memory, process, needs.sizes(), config)
     prepared = needs.prepare(offload_folder(config), progress)
@@ -361,13 +359,11 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
 def allowed_bytes(memory: int | None, device: torch.device) -> int:
     """Return the bytes that the whole process may take; `memory` is the option.
 
-    Raises CapacityError if the machine or the process's cgroup has less, ConfigError for a GPU.
+    Raises CapacityError if the machine or the process's cgroup has less.
     """
     most = process_bytes() + free_bytes(device)
     if memory is None:
         return most
-    if device.type != "cpu":
-        raise ConfigError(f"memory limits engines on a CPU, and the device is {device}; leave it out")
     if memory > most:
         raise CapacityError(
             f"memory is {gib(memory)}, and this process can have {gib(most)} here; lower it, or free some"

@@ -20,7 +20,6 @@ from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.machine import short_turns, thread_count
 from specinfer.models.adapters.adapter_cache import AdapterCache, adapter_dtype
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
@@ -33,6 +32,7 @@ from specinfer.runtime.flight import torch_threads
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens
 from specinfer.speculation_config import Quantization
+from specinfer.support import Feature, refusal
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -211,11 +211,6 @@ def _layout(found: FoundModels) -> Layout:
 def _adapters(found: FoundModels) -> AdapterCache:
     """The adapters that a config names, checked before the weights are read, which takes longer."""
     config, target, (device, dtype, kernels, _) = found.config, found.target, found.hardware
-    refused: str | None = None
-    if isinstance(target.model, HostedFolder):
-        refused = f"models of {target.config.family} run without; merge it into the model"
-    if config.ranks > 1:
-        refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
     adapters = AdapterCache(
         target.config,
         weights=adapter_dtype(config.kind, dtype),
@@ -223,7 +218,7 @@ def _adapters(found: FoundModels) -> AdapterCache:
         library=kernels.library,
         limit=config.max_loras,
         free=partial(free_bytes, device, config.memory),
-        unsupported_reason=refused,
+        unsupported_reason=refusal({**config.features, **target.features, Feature.LORA: config.lora}),
     )
     for name, folder in config.adapters.items():
         adapters.register(name, Path(folder))

@@ -14,7 +14,7 @@ PACKAGE = Path(specinfer.__file__).parent
 # The floors of the house, from left to right: a module imports from floors to its left and from its own room.
 ORDER: list[set[str]] = [
     {"version", "errors", "progress"},
-    {"files", "option", "structured_output", "tree"},
+    {"files", "option", "structured_output", "support", "tree"},
     {"speculation_config"},
     {"scheduler_config"},
     {"config", "hub"},
@@ -48,7 +48,16 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 
 # These start without torch; a name stands for a module or for a package with all its modules.
 WITHOUT_TORCH = (
-    *("errors", "files", "speculation_config", "config", "structured_output", "sampling_params", "request"),
+    *(
+        "errors",
+        "files",
+        "speculation_config",
+        "support",
+        "config",
+        "structured_output",
+        "sampling_params",
+        "request",
+    ),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
     *("serve.http.page_server", "cli.small", "cli.follow"),

@@ -290,20 +290,10 @@ def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.Monkey
         ),
         ({"sum_parts": 257}, "sum_parts is 257; allowed: 1 to 256"),
         ({"sum_parts": 0}, "sum_parts is 0; allowed: an integer >= 1"),
-        ({"offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
-        ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it limits a single process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 7}, "tensor_parallel is 7: with 6 heads in 3 groups"),
         ({"tensor_parallel": 10, "quantization": "none"}, "tensor_parallel is 10: with 6 heads in 3 groups"),
         ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
-        (
-            {"tensor_parallel": 1, "pipeline_parallel": 2, "offload": "auto"},
-            "offload is 'auto' with pipeline_parallel 2",
-        ),
-        (
-            {"pipeline_parallel": 2, "memory": 1 << 30},
-            "memory is 1073741824 with tensor_parallel 2 and pipeline_parallel 2; it limits a single process",
-        ),
     ],
 )
 def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str, object], line: str) -> None:
