@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admission
@@ -31,6 +31,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
+from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
@@ -85,84 +86,20 @@ def build_engine(
     Raises CapacityError if the KV cache does not fit, ConfigError if options contradict each other.
     """
     config = models.with_kinds(config)
-    speculation, limits = config.speculation, config.scheduler
-    own_limit = models.target.config.max_context
-    max_context = min(limits.max_context or own_limit, own_limit)
-    if limits.max_context is not None and limits.max_context > own_limit:
-        raise ConfigError(
-            f"max_context is {limits.max_context}; allowed: at most {own_limit}, the context of "
-            f"{config.model}; lower it"
-        )
-    executor = LocalExecutor.within_memory(
-        models.target,
-        [*models.drafts.values()],
-        block_size=config.cache.block_size,
-        wanted_positions=min(limits.max_batch_size, _LONG_REQUESTS) * (max_context + speculation.node_limit),
-        needed_positions=min(max_context, 128),
-        limit=config.cache.memory,
-        planned=None if models.plan is None else models.plan.kv_cache,
-        memory=config.memory if models.plan is None else None,
-        hosts=models.hosts,
-        adapters=models.adapters,
-    )
-    vocab = models.target.config.vocab_size
-    threads = threads_of_torch(config, models)
-    curve: CostCurve | None = None
-    asked, stop = config, first_stop(config, models)
-    if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
-        with torch_threads(threads):
-            measure = measuring(config, executor, models, progress, stop)
-            curve, layers_curve = target_curves(config, models, measure)
-        config = resolved(config, curve, max_pass_rows(config, models))
-        speculation, limits = config.speculation, config.scheduler
-    # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
-    streamed = models.plan is not None and models.plan.placement.experts is None
-    shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
-    drafting = timed_drafts(config, executor, models, shape)
-    policy: SpeculationPolicy = SpeculationPolicy()
-    guard: Guard | None = None
-    policy_memory: PolicyMemory | None = None  # the policy's state on disk
-    postponed: Postponed | None = None
-    if curve is not None and speculation.tree_size == "cost":
-        runners = {name: runner for name, (runner, _) in drafting.items()}
-        with torch_threads(threads):
-            measure = measuring(config, executor, models, progress, stop)
-            costs = draft_curves(models, runners, measure)
-        measured = speculation.clock == "measured"
-        deepest = shape.deepest if streamed and speculation.learns_shape else None
-        copies = [n for n, one in draft_names(speculation.drafts).items() if one in (SELF, config.model)]
-        self_draft: SelfDraft | None = None  # a draft whose memory layers may get
-        if models.draft_memory is not None and models.target.stream is not None:
-            [name] = copies
-            self_draft = SelfDraft(drafting[name][1], models.draft_memory, layers_curve)
-        cost_policy = CostPolicy.by_curves(
-            *(curve, costs, speculation),
-            measured=measured,
-            known=streamed,
-            deepest=deepest,
-            self_draft=self_draft,
-        )
-        for name in copies:
-            if name in costs:
-                cost_policy.acceptance.expect_self_draft(name)
-        policy, guard = cost_policy, cost_policy.guard
-        if any(one.rough for one in (curve, *costs.values())):
-            postponed = measure_later(asked, config, models, executor.positions, cost_policy)
-        if measured and guard is not None:  # clock "curve" must decide alike in every run
-            policy_memory = PolicyMemory(
-                _policy_key(config, models, executor.device_name), cost_policy.acceptance, guard
-            )
-            policy_memory.recall()
+    max_context = _max_context(config, models)
+    executor = _executor(config, models, max_context)
+    config, sizing = _sizing(config, models, executor, progress)
+    speculation = config.speculation
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation, models.target.kernels.library, progress),
-        *(draft for _, draft in drafting.values()),
+        *sizing.drafts,
         *extra,
     ]
+    vocab, guard = models.target.config.vocab_size, sizing.guard
     fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
-    pool = BlockPool(executor.num_blocks, executor.block_size)
     engine = Engine(
         executor=executor,
-        speculators=Ensemble(speculators, vocab=vocab, policy=policy, fallback=fallback),
+        speculators=Ensemble(speculators, vocab=vocab, policy=sizing.policy, fallback=fallback),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,
@@ -173,8 +110,8 @@ def build_engine(
             block_size=config.cache.block_size if config.cache.prefix_reuse else None,
         ),
         scheduler=Scheduler(
-            limits,
-            pool,
+            config.scheduler,
+            BlockPool(executor.num_blocks, executor.block_size),
             tree_nodes=speculation.node_limit,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
@@ -182,12 +119,98 @@ def build_engine(
             fetch=None if models.adapters is None else models.adapters.fetch,
         ),
         verifier=speculation.verifier,
-        threads=threads,
+        threads=threads_of_torch(config, models),
         guard=guard,
-        memory=policy_memory,
-        postponed=postponed,
+        memory=sizing.memory,
+        postponed=sizing.postponed,
     )
     return config, engine
+
+
+def _max_context(config: EngineConfig, models: Models) -> int:
+    """Return the maximum tokens of a text; raises ConfigError if the model has fewer."""
+    asked, own = config.scheduler.max_context, models.target.config.max_context
+    if asked is not None and asked > own:
+        raise ConfigError(
+            f"max_context is {asked}; allowed: at most {own}, the context of {config.model}; lower it"
+        )
+    return asked or own
+
+
+def _executor(config: EngineConfig, models: Models, max_context: int) -> LocalExecutor:
+    """Return an executor with KV caches that fit into memory."""
+    long_requests = min(config.scheduler.max_batch_size, _LONG_REQUESTS)
+    return LocalExecutor.within_memory(
+        models.target,
+        [*models.drafts.values()],
+        block_size=config.cache.block_size,
+        wanted_positions=long_requests * (max_context + config.speculation.node_limit),
+        needed_positions=min(max_context, 128),
+        limit=config.cache.memory,
+        planned=None if models.plan is None else models.plan.kv_cache,
+        memory=config.memory if models.plan is None else None,
+        hosts=models.hosts,
+        adapters=models.adapters,
+    )
+
+
+class _Sizing(NamedTuple):
+    """The drafts, and the policy that sizes trees by the costs of passes."""
+
+    drafts: Sequence[Draft]
+    policy: SpeculationPolicy
+    guard: Guard | None = None
+    memory: PolicyMemory | None = None  # the policy's state on disk
+    postponed: Postponed | None = None
+
+
+def _sizing(
+    asked: EngineConfig, models: Models, executor: LocalExecutor, progress: Progress | None
+) -> tuple[EngineConfig, _Sizing]:
+    """Return the config with numbers for "auto", and what its costs of passes, if needed, determine."""
+    threads, stop = threads_of_torch(asked, models), first_stop(asked, models)
+    by_cost, config = asked.speculation.tree_size == "cost", asked
+    curve: CostCurve | None = None
+    if by_cost or "auto" in (asked.speculation.max_nodes, asked.scheduler.max_step_tokens):
+        with torch_threads(threads):
+            measure = measuring(asked, executor, models, progress, stop)
+            curve, layers_curve = target_curves(asked, models, measure)
+        config = resolved(asked, curve, max_pass_rows(asked, models))
+    speculation = config.speculation
+    # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
+    streamed = models.plan is not None and models.plan.placement.experts is None
+    shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
+    drafting = timed_drafts(config, executor, models, shape)
+    drafts = [draft for _, draft in drafting.values()]
+    if curve is None or not by_cost:
+        return config, _Sizing(drafts, SpeculationPolicy())
+    with torch_threads(threads):
+        measure = measuring(config, executor, models, progress, stop)
+        costs = draft_curves(models, {name: runner for name, (runner, _) in drafting.items()}, measure)
+    measured = speculation.clock == "measured"
+    copies = [n for n, one in draft_names(speculation.drafts).items() if one in (SELF, config.model)]
+    self_draft: SelfDraft | None = None  # a draft whose memory layers may get
+    if models.draft_memory is not None and models.target.stream is not None:
+        [name] = copies
+        self_draft = SelfDraft(drafting[name][1], models.draft_memory, layers_curve)
+    policy = CostPolicy.by_curves(
+        *(curve, costs, speculation),
+        measured=measured,
+        known=streamed,
+        deepest=shape.deepest if streamed and speculation.learns_shape else None,
+        self_draft=self_draft,
+    )
+    for name in copies:
+        if name in costs:
+            policy.acceptance.expect_self_draft(name)
+    guard, memory = policy.guard, None
+    postponed: Postponed | None = None
+    if any(one.rough for one in (curve, *costs.values())):
+        postponed = measure_later(asked, config, models, executor.positions, policy)
+    if measured and guard is not None:  # clock "curve" must decide alike in every run
+        memory = PolicyMemory(_policy_key(config, models, executor.device_name), policy.acceptance, guard)
+        memory.recall()
+    return config, _Sizing(drafts, policy, guard, memory, postponed)
 
 
 def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:

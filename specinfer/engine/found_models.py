@@ -66,6 +66,11 @@ class FoundModels:
         """True if a head reads the target's embedding table."""
         return any(isinstance(draft, FoundHead) for draft in self.drafts.values())
 
+    @property
+    def whole_table(self) -> bool:
+        """True if the first stage's ranks need the whole embedding table."""
+        return self.reads_table or self.target in self.drafts.values()
+
     def logit_ids(self) -> dict[str, Sequence[int] | None]:
         """Return the ids that each draft model computes logits for; None: all of its ids."""
         return {

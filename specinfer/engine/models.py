@@ -1,4 +1,4 @@
-"""Load the models of a config: the target, its tokenizer and its drafts."""
+"""Load the models of a config, the target, its tokenizer and its drafts: find, plan, load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
@@ -101,12 +102,23 @@ def load_models(
     hardware = Hardware.of(config, show)
     # PyTorch's threads load models.
     with torch_threads(use_threads(config.threads, hardware.kernels, config.ranks_here)), short_turns():
-        return _loaded(find_models(config, hardware, show), show, processes)
+        return _load(_plan(find_models(config, hardware, show), show), show, processes)
 
 
-def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | None) -> Models:
-    config, target, drafts, kinds = found.config, found.target, found.drafts, found.kinds
-    device, dtype, kernels, lacking = found.hardware
+class _LoadPlan(NamedTuple):
+    """Found models, and where their weights will be."""
+
+    found: FoundModels  # with the `self` draft that the memory plan may add
+    adapters: AdapterCache
+    origin: dict[str, str]  # as in Models
+    layout: Layout | None  # None: a single process
+    memory: MemoryPlan | None  # as in Models
+
+
+def _plan(found: FoundModels, show: Progress) -> _LoadPlan:
+    """Divide the target among ranks, and plan the memory; only prepared files are written."""
+    config, target = found.config, found.target
+    _, dtype, kernels, lacking = found.hardware
     adapters = _adapters(found)
     path = target.files.path  # hashed before it is read; the hash does not depend on the path
     origin = {**identity(path, config.kind, dtype), "model": hash_of(path)}
@@ -114,31 +126,37 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
         origin["rope"] = "extended"  # outputs differ from those with a shorter context
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
-    elif kernels.library is None and {config.kind, *kinds.values()} != {"none"}:
+    elif kernels.library is None and {config.kind, *found.kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     needs = found.memory_needs(adapters.max_bytes)
-    layout: Layout | None = None
-    reads_table = needs.reads_table or target in drafts.values()
-    if config.ranks > 1:
-        layout = _layout(found)
-        if config.master is not None:  # memory for the ranks of this host
-            parts = [
-                layout.part(rank, target.config, whole_table=reads_table) for rank in range(config.ranks_here)
-            ]
-            here = sum(part_bytes(target.model, part, dtype, kernels, config.kind) for part in parts)
-            needs = replace(needs, local_weights=here)
+    layout = _layout(found) if config.ranks > 1 else None
+    if layout is not None and config.master is not None:  # memory for the ranks of this host
+        parts = [
+            layout.part(rank, target.config, whole_table=found.whole_table)
+            for rank in range(config.ranks_here)
+        ]
+        here = sum(part_bytes(target.model, part, dtype, kernels, config.kind) for part in parts)
+        needs = replace(needs, local_weights=here)
+    memory = plan_memory(needs, config, show)
+    if memory is not None and memory.drafts.names != config.speculation.drafts:  # the `self` draft was added
+        drafts = dict.fromkeys(draft_names(memory.drafts.names), target)
+        found = replace(found, drafts=drafts, kinds=dict.fromkeys(drafts, "int4"))
+    return _LoadPlan(found, adapters, origin, layout, memory)
+
+
+def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | None) -> Models:
+    """Read the weights."""
+    found, adapters, origin, layout, memory = planned
+    config, target, drafts, kinds = found.config, found.target, found.drafts, found.kinds
     ids = found.logit_ids()
-    plan = plan_memory(needs, config, show)
-    if plan is not None and plan.drafts.names != config.speculation.drafts:  # the `self` draft was added
-        drafts = dict.fromkeys(draft_names(plan.drafts.names), target)
-        kinds, ids = dict.fromkeys(drafts, "int4"), dict.fromkeys(drafts)
+    device, dtype, kernels, _ = found.hardware
     loader = Loader(
         dtype=dtype,
         device=device,
         kernels=kernels,
         native=config.kernels == "native",
-        plan=plan,
-        folder=None if plan is None else offload_folder(config),
+        plan=memory,
+        folder=None if memory is None else offload_folder(config),
         keep=config.prepared,
         sum_parts=config.parts_of_sums,
         progress=show,
@@ -148,22 +166,23 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
     if len(self_drafts) == 1 and config.ranks == 1:
         [name] = self_drafts
         draft_memory = loader.draft_memory(target, kinds[name], output=ids[name] is None)
-    ranks: Ranks | None = None
+    hosts: Sequence[Host] = ()
     loaded_drafts: dict[str, AnyDraft] = {}
     if layout is None:
-        loaded = loader.target(target, config.kind, reads_table=needs.reads_table, draft_memory=draft_memory)
+        loaded = loader.target(target, config.kind, reads_table=found.reads_table, draft_memory=draft_memory)
     else:
         can = {
             name: (draft, kinds[name])
             for name, draft in models_among(drafts).items()
             if ids[name] is None and name not in found.foreign and name not in found.adapted
         }
-        ranks = Ranks(target, config, layout, can, whole_table=reads_table, processes=processes)
+        ranks = Ranks(target, config, layout, can, whole_table=found.whole_table, processes=processes)
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
+        hosts = ranks.hosts
         report(f"{short_name(target)}: {ranks}", show)
-    if plan is not None:
-        report(f"{short_name(target)}: {plan}", show)
+    if memory is not None:
+        report(f"{short_name(target)}: {memory}", show)
     for name, draft in drafts.items():
         if name in loaded_drafts:
             continue
@@ -178,7 +197,9 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
     adapters.load()
     if adapters.names:
         count = f"{len(adapters.names)} named, at most {config.max_loras} in memory"
-        report(f"{short_name(target)}: adapters take up to {gib(needs.adapters)} of memory ({count})", show)
+        report(
+            f"{short_name(target)}: adapters take up to {gib(adapters.max_bytes)} of memory ({count})", show
+        )
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
         target=loaded,
@@ -187,9 +208,9 @@ def _loaded(found: FoundModels, show: Progress, processes: FollowerProcesses | N
         named=found.named,
         foreign=found.foreign,
         sampling=found.sampling,
-        plan=plan,
+        plan=memory,
         origin=origin,
-        hosts=[] if ranks is None else ranks.hosts,
+        hosts=hosts,
         adapters=adapters,
         draft_memory=draft_memory,
         quantization=config.kind,
