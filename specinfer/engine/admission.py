@@ -64,11 +64,6 @@ class Admission:
         self._predictions = PredictionIndexes()
 
     @property
-    def max_length(self) -> int:
-        """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
-        return min(self.max_context, self.capacity)
-
-    @property
     def speculators(self) -> tuple[str, ...]:
         """Names of the engine's speculators, in the order they run."""
         return self._limits.names

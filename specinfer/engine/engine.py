@@ -106,7 +106,7 @@ class Engine:
         self._executor = executor
         self._speculators = speculators
         self._tokenizer = tokenizer
-        self._admission = admission
+        self.admission = admission
         self._scheduler = scheduler
         self._verifier = verifier
         self._threads = threads  # PyTorch's threads in a step
@@ -117,11 +117,6 @@ class Engine:
         self._stepped: list[_Running] = []  # the requests of the running or last step
         self.clock = StageClock(clock)
         self.listeners = Listeners()
-
-    @property
-    def admission(self) -> Admission:
-        """The admission of this engine."""
-        return self._admission
 
     @property
     def has_work(self) -> bool:
@@ -149,7 +144,7 @@ class Engine:
             guessed_tokens=self._speculators.guessed_tokens,
             failures=self._speculators.failures,
             speculators_paused=self._speculators.num_paused,
-            unenforced=self._admission.unenforced,
+            unenforced=self.admission.unenforced,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
             rank_seconds=dict(self._executor.rank_seconds),

@@ -20,7 +20,7 @@ from specinfer.errors import RequestError, naming
 from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.alignment import relevant_tokens
-from specinfer.tokenizer import ChatEncoder, Tokenizer
+from specinfer.tokenizer import ChatEncoder
 from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed
 
@@ -53,31 +53,11 @@ class Intake:
         self._chat = ChatEncoder(admission.tokenizer)
         self.usual = usual or SamplingParams()
         self._numbers = itertools.count()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
-        return self._admission.tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """Maximum tokens of a request, prompt and output together."""
-        return self._admission.max_context
-
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
-        return self._admission.max_length
-
-    @property
-    def positions(self) -> int:
-        """Number of tokens that the KV cache has room for."""
-        return self._admission.capacity
-
-    @property
-    def speculators(self) -> tuple[str, ...]:
-        """Names of the engine's speculators, in the order they run."""
-        return self._admission.speculators
+        self.tokenizer = admission.tokenizer  # the target's
+        self.max_context = admission.max_context  # maximum tokens of a request, prompt and output together
+        self.positions = admission.capacity  # of the KV cache
+        self.max_length = min(self.max_context, self.positions)
+        self.speculators = admission.speculators  # names, in the order they run
 
     def prompts(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora: LoRA = None

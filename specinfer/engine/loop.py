@@ -275,13 +275,10 @@ class EngineLoop:
                 self._receive(one.fail(str(error)))
 
     def _abort(self, one: AdmittedRequest) -> None:
-        if self._is_live(one):
+        live = self._live.get(one.request.request_id)
+        if live is not None and live.admitted is one:
             delta = self._present_engine.abort(one.request.request_id)
             self._receive(delta or one.fail("the engine lost the request; please report it"))
-
-    def _is_live(self, one: AdmittedRequest) -> bool:
-        live = self._live.get(one.request.request_id)
-        return live is not None and live.admitted is one
 
     def _receive(self, delta: Delta) -> None:
         live = self._live.get(delta.id)

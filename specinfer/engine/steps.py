@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
 from itertools import chain
-from typing import TypeVar
+from typing import Any, Final
 
-_Name = TypeVar("_Name", bound=str)
-_Number = TypeVar("_Number", int, float)
+_COUNTERS: Final = (  # fields of Statistics that only grow
+    *("steps", "stage_seconds", "preemptions", "prefix_queries", "prefix_hits", "speculation_off_steps"),
+    *("guessed_tokens", "failures", "unenforced", "streamed_bytes", "stream_wait_seconds", "rank_seconds"),
+)
 
 
 class Stage(StrEnum):
@@ -96,21 +98,14 @@ class Statistics:
         return self._with(earlier, 1)
 
     def _with(self, other: Statistics, sign: int) -> Statistics:
-        return replace(
-            self,
-            steps=self.steps + sign * other.steps,
-            stage_seconds=_sums(self.stage_seconds, other.stage_seconds, sign),
-            preemptions=self.preemptions + sign * other.preemptions,
-            prefix_queries=self.prefix_queries + sign * other.prefix_queries,
-            prefix_hits=self.prefix_hits + sign * other.prefix_hits,
-            speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
-            guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
-            failures=_sums(self.failures, other.failures, sign),
-            unenforced=_sums(self.unenforced, other.unenforced, sign),
-            streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
-            stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
-            rank_seconds=_sums(self.rank_seconds, other.rank_seconds, sign),
-        )
+        sums: dict[str, Any] = {}
+        for name in _COUNTERS:
+            own, others = getattr(self, name), getattr(other, name)
+            if isinstance(own, Mapping):
+                sums[name] = {key: own.get(key, 0) + sign * others.get(key, 0) for key in {**others, **own}}
+            else:
+                sums[name] = own + sign * others
+        return replace(self, **sums)
 
 
 def combined(states: Sequence[Statistics]) -> Statistics:
@@ -132,8 +127,3 @@ def combined(states: Sequence[Statistics]) -> Statistics:
         cost_factors=factors,
         speculation_on=any(state.speculation_on for state in states),
     )
-
-
-def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:
-    """Add the counters of `others`, times `sign`, to those of the same names."""
-    return {name: some.get(name, 0) + sign * others.get(name, 0) for name in {**others, **some}}

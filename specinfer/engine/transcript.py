@@ -215,6 +215,8 @@ class Transcript:
         A stop string that ends before min_tokens stays in the text.
         """
         self._rest += text
+        if not self.request.params.stop:
+            return False
         found = self._stops.feed(text, token, omitted=omitted)
         if found is None or not may_stop:
             return False

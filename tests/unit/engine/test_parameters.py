@@ -65,7 +65,7 @@ def test_requests_with_different_parameters_and_wishes_share_a_batch(
     llms: dict[str, LLM], oracle: Oracle, speculation: str
 ) -> None:
     llm = llms[speculation]
-    known = engine_of(llm)._admission._limits.names
+    known = engine_of(llm).admission._limits.names
     possible = [w for w in WISHES if not isinstance(w, dict) or set(w.get("speculators", ())) <= {*known}]
     if "0-similar" not in known:
         possible = [w for w in possible if not isinstance(w, dict) or "expansion" not in w]
