@@ -19,10 +19,12 @@ from math import prod
 import numpy as np
 
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.draws import draw_children
 from specinfer.tree import DrawRule, TreeBuilder, merge
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify.multistep import verify_multistep
 from specinfer.verify.target_law import target_law
+from tests.flights import flight_of
 
 
 class Branching:
@@ -176,6 +178,25 @@ def text_law(world, guessers, length, **how):
                 into[longer[:length]] += probability * share
         reached = further
     return dict(finished)
+
+
+def drawn_tree(name, widths, site, logits_of, vocabulary=None, max_nodes=32):
+    """Return a tree whose children production code draws, level by level.
+
+    `site(builder, node, width, depth, path)` says how to draw; `logits_of(path)` is the draft's row.
+    """
+    builder = TreeBuilder(root=-1, max_nodes=max_nodes)
+    frontier = [0]
+    for depth, width in enumerate(widths):
+        first = len(builder.parents)
+        paths = [builder.path_tokens(node) for node in frontier]
+        sites = [site(builder, node, width, depth, path) for node, path in zip(frontier, paths, strict=True)]
+        rows = np.array([logits_of(path) for path in paths], dtype=np.float32)
+        draw_children(flight_of(rows.reshape(len(sites), -1)), sites, name, vocabulary)
+        frontier = list(range(first, len(builder.parents)))
+        if not frontier:
+            break
+    return builder.build()
 
 
 def all_trees(vocab, max_nodes):

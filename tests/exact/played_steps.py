@@ -15,8 +15,8 @@ from specinfer.engine import target_laws
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError
 from specinfer.request import Request
-from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.tree import TreeBuilder, merge
+from specinfer.speculate.drafts.draws import Site
+from specinfer.tree import merge
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify.coupled import Acceptance
@@ -25,7 +25,7 @@ from tests import plans
 from tests.flights import flight_of
 from tests.unit.grammar.vocabulary import TOKENIZER
 
-from .enumeration import Guesser, combinations, outcomes
+from .enumeration import Guesser, combinations, drawn_tree, outcomes
 from .parameter_cases import NAMES, PROMPT, VOCAB
 from .slow_sampling import text_law
 
@@ -147,30 +147,19 @@ def coupled_text(case, seed, world, length):
         processors = case.processors(output)
         trees = []
         for name, rule, widths in DRAFTS:
-            builder = TreeBuilder(root=-1, max_nodes=9)
             rng = np.random.default_rng([seed, len(output)])
-            frontier = [0]
-            for depth, width in enumerate(widths):
-                first = len(builder.parents)
-                paths = [builder.path_tokens(node) for node in frontier]
-                sites = [
-                    Site(
-                        builder,
-                        node,
-                        width,
-                        case.params,
-                        seed,
-                        len(PROMPT) + len(output) + depth,
-                        rng.random,
-                        rule,
-                        partial(processors.apply, path=path),
-                    )
-                    for node, path in zip(frontier, paths, strict=True)
-                ]
-                rows = [world.logits(name, output + path) for path in paths]
-                draw_children(flight_of(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)), sites, name)
-                frontier = list(range(first, len(builder.parents)))
-            trees.append(possible(builder.build(), processors))
+
+            def site(
+                builder, node, width, depth, path, rng=rng, rule=rule, processors=processors, output=output
+            ):
+                place = len(PROMPT) + len(output) + depth
+                own = (case.params, seed, place, rng.random, rule, partial(processors.apply, path=path))
+                return Site(builder, node, width, *own)
+
+            def logits(path, name=name, output=output):
+                return world.logits(name, output + path)
+
+            trees.append(possible(drawn_tree(name, widths, site, logits, max_nodes=9), processors))
         tree = merge(trees)
         flight = read(output, tree, world)
         tokens = verified(case, output, processors, tree, flight, "coupled", seed)

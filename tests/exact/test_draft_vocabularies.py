@@ -1,0 +1,129 @@
+"""Drafts with fewer or other tokens leave the law of the text unchanged, by exact enumeration.
+
+The production code reads the text and draws guesses; the enumeration replaces random numbers.
+The target's tokens are A, B, C, D. The foreign draft also has AB, ABC and E, counts backwards and lacks D.
+"""
+
+import numpy as np
+import pytest
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, foreign_tokens
+from specinfer.speculate.drafts.draws import Site
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TreeBuilder
+from tests.foreign import byte_level
+
+from .enumeration import Supports, World, distance, drawn_tree, own_law, text_law
+from .oracles import processed_law
+
+EXACT = 1e-9
+VOCAB = 4
+TARGET_TOKENIZER = Tokenizer(byte_level(b"ABCD", []), eos_token_ids=[])
+DRAFT_TOKENIZER = Tokenizer(byte_level(b"ECBA", ["ABC"]), eos_token_ids=[])
+IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.7),
+    "truncated": SamplingParams(temperature=1.2, top_k=3, top_p=0.9),
+}
+
+
+class Drawing:
+    """A draft that draws guesses as engines do; `declared` makes something else of the tree it declares."""
+
+    def __init__(self, name, rule, widths, monkeypatch, declared=lambda tree, world, text: tree):
+        self.name, self.rule, self.widths = name, rule, widths
+        self.monkeypatch, self.declared = monkeypatch, declared
+
+    def grow(self, world, text, chance):
+        # The draws ask the enumeration instead of a uniform number.
+        self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
+
+        def site(builder, node, width, depth, path):
+            return Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
+
+        logits_of = self.reading(world, text)
+        tree = drawn_tree(self.name, self.widths, site, logits_of, self.vocabulary)
+        return self.declared(tree, world, text)
+
+
+class PrunedDraft(Drawing):
+    """A draft model with logits for the ids of `kept`."""
+
+    def __init__(self, name, rule, widths, kept, *given):
+        super().__init__(name, rule, widths, *given)
+        self.vocabulary = DraftVocabulary(np.array(kept), VOCAB)
+
+    def reading(self, world, text):
+        return lambda path: world.logits(self.name, (*text, *path))[self.vocabulary.ids]
+
+
+class ForeignDraft(Drawing):
+    """A draft model with other tokens, and its own world."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        sizes = VOCAB, DRAFT_TOKENIZER.vocab_size
+        self.tokens = foreign_tokens(TARGET_TOKENIZER, DRAFT_TOKENIZER, sizes, name=self.name)
+        self.vocabulary = self.tokens.vocabulary
+        self.own = World(vocab=DRAFT_TOKENIZER.vocab_size, seed=3)
+
+    def spelled(self, text):
+        spelled = self.tokens.respelling()
+        spelled.extend(text)
+        return tuple(spelled.ids)
+
+    def reading(self, world, text):
+        read = self.spelled(text)
+        return lambda path: self.own.logits(self.name, (*read, *self.tokens.to_draft(path)))[
+            self.tokens.logit_ids
+        ]
+
+
+def far(guessers, length, params):
+    """How far the law of the next tokens is from the target's."""
+    world = Supports(vocab=VOCAB, params=params, seed=5)
+    law = text_law(world, guessers, length)
+    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+    wanted = own_law(lambda text: processed_law(world.logits("target", text), params), VOCAB, length)
+    return distance(law, wanted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
+def test_the_law_of_the_text_is_the_targets(rule, params, monkeypatch):
+    for kept in ((0, 2), (3,), (1, 2, 3)):
+        pruned = PrunedDraft("a", rule, (2, 1), kept, monkeypatch)
+        assert far([pruned, PrunedDraft("b", IID, (1,), (0, 1), monkeypatch)], 2, params) < EXACT, kept
+    foreign = ForeignDraft("a", rule, (2, 1), monkeypatch)
+    assert far([ForeignDraft("b", IID, (1,), monkeypatch), foreign], 2, params) < EXACT
+
+
+def redeclared(tree, law):
+    """The mutants: guesses from the law of the drawn tokens, declared as draws from another one."""
+    builder = TreeBuilder(root=-1)
+    for draw in tree.draws:
+        builder.add(draw.parent, tree.token_ids[draw.node], "a", IID, law)
+    return builder.build()
+
+
+def test_declaring_the_law_of_all_tokens_would_change_it(monkeypatch):
+    def whole_head(tree, world, text):
+        return redeclared(tree, world.law("a", text))
+
+    def whole_draft(tree, world, text):  # the token that the draft cannot name has the rest
+        law, own = np.zeros(VOCAB), honest.own.law("a", honest.spelled(text))
+        law[honest.vocabulary.ids] = own[honest.tokens.logit_ids]
+        law[3] = 1 - law.sum()
+        return redeclared(tree, law)
+
+    params = PARAMS["temperature"]
+    honest = ForeignDraft("a", IID, (1,), monkeypatch)
+    pruned = PrunedDraft("a", IID, (1,), (0, 2), monkeypatch)
+    assert far([honest], 1, params) < EXACT
+    assert far([pruned], 1, params) < EXACT
+    assert far([ForeignDraft("a", IID, (1,), monkeypatch, whole_draft)], 1, params) > 1e-3
+    assert far([PrunedDraft("a", IID, (1,), (0, 2), monkeypatch, whole_head)], 1, params) > 1e-3
