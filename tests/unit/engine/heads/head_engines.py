@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
+from specinfer.engine.trace import TreeEvent
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.heads.config import HeadConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.llm import LLM
+from specinfer.request import RequestOutput
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SpeculationParams
@@ -47,6 +50,17 @@ def shaped(max_tokens: int) -> SamplingParams:
     """Return greedy parameters with a fixed shape, so that blocks are drawn level by level."""
     shape = SpeculationParams(expansion=(2, 2, 1))
     return SamplingParams(max_tokens=max_tokens, temperature=0, speculation=shape)
+
+
+def trees_after(
+    prompt: list[int], output: RequestOutput, events: Iterable[TreeEvent]
+) -> Iterator[tuple[list[int], TokenTree]]:
+    """Yield the trees of a request, each with the text before it."""
+    text, end = [*prompt, *output.token_ids], len(prompt)
+    for event in events:
+        if event.request_id == output.request_id:
+            yield text[:end], event.tree
+            end += 1 + len(event.acceptance.path)
 
 
 def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:

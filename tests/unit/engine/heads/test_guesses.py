@@ -27,6 +27,7 @@ from tests.unit.engine.heads.head_engines import (
     likelihood_gap,
     module_logits,
     shaped,
+    trees_after,
 )
 
 
@@ -42,16 +43,14 @@ def test_every_guess_is_as_likely_as_the_module_says(
         for prompt in [*PROMPTS, *PROMPTS]:  # the second time its keys and values lie in blocks it finds
             events.clear()
             (output,) = llm.generate([prompt], shaped(8))
-            text, end = [*prompt, *output.token_ids], len(prompt)
-            hidden_TND = hidden_states(tiny, text)
-            for event in events:
-                depths.update(event.tree.depths())
-                assert is_as_likely(modules[name], text[:end], hidden_TND, event.tree)
+            hidden_TND = hidden_states(tiny, [*prompt, *output.token_ids])
+            for text, tree in trees_after(prompt, output, events):
+                depths.update(tree.depths())
+                assert is_as_likely(modules[name], text, hidden_TND, tree)
                 seen += 1
                 if seen == 3:
-                    wrong = likelihood_gap(modules[name], text[:end], hidden_TND, event.tree, shift=1)
+                    wrong = likelihood_gap(modules[name], text, hidden_TND, tree, shift=1)
                     assert wrong > 1e-3, "a head whose taps are one layer off would not be found"
-                end += 1 + len(event.acceptance.path)
         assert llm.statistics().prefix_hits > 0
     assert seen > 18
     assert depths == {0, 1, 2, 3}
@@ -67,13 +66,10 @@ def test_requests_of_one_pass_are_guessed_for_as_alone(
         engine_of(llm).listeners.on_tree = events.append
         outputs = llm.generate(PROMPTS, shaped(6))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        text, end, trees = [*prompt, *output.token_ids], len(prompt), 0
-        hidden_TND = hidden_states(tiny, text)
-        for event in events:
-            if event.request_id == output.request_id:
-                trees += event.tree.num_nodes > 1
-                assert is_as_likely(modules[name], text[:end], hidden_TND, event.tree)
-                end += 1 + len(event.acceptance.path)
+        hidden_TND, trees = hidden_states(tiny, [*prompt, *output.token_ids]), 0
+        for text, tree in trees_after(prompt, output, events):
+            trees += tree.num_nodes > 1
+            assert is_as_likely(modules[name], text, hidden_TND, tree)
         assert trees > 1
 
 
@@ -91,12 +87,11 @@ def test_samples_are_drawn_from_the_law_that_is_told(
     assert output.figures.proposed_by["draft"] > 0
     if draw == "top_k":
         return
-    head, text, end = modules[name], [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
-    hidden_TND = hidden_states(tiny, text)
+    head, hidden_TND = modules[name], hidden_states(tiny, [*PROMPTS[0], *output.token_ids])
     seen = 0
-    for event in events:
-        for parent, draws in draws_by_parent(event.tree.draws).items():
-            law = module_logits(head, text[:end], hidden_TND, list(event.tree.path_tokens(parent)))
+    for text, tree in trees_after(PROMPTS[0], output, events):
+        for parent, draws in draws_by_parent(tree.draws).items():
+            law = module_logits(head, text, hidden_TND, list(tree.path_tokens(parent)))
             expected = (law / 0.9).softmax(-1).double().numpy()
             for one in draws:
                 assert isinstance(one.law, Distribution)
@@ -104,7 +99,6 @@ def test_samples_are_drawn_from_the_law_that_is_told(
                 law_of_all[one.law.ids if one.law.ids is not None else slice(None)] = one.law.probabilities
                 np.testing.assert_allclose(law_of_all[head.ids.numpy()], expected, atol=1e-4)
                 seen += 1
-        end += 1 + len(event.acceptance.path)
     assert seen > 6
 
 
@@ -120,22 +114,19 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
     with engine(tiny, loaded) as llm:
         engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0))
-    text, end = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
-    hidden_TND = hidden_states(tiny, text)
+    hidden_TND = hidden_states(tiny, [*PROMPTS[0], *output.token_ids])
     roots, deeper = 0, []
-    for event in events:
-        tree = event.tree
+    for text, tree in trees_after(PROMPTS[0], output, events):
         for node in range(tree.num_nodes):
             below = [tree.token_ids[i] for i in range(tree.num_nodes) if tree.parents[i] == node]
             if not below:
                 continue
-            said = module_logits(module, text[:end], hidden_TND, list(tree.path_tokens(node)))
+            said = module_logits(module, text, hidden_TND, list(tree.path_tokens(node)))
             likeliest = module.ids[said.argsort(descending=True)[: len(below)]].tolist()
             if node == 0:  # the previous token is known: all children are the likeliest, in order
                 assert below == likeliest
                 roots += 1
             else:  # candidates are chosen after the mean of possible previous tokens
                 deeper.append(below[0] == likeliest[0])
-        end += 1 + len(event.acceptance.path)
     assert roots > 3
     assert sum(deeper) > 0.7 * len(deeper) > 0

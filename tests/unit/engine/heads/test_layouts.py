@@ -15,7 +15,14 @@ from specinfer.models.open_model import open_model
 from tests.engines import CPU, Tiny, engine_of, write_tiny
 from tests.head_layouts import LAYOUTS, borrow, write_layout
 from tests.published_configs import LAYERS
-from tests.unit.engine.heads.head_engines import PROMPTS, engine, hidden_states, is_as_likely, shaped
+from tests.unit.engine.heads.head_engines import (
+    PROMPTS,
+    engine,
+    hidden_states,
+    is_as_likely,
+    shaped,
+    trees_after,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +49,12 @@ def as_likely(
     with engine(tiny, loaded) as llm:
         engine_of(llm).listeners.on_tree = events.append
         (output,) = llm.generate([prompt], shaped(8))
-    text, end = [*prompt, *output.token_ids], len(prompt)
-    hidden_TND = hidden_states(tiny, text)
+    hidden_TND = hidden_states(tiny, [*prompt, *output.token_ids])
     found, depths = list[bool](), set[int]()
-    for event in events:
-        depths.update(event.tree.depths())
-        if event.tree.num_nodes > 1:
-            found.append(is_as_likely(head, text[:end], hidden_TND, event.tree))
-        end += 1 + len(event.acceptance.path)
+    for text, tree in trees_after(prompt, output, events):
+        depths.update(tree.depths())
+        if tree.num_nodes > 1:
+            found.append(is_as_likely(head, text, hidden_TND, tree))
     return found, depths
 
 
