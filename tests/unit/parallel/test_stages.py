@@ -75,9 +75,12 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("size", "stages"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("size", "stages", "kind"),
+    [(2, 1, "none"), (3, 1, "int4"), *((size, stages, "int8") for size, stages in LAYOUTS)],
+)
 def test_texts_are_those_of_one_process_whoever_guesses(
-    llama: Path, size: int, stages: int, tmp_path: Path
+    llama: Path, size: int, stages: int, kind: Quantization, tmp_path: Path
 ) -> None:
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
@@ -97,8 +100,9 @@ def test_texts_are_those_of_one_process_whoever_guesses(
         llm.close()
         return found
 
-    want = texts(whole_model(llama, native, tmp_path), "nobody")
-    with ranks_of(llama, size, native, tmp_path, whole_table=True, stages=stages) as target:
+    want = texts(whole_model(llama, native, tmp_path, quantization=kind), "nobody")
+    how: dict[str, Any] = {"quantization": kind, "whole_table": True, "stages": stages}
+    with ranks_of(llama, size, native, tmp_path, **how) as target:
         for who in ("nobody", "lookups", "draft", "head"):
             assert texts(target, who) == want, who
         assert texts(target, "draft", max_batch_size=1, max_step_tokens=32) == want

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from specinfer import SamplingParams
 from specinfer.errors import CapacityError, PeerLostError
-from specinfer.heads.checkpoint import load_head, open_head
-from specinfer.kernels.choice import draft_kernels
 from specinfer.kernels.layout import Int4Weight
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
-from specinfer.models.open_model import open_model
 from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
@@ -30,10 +27,9 @@ from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
 from specinfer.transport.link import Link
-from tests.heads import eagle_config, tiny_head, write_tiny_head
 from tests.kernels import NAMES, kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_tiny_llama
 from tests.unit.parallel.conftest import Saved
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.thorough]
@@ -162,34 +158,6 @@ def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "model", tokenizer=True, **SHAPE)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("size", "kind"), [(2, "none"), (3, "int4")])
-def test_texts_are_those_of_one_process_whoever_guesses(
-    llama: Path, size: int, kind: Quantization, tmp_path: Path
-) -> None:
-    native = kernels("native")
-    similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
-    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))
-    folder = write_tiny_head(tiny_head(eagle_config(own_head=False)), tmp_path / "head")
-    opened = open_model(llama)
-    head_folder = open_head(folder, opened)
-
-    def texts(target: LanguageModel, who: str) -> list[tuple[int, ...]]:
-        head = None
-        if who == "head":
-            head = load_head(head_folder, opened, target, kernels=draft_kernels(native))
-        drafts = {"draft": {"draft": draft}, "head": {"head": head}}.get(who)
-        llm = llm_of(target, llama, drafts, lookup=who == "lookups", tree_size="fixed")
-        found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
-        llm.close()
-        return found
-
-    want = texts(whole_model(llama, native, tmp_path, quantization=kind), "nobody")
-    with ranks_of(llama, size, native, tmp_path, quantization=kind, whole_table=True) as target:
-        for who in ("nobody", "lookups", "draft", "head"):
-            assert texts(target, who) == want, who
 
 
 def overflow_at(path: Path, layer: int) -> None:
