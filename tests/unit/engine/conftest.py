@@ -63,18 +63,24 @@ def threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Models whose tokens are bytes, for the oracle."""
+    folder = tmp_path_factory.mktemp("letters")
     return write_tiny(folder, vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25)
 
 
 @pytest.fixture(scope="session")
-def oracle(tiny: Tiny) -> Oracle:
-    return Oracle(tiny)
+def oracle(letters: Tiny) -> Oracle:
+    return Oracle(letters)
 
 
 @pytest.fixture(scope="session")
-def llms(tiny: Tiny) -> dict[str, LLM]:
-    return {name: tiny.llm(**options) for name, options in SPECULATION.items()}
+def llms(letters: Tiny) -> dict[str, LLM]:
+    return {name: letters.llm(**options) for name, options in SPECULATION.items()}
 
 
 @pytest.fixture

@@ -11,41 +11,16 @@ from specinfer import LLM, SamplingParams
 from specinfer.errors import RequestError
 from specinfer.request import FinishReason
 from specinfer.speculate.policy.policy import StepReport
-from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, write_tiny
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tokenizer.made_up import write_folder
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]
-ENDING = tuple(range(0, 64, 3))  # a third of all tokens: texts end soon, often in the middle of a path
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
     "chain": {"drafts": ["target"], "expansion": (1, 1, 1, 1)},
     "tree": {"drafts": ["similar"], "lookup": True, "expansion": (3, 2, 1)},
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("min_tokens", [0, 1, 2, 5, 12])
-@pytest.mark.parametrize("speculation", SPECULATION)
-def test_no_ending_before_min_tokens_and_none_missed_after_it(
-    tiny: Tiny, speculation: str, min_tokens: int
-) -> None:
-    llm = tiny.llm(**SPECULATION[speculation])
-    for seed in range(3):
-        params = SamplingParams(
-            temperature=1, seed=seed, max_tokens=24, min_tokens=min_tokens, stop_token_ids=ENDING
-        )
-        expected = [slow_generate(tiny.target, prompt, params, ENDING) for prompt in PROMPTS]
-        outputs = llm.generate(PROMPTS, params)
-        assert [list(output.token_ids) for output in outputs] == expected
-        assert all(len(output.token_ids) > min_tokens for output in outputs)
-        assert not any(set(output.token_ids[:-1]) & set(ENDING) for output in outputs)
-    llm.check_integrity()
 
 
 def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from specinfer.engine.admission import AdmittedRequest
-from specinfer.errors import ConfigError, RequestError
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.request import FinishReason, Request
@@ -36,11 +35,6 @@ SAMPLING = {
     "T=.7, top_k, top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5, max_tokens=16),
     "min_p": SamplingParams(temperature=1.3, min_p=0.05, seed=6, max_tokens=16),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
 @pytest.fixture(scope="module")
@@ -146,41 +140,6 @@ def test_the_context_ends_a_request(tiny: Tiny) -> None:
     assert len(output.prompt_token_ids) + len(output.token_ids) == 96
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "says"),
-    [
-        ([], {}, "prompt is empty"),
-        ("", {}, "prompt is empty"),
-        (list(range(60)) * 2, {}, "at most 95"),
-        ([64], {}, "vocabulary of 64"),
-        ([1], {"stop_token_ids": (64,)}, "vocabulary of 64"),
-    ],
-)
-def test_a_request_that_cannot_be_served_is_refused_and_costs_no_other(
-    tiny: Tiny, prompt: Any, params: dict[str, Any], says: str
-) -> None:
-    llm = tiny.llm()
-    with pytest.raises(RequestError, match=says):
-        llm.generate([[1, 2], prompt], SamplingParams(temperature=0, **params))
-    assert_idle(llm)
-    assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
-
-
-@pytest.mark.parametrize(
-    "prompts", [[["a"]], [[1.5]], [None], [[True]], None, 3, b"ab", [b"ab"], {"a": 1}, [{1: 2}]]
-)
-def test_a_prompt_that_is_none_is_one_line(tiny: Tiny, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="allowed: text"):
-        tiny.llm().generate(prompts)
-
-
-def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="would change the distribution"):
-        tiny.llm(drafts=["similar"], verifier="mss", draw="coupled")
-    with pytest.raises(ConfigError, match="would change the distribution"):
-        tiny.llm(drafts=["similar"], verifier="coupled", draw="iid")
-
-
 def test_every_step_is_traced(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
     events = []
@@ -208,24 +167,6 @@ def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Ti
     dropped = llm.stream(PROMPTS[0], params)
     next(dropped)
     dropped.close()
-    assert_idle(llm)
-
-
-def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], lookup=True)
-    params = SamplingParams(temperature=1, seed=2, max_tokens=20)
-    alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS[:3]]
-    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
-    pieces: list[list[str]] = [[], [], []]
-    running = {0, 1, 2}
-    while running:
-        for i in sorted(running):
-            output = next(streams[i], None)
-            if output is None:
-                running.remove(i)
-            else:
-                pieces[i].append(output.new_text)
-    assert ["".join(p) for p in pieces] == [output.text for output in alone]
     assert_idle(llm)
 
 

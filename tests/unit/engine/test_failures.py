@@ -18,17 +18,12 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculators import Outcome, Speculator, TokenTree
-from tests.engines import Tiny, assert_idle, engine_of, runner_of, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, runner_of
 from tests.flights import flight_over
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53], [7, 7, 7]]
 SICK = PROMPTS[2]
 PARAMS = SamplingParams(temperature=1, seed=2, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
 def expected(tiny: Tiny) -> list[tuple[int, ...]]:

@@ -182,6 +182,7 @@ def with_params(params: Any) -> Ask:
 REFUSALS: dict[str, list[Ask]] = {
     "prompt": [
         *map(prompt, ["", [""], [[]], None, 5.5, b"a", {"a": 1}, [None], [[1.5]], ["a", ["b"]], "\ud800"]),
+        *map(prompt, [[True], [["a"]], [b"ab"], [{1: 2}]]),
         *map(prompt, [[[VOCAB]], [[-1]], "x" * 64, ["fine", "x" * 64]]),
     ],
     "messages": [

@@ -11,7 +11,7 @@ from specinfer import SamplingParams
 from specinfer.request import RequestOutput
 from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import HostFlight
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 30)), [7, 7, 7, 7]]
 PARAMS = {
@@ -20,11 +20,6 @@ PARAMS = {
     "processed": {"temperature": 0.9, "presence_penalty": 0.6, "bad_words": [], "min_tokens": 3, "seed": 4},
     "logprobs": {"temperature": 1, "seed": 5, "logprobs": 2, "prompt_logprobs": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
 @pytest.fixture(scope="module", params=["coupled", "mss"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
-from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_similar_llama, write_tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -33,23 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
     with LLM(folder / "target", **{**ENGINE, **options}) as llm:
         return [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("quantization", "dtype"), [("none", "float32"), ("int8", "bfloat16"), ("int4", "float32")]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_speculation_does_not_change_the_text(
-    folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str
-) -> None:
-    kernels(name)
-    options = {"quantization": quantization, "dtype": dtype, "kernels": name}
-    plain = texts(folder, **options)
-    assert texts(folder, lookup=True, **options) == plain
-    draft = {"drafts": (str(folder / "draft"),), "expansion": (2, 2, 1)}
-    assert texts(folder, **draft, **options) == plain
-    assert texts(folder, max_batch_size=1, tree_size="cost", **draft, **options) == plain
 
 
 def test_text_is_the_same_with_a_draft_and_without(folder: Path) -> None:

@@ -25,15 +25,15 @@ SIZES = pytest.mark.parametrize(("target", "draft"), [(64, 72), (72, 64), (72, 8
 
 
 def padded(source: Path, folder: Path, size: int) -> Path:
-    """Copy a model with `vocab` embeddings; padding ids are likely, too."""
+    """Copy a model with `size` embeddings; padding ids are likely, too."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     tensors = load_file(source / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    more = table[: size - TOKENS].flip(1).contiguous()
-    tensors["model.embed_tokens.weight"] = torch.cat((table, more))
+    more = table[: max(0, size - TOKENS)].flip(1)
+    tensors["model.embed_tokens.weight"] = torch.cat((table[:size], more))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -97,15 +97,7 @@ def test_ids_that_the_draft_lacks_are_read_all_the_same(folder: Path) -> None:
 
 def test_a_draft_that_lacks_tokens_has_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     """As where tokens were added to the target, and the draft has its tokenizer but was not resized."""
-    small = tmp_path / "small"
-    small.mkdir()
-    source = folder / "draft64"
-    config = json.loads((source / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 60}))
-    (small / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:60].contiguous()
-    save_file(tensors, small / "model.safetensors")
+    small = padded(folder / "draft64", tmp_path / "small", 60)
     with LLM(str(folder / "target72"), **{**ENGINE, "drafts": (str(small),)}) as llm:
         assert len(llm.models.foreign["draft"].logit_ids) == 60
         [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))

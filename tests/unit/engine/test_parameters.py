@@ -90,9 +90,9 @@ def test_requests_with_different_parameters_and_wishes_share_a_batch(
     ids=["chunks", "small blocks", "preemption"],
 )
 def test_chunks_blocks_and_preemption_change_nothing(
-    tiny: Tiny, oracle: Oracle, limits: dict[str, int]
+    letters: Tiny, oracle: Oracle, limits: dict[str, int]
 ) -> None:
-    llm = tiny.llm(**{**SPECULATION["both"], **limits})
+    llm = letters.llm(**{**SPECULATION["both"], **limits})
     batch = [(PROMPTS[i % 4], params_of(name, seed=i)) for i, name in enumerate(PARAMS)]
     outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
     assert tokens(outputs) == [oracle.text(prompt, params) for prompt, params in batch]
@@ -169,9 +169,9 @@ def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
 
 @pytest.mark.slow
 def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
-    tiny: Tiny, llms: dict[str, LLM], oracle: Oracle
+    letters: Tiny, llms: dict[str, LLM], oracle: Oracle
 ) -> None:
-    iid = tiny.llm(**SPECULATION["both"], verifier="mss", draw="iid")
+    iid = letters.llm(**SPECULATION["both"], verifier="mss", draw="iid")
     for llm in (llms["both"], iid):
         for name in PARAMS:
             params = params_of(name, temperature=0, speculation={"verifier": "mss"})

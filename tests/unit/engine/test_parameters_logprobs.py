@@ -20,12 +20,12 @@ def reported(row: list[float], chosen: int, top: int) -> dict[int, tuple[float, 
     return {t: (row[t], 1 + sum(x > row[t] for x in row)) for t in ids}
 
 
-def assert_reports(got: Logprobs | None, expected: dict[int, tuple[float, int]], tiny: Tiny) -> None:
+def assert_reports(got: Logprobs | None, expected: dict[int, tuple[float, int]], letters: Tiny) -> None:
     assert got is not None
     assert list(got) == list(expected)
     for token, (value, rank) in expected.items():
         assert got[token].logprob == pytest.approx(value, abs=1e-5)
-        assert (got[token].rank, got[token].text) == (rank, tiny.tokenizer.text_of(token))
+        assert (got[token].rank, got[token].text) == (rank, letters.tokenizer.text_of(token))
 
 
 @pytest.mark.thorough
@@ -36,11 +36,11 @@ def assert_reports(got: Logprobs | None, expected: dict[int, tuple[float, int]],
     "name", ["nothing", "temperature, filters", "frequency_penalty", "bad_words", "choice"]
 )
 def test_logprobs_are_the_oracles(
-    tiny: Tiny, oracle: Oracle, name: str, mode: str, speculation: str, limits: dict[str, int]
+    letters: Tiny, oracle: Oracle, name: str, mode: str, speculation: str, limits: dict[str, int]
 ) -> None:
     params = params_of(name, logprobs=3, prompt_logprobs=2, logprobs_mode=mode)
     for prompt, output in zip(
-        PROMPTS, tiny.llm(**{**SPECULATION[speculation], **limits}).generate(PROMPTS, params), strict=True
+        PROMPTS, letters.llm(**{**SPECULATION[speculation], **limits}).generate(PROMPTS, params), strict=True
     ):
         text = (*prompt, *output.token_ids)
         assert output.logprobs is not None
@@ -49,7 +49,7 @@ def test_logprobs_are_the_oracles(
         assert len(output.prompt_logprobs) == len(prompt)
         for i in range(1, len(prompt)):
             expected = reported(logprobs(oracle.row(text[:i])), text[i], 2)
-            assert_reports(output.prompt_logprobs[i], expected, tiny)
+            assert_reports(output.prompt_logprobs[i], expected, letters)
         assert len(output.logprobs) == len(output.token_ids)
         rules = oracle.rules(prompt, params)
         for i, token in enumerate(output.token_ids):
@@ -63,7 +63,7 @@ def test_logprobs_are_the_oracles(
                     row = [math.log(p) if p > 0 else -math.inf for p in law]
             else:
                 row = logprobs(row)
-            assert_reports(output.logprobs[i], reported(row, token, 3), tiny)
+            assert_reports(output.logprobs[i], reported(row, token, 3), letters)
 
 
 @pytest.mark.thorough
@@ -78,10 +78,10 @@ def test_asking_for_logprobs_changes_no_text(llms: dict[str, LLM]) -> None:
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_prompt_is_scored_as_a_plain_pass_scores_it(
-    tiny: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]
+    letters: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]
 ) -> None:
     params = params_of("nothing", max_tokens=max_tokens, prompt_logprobs=1, n=2)
-    outputs = tiny.llm(**{**SPECULATION["both"], **limits}).generate(PROMPTS, params)
+    outputs = letters.llm(**{**SPECULATION["both"], **limits}).generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         for one in output.outputs:
             assert len(one.token_ids) == max_tokens
@@ -90,4 +90,4 @@ def test_a_prompt_is_scored_as_a_plain_pass_scores_it(
             assert one.prompt_logprobs[0] is None
             for i in range(1, len(prompt)):
                 expected = reported(logprobs(oracle.row(tuple(prompt[:i]))), prompt[i], 1)
-                assert_reports(one.prompt_logprobs[i], expected, tiny)
+                assert_reports(one.prompt_logprobs[i], expected, letters)

@@ -14,16 +14,11 @@ from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, engine_of, runner_of, slow_generate, write_tiny
+from tests.engines import Tiny, engine_of, runner_of, slow_generate
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # 18 tokens: 4 blocks of 4, and 2
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SLOT = 2 * 2 * 2 * 8 * 4  # bytes of a position of one model: K and V, 2 layers, 2 heads of 8, float32
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
 def cached(outputs: list[RequestOutput]) -> list[int]:

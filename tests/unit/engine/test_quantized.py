@@ -14,7 +14,7 @@ from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
 from tests.kernels import NAMES, kernels
-from tests.tiny_models import write_pair
+from tests.tiny_models import write_pair, write_similar_llama, write_tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
@@ -27,26 +27,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtures")
+    write_tiny_mixture(folder / "target", shared_size=24, tokenizer=True)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
 def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
     llm = LLM(folder / "target", **{**ENGINE, "kernels": "torch", **options})
     return [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_speculation_does_not_change_the_text(
-    folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str
+    folder: Path, mixture: Path, name: Literal["torch", "native"], quantization: str, dtype: str
 ) -> None:
     kernels(name)
     options = {"quantization": quantization, "dtype": dtype, "kernels": name}
-    plain = texts(folder, **options)
-    assert plain != texts(folder, dtype=dtype, kernels=name)
-    assert texts(folder, lookup=True, **options) == plain
-    draft = {"drafts": (str(folder / "draft"),), "expansion": (2, 2, 1)}
-    assert texts(folder, **draft, **options) == plain
-    assert texts(folder, **draft, draft_quantization="int4", **options) == plain
+    for models in (folder, mixture):
+        plain = texts(models, **options)
+        assert quantization == "none" or plain != texts(models, dtype=dtype, kernels=name), models
+        draft = {"drafts": (str(models / "draft"),), "expansion": (2, 2, 1)}
+        for more in (
+            {"lookup": True},
+            draft,
+            {**draft, "draft_quantization": "int4"},
+            {**draft, "max_batch_size": 1, "tree_size": "cost"},
+        ):
+            assert texts(models, **more, **options) == plain, (models, more)
 
 
 def test_a_draft_is_quantized_on_its_own(folder: Path, own_cache: Path) -> None:

@@ -25,11 +25,6 @@ SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
-
-
 def test_a_variant_has_the_same_weights_and_a_cache_and_options_of_its_own(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"], max_context=80)
     other = llm.variant(lookup=True, max_batch_size=2)
