@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,28 +135,22 @@ def find(
 
 
 def find_drafts(
-    names: Iterable[str],
-    target: FoundModel,
-    target_name: str,
-    progress: Progress,
-    *,
-    max_context: int | None = None,
-    trust_remote_code: bool = False,
+    config: EngineConfig, target: FoundModel, progress: Progress
 ) -> dict[str, FoundModel | FoundHead]:
     """Find and open every draft, by speculator name; "self" is the target. Opens a repeated model once."""
-    found: dict[str, FoundModel | FoundHead] = {target_name: target, SELF: target}
-    for name in names:
-        if name not in found:
-            files = resolve(name, progress=progress, code=trust_remote_code)
-            if not is_head(files.path):
-                opened = open_model(
-                    files, "auto", max_context=max_context, trust_remote_code=trust_remote_code
-                )
-                found[name] = FoundModel(files, opened)
-                continue
+    found: dict[str, FoundModel | FoundHead] = {config.model: target, SELF: target}
+    for name in config.speculation.drafts:
+        if name in found:
+            continue
+        files = resolve(name, progress=progress, code=config.trust_remote_code)
+        if is_head(files.path):
             check_support({**target.features, Feature.HEAD: name})
             found[name] = FoundHead(files, open_head(files, target.model))
-    return found
+        else:
+            how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+            opened = open_model(files, "auto", max_context=config.scheduler.max_context, **how)
+            found[name] = FoundModel(files, opened)
+    return {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
 
 
 def models_among(drafts: Mapping[str, FoundModel | FoundHead]) -> dict[str, FoundModel]:

@@ -127,29 +127,14 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     check_support(config.features | target.features)
     if isinstance(target.model, HostedFolder):
         report(f"{short_name(target)}: {target.model.summary}", show)
-    select = partial(
-        choose,
-        dtype=hardware.dtype,
-        device=hardware.device,
-        kernels=hardware.kernels,
-        memory=config.memory,
-        divided=config.tensor_parallel > 1,
-        streams=config.offload != "never",
-    )
+    select = partial(choose, hardware=hardware, memory=config.memory, divided=config.tensor_parallel > 1)
     if config.quantization == "auto":
-        choice = select(target.model, share=config.ranks_here / config.ranks)
+        share = config.ranks_here / config.ranks
+        choice = select(target.model, streams=config.offload != "never", share=share)
         config = replace(config, quantization=choice.kind)
         _report_choice(short_name(target), choice, show)
     speculation = config.speculation
-    found = find_drafts(
-        speculation.drafts,
-        target,
-        config.model,
-        show,
-        max_context=longest,
-        trust_remote_code=trust,
-    )
-    drafts = {name: found[model] for name, model in draft_names(speculation.drafts).items()}
+    drafts = find_drafts(config, target, show)
     for draft in drafts.values():
         if isinstance(draft, FoundModel) and _weights(draft) > _weights(target):
             _LOG.warning(

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import psutil
-import torch
 
-from specinfer.kernels.choice import Kernels
+from specinfer.engine.hardware import Hardware
 from specinfer.kernels.machine import cgroup_memory
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder
@@ -35,9 +34,7 @@ class Choice(NamedTuple):
 def choose(
     model: OpenModel,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
+    hardware: Hardware,
     memory: int | None,
     divided: bool,
     streams: bool,
@@ -50,6 +47,7 @@ def choose(
     `streams` if layers that do not fit are read from the disk; `share` is this host's part of the weights.
     Reads the scales of some quantized folders, and no other weights.
     """
+    device, dtype, kernels, _ = hardware
     if device.type != "cpu":
         return Choice("none", "quantized products run on CPUs only")
     if kernels.library is None:

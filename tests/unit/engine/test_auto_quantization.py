@@ -39,9 +39,8 @@ def chosen(path: Path, memory: Any, **options: Any) -> tuple[str, str]:
     if not isinstance(memory, int | None):
         kind, times = (memory, 2) if isinstance(memory, str) else (*memory, 1)
         memory = times * estimate_bytes(model, torch.bfloat16, native, kind)
-    given = {"dtype": torch.bfloat16, "device": CPU, "kernels": native, "divided": False}
-    given |= {"streams": False, **options}
-    return choose(model, memory=memory, **given)
+    given = {"hardware": Hardware(CPU, torch.bfloat16, native), "divided": False, "streams": False}
+    return choose(model, memory=memory, **{**given, **options})
 
 
 def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
@@ -66,8 +65,15 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
         ("blocks that do not fit at all", q4, 1, {}, "gguf", "Q4_K as they are"),
         ("blocks among processes", q4, None, {"divided": True}, "int8", "cannot divide the file's blocks"),
         ("the same, without memory", q4, "int4", {"divided": True}, "int4", "int8 would take"),
-        ("a GPU", q4, None, {"device": cuda, "kernels": TORCH}, "none", "run on CPUs only"),
-        ("PyTorch's kernels", q4, None, {"kernels": TORCH}, "none", "slow without native kernels"),
+        ("a GPU", q4, None, {"hardware": Hardware(cuda, torch.bfloat16, TORCH)}, "none", "run on CPUs only"),
+        (
+            "PyTorch's kernels",
+            q4,
+            None,
+            {"hardware": Hardware(CPU, torch.bfloat16, TORCH)},
+            "none",
+            "slow without native kernels",
+        ),
         ("floats in a file", floats, None, {}, "none", "bfloat16 takes"),
         ("a folder", folder, "none", {}, "none", "bfloat16 takes"),
         ("a folder over half of memory", folder, "int8", {}, "int8", "more than half of"),
