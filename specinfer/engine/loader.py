@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-import torch
-
 from specinfer.attention.sdpa import SdpaAttention
+from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, FoundHead, FoundModel
-from specinfer.engine.memory import MemoryPlan
+from specinfer.engine.hardware import Hardware
+from specinfer.engine.memory import MemoryPlan, offload_folder
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import AnyHeadModel, load_head
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 _OUTPUT: Final = "lm_head"  # name of the output layer's record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Loader:
     """Loads the models of one engine; with a memory plan some of their layers are streamed.
 
@@ -52,15 +52,15 @@ class Loader:
     damaged, too.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Kernels  # of the machine
-    native: bool  # True to refuse models that native attention does not support
+    config: EngineConfig
+    hardware: Hardware
     plan: MemoryPlan | None  # None: all weights stay in memory
-    folder: Path | None  # for prepared files; None: the user's cache
-    keep: bool  # False: prepared files are read, but not written
-    sum_parts: int  # parts of the target's float sums
     progress: Progress
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder for prepared files; None: the user's cache."""
+        return None if self.plan is None else offload_folder(self.config)
 
     def draft_memory(
         self, found: FoundModel, quantization: Quantization, *, output: bool
@@ -81,7 +81,7 @@ class Loader:
                 names.append(_OUTPUT)
             return DraftMemory(prepared, names, target, streamed, plan.disk)
 
-        make = partial(self._prepare, found, self.kernels, quantization)
+        make = partial(self._prepare, found, self.hardware.kernels, quantization)
         return _used(make(), read, make)
 
     def target(
@@ -97,8 +97,8 @@ class Loader:
         Some of its layers may use the `draft_memory`.
         """
         kernels, plan, part = self._fitting(found, quantization), self.plan, None
-        if self.sum_parts > 1:
-            part = Shard(0, 1, self.sum_parts).of(found.model.config)
+        if self.config.parts_of_sums > 1:
+            part = Shard(0, 1, self.config.parts_of_sums).of(found.model.config)
         if plan is None:
             return self._load(found, kernels, quantization, part=part)
 
@@ -108,7 +108,7 @@ class Loader:
                 prepared,
                 plan.placement,
                 plan.disk,
-                dtype=self.dtype,
+                dtype=self.hardware.dtype,
                 kernels=kernels,
                 quantization=quantization,
                 table_in_memory=reads_table,
@@ -130,7 +130,7 @@ class Loader:
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
         # A file of a single stage's matrices is not written. A GGUF file's blocks need none.
-        if ranks.layout.stages > 1 and quantization not in ("none", "gguf") and self.keep:
+        if ranks.layout.stages > 1 and quantization not in ("none", "gguf") and self.config.prepared:
             with contextlib.suppress(ModelError):  # else they are quantized at each start
                 self._prepare(ranks.found, kernels, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}
@@ -148,11 +148,11 @@ class Loader:
         ranks.start(
             kernels.library,
             shared_drafts,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(self.hardware.dtype).removeprefix("torch."),
             native=kernels.library is not None,
             native_attention=native_attention,
             nontemporal=nontemporal,
-            keep=self.keep,
+            keep=self.config.prepared,
         )
         loaded: dict[str, LanguageModel] = {}
         loader = replace(self, progress=CheckedProgress(self.progress, ranks.check_loading))
@@ -184,7 +184,7 @@ class Loader:
         """
         kernels = draft_kernels(self._fitting(found, quantization))
         shared: Shared | None = None
-        if self.plan is not None and table_bytes(found.model, self.dtype, quantization) > 0:
+        if self.plan is not None and table_bytes(found.model, self.hardware.dtype, quantization) > 0:
             make = partial(self._prepare, found, kernels, quantization)
             shared = Shared(_used(make(), table_on_disk, make))
         return self._load(found, kernels, quantization, logit_ids, shared)
@@ -207,7 +207,7 @@ class Loader:
         if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
             self._prepare(found, kernels, quantization)
             shares_head = self.plan.drafts.shares_head and logit_ids is None
-        elif quantization != "none" and self.keep:
+        elif quantization != "none" and self.config.prepared:
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
         shared = Shared(target.table, target.output if shares_head else None, draft_memory)
@@ -229,26 +229,26 @@ class Loader:
             name=found.files.name,
             kernels=draft_kernels(self._fitting(found, quantization)),
             quantization=quantization,
-            keep=self.keep,
+            keep=self.config.prepared,
         )
 
     def adapt(self, draft: AnyDraft, adapter: PeftFolder, quantization: Quantization) -> None:
         """Read a draft's own adapter; `quantization` is that of the draft."""
         assert isinstance(draft, LanguageModel), "adapters of heads were refused"
         products, weights = PER_LAYER * draft.config.num_layers, adapter_dtype(quantization, draft.dtype)
-        draft.adapter = adapter.load(products, weights, self.device, draft.kernels.products.library)
+        draft.adapter = adapter.load(products, weights, self.hardware.device, draft.kernels.products.library)
 
     def _fitting(self, found: FoundModel | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""
-        weights = found.weight_bytes(self.dtype, self.kernels, quantization) // ranks
-        kernels = streaming_kernels(self.kernels, weights)
+        weights = found.weight_bytes(self.hardware.dtype, self.hardware.kernels, quantization) // ranks
+        kernels = streaming_kernels(self.hardware.kernels, weights)
         name, heads = found.files.name, found.config
         if heads is None:
             return kernels
-        reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self.dtype)
+        reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self.hardware.dtype)
         if reason is None or not isinstance(kernels.attention, NativeAttention):
             return kernels
-        if self.native:
+        if self.config.kernels == "native":
             raise ConfigError(f"kernels is 'native', whose attention cannot run {name}: {reason}; use auto")
         _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
         return replace(kernels, attention=SdpaAttention())
@@ -256,7 +256,7 @@ class Loader:
     def _prepare(self, found: FoundModel, kernels: Kernels, quantization: Quantization) -> PreparedFile:
         return prepare(
             found.model,
-            dtype=self.dtype,
+            dtype=self.hardware.dtype,
             kernels=kernels,
             quantization=quantization,
             cache=self.folder,
@@ -276,15 +276,15 @@ class Loader:
     ) -> LanguageModel:
         return load_model(
             found.model,
-            dtype=self.dtype,
-            device=self.device,
+            dtype=self.hardware.dtype,
+            device=self.hardware.device,
             progress=self.progress,
             name=found.files.name,
             logit_ids=logit_ids,
             kernels=kernels,
             quantization=quantization,
             cache=self.folder,
-            keep=self.keep,
+            keep=self.config.prepared,
             shared=shared,
             part=part,
             group=group,

@@ -14,7 +14,7 @@ from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_amo
 from specinfer.engine.found_models import FoundModels, find_models, report, short_name
 from specinfer.engine.hardware import Hardware, use_threads
 from specinfer.engine.loader import Loader
-from specinfer.engine.memory import MemoryPlan, offload_folder, plan_memory
+from specinfer.engine.memory import MemoryPlan, plan_memory
 from specinfer.engine.ranks import Ranks
 from specinfer.hub.model_files import hash_of
 from specinfer.kernels.attention import NativeAttention
@@ -149,18 +149,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
     found, adapters, origin, layout, memory = planned
     config, target, drafts, kinds = found.config, found.target, found.drafts, found.kinds
     ids = found.logit_ids()
-    device, dtype, kernels, _ = found.hardware
-    loader = Loader(
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        native=config.kernels == "native",
-        plan=memory,
-        folder=None if memory is None else offload_folder(config),
-        keep=config.prepared,
-        sum_parts=config.parts_of_sums,
-        progress=show,
-    )
+    loader = Loader(config, found.hardware, memory, show)
     self_drafts = [name for name, draft in drafts.items() if draft is target]
     draft_memory: DraftMemory | None = None
     if len(self_drafts) == 1 and config.ranks == 1:
