@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,23 +21,48 @@ from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import PredictionIndexes
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.logprobs import LOGPROB_BYTES, PromptLogprobs
+
+if TYPE_CHECKING:  # importing this module does not load torch
+    from specinfer.engine.target_laws import TargetLaws
 
 MAX_PROMPT_LOGPROBS: Final = (64 << 20) // LOGPROB_BYTES  # maximum log-probabilities of one prompt
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A checked request that is ready to run once, in one engine."""
+    """A checked request that is ready to run once, in one engine, and its state there."""
 
     request: Request
     sequence: SequenceState  # the scheduler's state
     transcript: Transcript
 
+    def accept(
+        self, law: TargetLaws, acceptance: Acceptance, now: float, tokenizer: Tokenizer
+    ) -> tuple[int, ...]:
+        """Add a step's tokens to the text; returns those up to its end."""
+        transcript, sequence = self.transcript, self.sequence
+        tokens = transcript.commit(law.tree, acceptance, now)
+        if (top := law.request.params.logprobs) is not None:
+            # Now, while the processors' state is that of the tree's root.
+            nodes = (0, *acceptance.path)[: len(tokens)]
+            transcript.logprobs += law.reports(nodes, tokens, top, tokenizer)
+        if not transcript.finished:
+            sequence.computed += len(acceptance.path)
+            if sequence.processors is not None:
+                sequence.processors.commit(tokens)
+        return tokens
+
+    def delta(self) -> Delta:
+        """Return the new output since the last call."""
+        self.transcript.cached_tokens = self.sequence.cached_tokens
+        return self.transcript.delta()
+
     def fail(self, error: str) -> Delta:
         """End the request because the engine failed; returns its last delta."""
         self.transcript.fail(error, time.perf_counter(), internal=True)
-        return self.transcript.delta()
+        return self.delta()
 
 
 class Admission:

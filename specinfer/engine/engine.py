@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, AdmittedRequest
-from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Stage, StageClock, Statistics
 from specinfer.engine.target_laws import TargetLaws, accepted_moves, verify_trees
 from specinfer.engine.trace import Listeners, TreeEvent
-from specinfer.engine.transcript import Transcript
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
@@ -40,35 +38,6 @@ from specinfer.verify.coupled import Acceptance
 
 _LOG = logging.getLogger(__name__)
 Postponed = Callable[[Callable[[], bool]], bool]  # see Engine.rest; returns whether it is done
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request inside the engine."""
-
-    sequence: SequenceState
-    transcript: Transcript
-
-    def accept(
-        self, law: TargetLaws, acceptance: Acceptance, now: float, tokenizer: Tokenizer
-    ) -> tuple[int, ...]:
-        """Add a step's tokens to the text; returns those up to its end."""
-        transcript, sequence = self.transcript, self.sequence
-        tokens = transcript.commit(law.tree, acceptance, now)
-        if (top := law.request.params.logprobs) is not None:
-            # Now, while the processors' state is that of the tree's root.
-            nodes = (0, *acceptance.path)[: len(tokens)]
-            transcript.logprobs += law.reports(nodes, tokens, top, tokenizer)
-        if not transcript.finished:
-            sequence.computed += len(acceptance.path)
-            if sequence.processors is not None:
-                sequence.processors.commit(tokens)
-        return tokens
-
-    def delta(self) -> Delta:
-        """Return the new output since the last call."""
-        self.transcript.cached_tokens = self.sequence.cached_tokens
-        return self.transcript.delta()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +82,8 @@ class Engine:
         self._guard = guard  # the policy's guard, if any, for statistics
         self._memory = memory  # the policy's state on disk, if it is kept
         self._postponed = postponed  # work for idle moments, see `rest`
-        self._requests: dict[str, _Running] = {}
-        self._stepped: list[_Running] = []  # the requests of the running or last step
+        self._requests: dict[str, AdmittedRequest] = {}
+        self._stepped: list[AdmittedRequest] = []  # the requests of the running or last step
         self.clock = StageClock(clock)
         self.listeners = Listeners()
 
@@ -153,7 +122,7 @@ class Engine:
     @property
     def stepped(self) -> list[str]:
         """The ids of the requests of a step that raised, before `fail`; all, if none was scheduled."""
-        return [one.transcript.request.request_id for one in self._stepped] or [*self._requests]
+        return [one.request.request_id for one in self._stepped] or [*self._requests]
 
     @property
     def has_postponed(self) -> bool:
@@ -186,7 +155,7 @@ class Engine:
         request_id = admitted.request.request_id
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-        self._requests[request_id] = _Running(admitted.sequence, admitted.transcript)
+        self._requests[request_id] = admitted
         self._scheduler.add(admitted.sequence)
 
     def abort(self, request_id: str) -> Delta | None:
@@ -233,7 +202,7 @@ class Engine:
         try:
             return self._land(self._launch(plan))
         except AdapterError as error:  # its pass has not begun
-            users = [one for one in self._stepped if one.transcript.request.adapter == error.adapter]
+            users = [one for one in self._stepped if one.request.adapter == error.adapter]
             return self._end_all(users, str(error))
         except ModelFileError as error:
             _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
@@ -301,15 +270,15 @@ class Engine:
         verdicts: Sequence[Acceptance | UserError],
         committed: Sequence[tuple[int, ...]],
         now: float,
-    ) -> tuple[list[_Running], list[Outcome]]:
+    ) -> tuple[list[AdmittedRequest], list[Outcome]]:
         """Report the trees, and remove requests that end; returns the requests and their outcomes."""
-        changed: list[_Running] = []
+        changed: list[AdmittedRequest] = []
         outcomes: list[Outcome] = []
 
-        def add(running: _Running, tokens: tuple[int, ...]) -> None:
+        def add(running: AdmittedRequest, tokens: tuple[int, ...]) -> None:
             finished = running.transcript.finished
             changed.append(running)
-            outcomes.append(Outcome(running.transcript.request.request_id, tokens, finished))
+            outcomes.append(Outcome(running.request.request_id, tokens, finished))
             if finished:
                 self._remove(running)
 
@@ -354,19 +323,19 @@ class Engine:
         scores = flight.scores(rows, entry.token_ids[first : first + len(rows)], reports.top)
         reports.add(first, scores, self._tokenizer.text_of)
 
-    def _remove(self, running: _Running, *, computed: bool = True) -> None:
+    def _remove(self, running: AdmittedRequest, *, computed: bool = True) -> None:
         self._scheduler.remove(running.sequence, computed=computed)
-        del self._requests[running.sequence.request.request_id]
+        del self._requests[running.request.request_id]
 
-    def _end(self, running: _Running, *, computed: bool = True) -> Delta:
+    def _end(self, running: AdmittedRequest, *, computed: bool = True) -> Delta:
         """Remove a request whose transcript has ended, unless it is removed; returns its last delta."""
-        request_id = running.transcript.request.request_id
+        request_id = running.request.request_id
         if request_id in self._requests:
             self._remove(running, computed=computed)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
         return running.delta()
 
-    def _end_all(self, failed: Sequence[_Running], reason: str) -> list[Delta]:
+    def _end_all(self, failed: Sequence[AdmittedRequest], reason: str) -> list[Delta]:
         """End requests with an error; blocks that the step was to compute are not kept."""
         for running in failed:
             if not running.transcript.finished:
