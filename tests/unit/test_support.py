@@ -7,7 +7,9 @@ from itertools import chain
 import pytest
 
 from specinfer.config import EngineConfig
+from specinfer.engine.hardware import Hardware
 from specinfer.errors import ConfigError
+from specinfer.progress import NoProgress
 from specinfer.support import REFUSED, Feature, check_support, refusal
 
 
@@ -43,3 +45,24 @@ def test_configs_are_refused() -> None:
         assert str(refused.value).startswith(line), options
     for options in ({**stages, "quantization": "gguf"}, {"offload": "auto", "memory": 1 << 30}, {**two}):
         EngineConfig.from_options("m", options)
+
+
+def test_options_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    products = "quantized products run on the CPU only: use device cpu, or"
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"quantization": "int8"}, f"quantization is 'int8' on device cuda; {products} quantization none"),
+        (
+            {"draft_quantization": "gguf"},
+            f"draft_quantization is 'gguf' on device cuda; {products} draft_quantization none",
+        ),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2 on device cuda; allowed there: 1"),
+        ({"pipeline_parallel": 2}, "pipeline_parallel is 2 on device cuda; allowed there: 1"),
+        ({"sum_parts": 4}, "sum_parts is 4 on device cuda; allowed there: 1"),
+        ({"memory": 1 << 30}, "memory limits engines on a CPU, and the device is cuda; leave it out"),
+    ]
+    for options, line in cases:
+        with pytest.raises(ConfigError) as refused:
+            Hardware.of(EngineConfig.from_options("m", {"device": "cuda", **options}), NoProgress())
+        assert str(refused.value) == line, options
+    Hardware.of(EngineConfig.from_options("m", {"device": "cuda", "offload": "auto"}), NoProgress())

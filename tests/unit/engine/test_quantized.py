@@ -77,15 +77,6 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     assert loose == [False, True]
 
 
-def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for option in ("quantization", "draft_quantization"):
-        options = {option: "int8", "device": "cuda", "drafts": (str(folder / "target"),)}
-        config = EngineConfig.from_options(str(folder / "target"), options)
-        with pytest.raises(ConfigError, match=rf"^{option} is 'int8' on device cuda; .* use device cpu, or "):
-            load_models(config)
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("draft_quantization", "int4"), ("draft_vocabulary", "1000"), ("expansion", "2,2"), ("draw", "top_k")],
