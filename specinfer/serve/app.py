@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
+from specinfer.serve.api.answer import Answer
 from specinfer.serve.api.chat import Chat, ChatFields
-from specinfer.serve.api.completions import ChoicesAnswer, CompletionFields, Completions
-from specinfer.serve.api.growing_answer import GrowingAnswer
+from specinfer.serve.api.completions import CompletionFields, Completions
 from specinfer.serve.api.infill import Infill, InfillFields
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.messages import Messages, count_tokens
@@ -108,7 +108,7 @@ class _Bodies:
         self,
         path: str,
         kind: type[BaseModel],
-        make: Callable[[Service, Any], GrowingAnswer[Any] | ChoicesAnswer[Any] | Infill],
+        make: Callable[[Service, Any], Answer[Any]],
         *,
         done: str = "data: [DONE]\n\n",
     ) -> None:

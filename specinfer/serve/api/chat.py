@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, Tag
 
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.chat_prompt import ChatPrompt
+from specinfer.serve.api.answer import Event, Prompts
 from specinfer.serve.api.completions import ChoicesAnswer
-from specinfer.serve.api.reports import ChatLogprobs, reported_prompt
+from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.dialect import AnswerReader
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, Event, ReasoningPiece
+from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, ReasoningPiece
+from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields, Function
@@ -183,60 +183,54 @@ class Chat(ChoicesAnswer[ChatFields]):
         service.check_count(fields.n)
         super().__init__(service, fields)
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer as one object."""
-        answers = [_Message() for _ in range(self._n)]
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                answers[piece.pop("index")].add(piece)
-        return self._object([one.choice(i) for i, one in enumerate(answers)]) | self._report()
+    def _keep(self, events: list[Event]) -> None:
+        for piece in events:
+            if calls := piece["delta"].get("tool_calls"):
+                piece["delta"]["tool_calls"] = {call.pop("index"): call for call in calls}
+        super()._keep(events)
 
-    def _first(self, piece: dict[str, Any]) -> None:
-        piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
+    def _finish(self) -> dict[str, Any]:
+        for choice in self._choices.values():
+            delta = choice.pop("delta")
+            choice["message"] = {"role": "assistant", "content": None, "refusal": None} | delta
+            if "tool_calls" in delta:
+                choice["message"]["tool_calls"] = [*delta["tool_calls"].values()]
+        return super()._finish()
 
-    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        fields, service = self._fields, self._service
-        prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
-        self._tally.prompt_tokens = len(prompt.token_ids)
-        readers = [prompt.reader() for _ in range(self._n)]
-        params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.constraints)
-        shown = params.visible_token_ids
-        logprobs = [ChatLogprobs(fields.top_logprobs or 0, service.tokenizer, shown) for _ in readers]
-        answers = service.answer([prompt.token_ids], [params], model=self._model, traced=bool(fields.trace))
-        try:
-            with prompt.blamed():
-                async with aclosing(answers):
-                    async for number, delta in answers:
-                        self._tally.add(delta, number)
-                        piece = self._piece(delta, readers[number], logprobs[number])
-                        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-                            # Once for the prompt, and in a thread, because it is as long as the prompt.
-                            reports = delta.prompt_logprobs if number == 0 else ()
-                            prompt_logprobs = await asyncio.to_thread(
-                                reported_prompt, reports, fields.prompt_logprobs
-                            )
-                            piece["prompt_logprobs"] = prompt_logprobs or None
-                        if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
-                            for one in self._split_end(piece, delta):
-                                yield {"index": number} | one
-        finally:
-            self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
+    def _written(self, events: list[Event]) -> str:
+        for piece in events:
+            if piece["index"] not in self._started:
+                self._started.add(piece["index"])
+                piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
+        return super()._written(events)
 
-    def _piece(self, delta: Delta, reader: AnswerReader, logprobs: ChatLogprobs) -> dict[str, Any]:
+    async def _prepare(self) -> Prompts:
         fields = self._fields
-        reason = delta.finish_reason
-        message = _delta(reader.read(delta.text, len(delta.token_ids), last=reason is not None))
+        messages = [message.rendered() for message in fields.messages]
+        token_ids, params, self._readers = await self._converse(fields, messages)
+        shape = partial(ChatLogprobs, fields.top_logprobs or 0, self._service.tokenizer)
+        self._logprobs = [shape(params.visible_token_ids) for _ in self._readers]
+        return [token_ids], [params]
+
+    async def _take(self, number: int, delta: Delta) -> list[Event]:
+        fields, reader, reason = self._fields, self._readers[number], delta.finish_reason
+        message = _delta(reader.read(delta))
+        self._tally.reasoning_tokens = sum(one.reasoning_tokens for one in self._readers)
         called = reason is FinishReason.STOP and reader.called
-        piece: dict[str, Any] = {
+        piece: Event = {
             "delta": message,
             "finish_reason": "tool_calls" if called else None if reason is None else reason.value,
             "logprobs": None,
         }
         if fields.logprobs:
-            piece["logprobs"] = {"content": logprobs.add(delta), "refusal": None}
+            piece["logprobs"] = {"content": self._logprobs[number].add(delta), "refusal": None}
         if fields.trace:
             piece["trees"] = list(delta.trees)
-        return piece
+        if delta.prompt_logprobs is not None:
+            piece |= await asyncio.to_thread(self._reported_prompt, number, delta)
+        if not (any(piece.values()) or fields.trace or "prompt_logprobs" in piece):
+            return []
+        return [{"index": number} | one for one in self._split_end(piece, delta)]
 
     def _split_end(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
         """Split off a last token without text if the piece has log-probabilities; returns 1 or 2 pieces.
@@ -258,39 +252,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         ]
 
 
-class _Message:
-    """Joins the pieces of one answer."""
-
-    def __init__(self) -> None:
-        self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        self._rest: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-
-    def add(self, piece: dict[str, Any]) -> None:
-        """Append the next piece; `piece` is consumed."""
-        delta = piece.pop("delta")
-        for call in delta.pop("tool_calls", ()):
-            calls = self._message.setdefault("tool_calls", [])
-            if call.pop("index") == len(calls):
-                calls.append(call)
-            else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        for name, text in delta.items():
-            self._message[name] = (self._message.get(name) or "") + text
-        logprobs = piece.pop("logprobs")
-        if logprobs is not None:
-            if self._rest["logprobs"] is None:
-                self._rest["logprobs"] = {"content": [], "refusal": None}
-            self._rest["logprobs"]["content"].extend(logprobs["content"])
-        if "trees" in piece:
-            self._rest.setdefault("trees", []).extend(piece.pop("trees"))
-        self._rest.update(piece)
-
-    def choice(self, index: int) -> dict[str, Any]:
-        """Return the answer as a choice."""
-        return {"index": index, "message": self._message} | self._rest
-
-
-def _delta(found: list[Event]) -> dict[str, Any]:
+def _delta(found: list[Found]) -> dict[str, Any]:
     """Convert parsed events to a delta of OpenAI's streams, with one entry for each tool call."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +45,6 @@ class ChatPrompt:
                 f"tools of type {cut(kind)!r} are left out: this server has only functions"
             )
         return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Name `tools` in ApiErrors about the grammar of tool calls, raised inside the block."""
-        try:
-            yield
-        except ApiError as error:
-            body = error.body["error"]
-            if self.tools and body["param"] == "grammar":
-                body["param"] = "tools"
-            raise
 
     def reader(self) -> AnswerReader:
         """Create the reader of one answer."""

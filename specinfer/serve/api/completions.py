@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import Field
 
 from specinfer.request import Delta, Logprobs
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.reports import CompletionLogprobs, Tally, reported_prompt
+from specinfer.serve.api.answer import Answer, Event, Prompts
+from specinfer.serve.api.reports import CompletionLogprobs, reported_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Ids, Items
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, SamplingFields
@@ -62,51 +61,54 @@ class CompletionFields(SamplingFields):
                 raise ApiError("suffix needs a text prompt; give text in place of token ids", param="prompt")
 
 
-class ChoicesAnswer(ABC, Generic[_Fields]):
-    """The answers to one request as a list of choices, which streams send in pieces."""
+class ChoicesAnswer(Answer[_Fields]):
+    """The answers to one request as a list of choices; its events are pieces of them."""
 
     prefix: ClassVar[str]  # prefix of ids
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]  # type of stream objects
 
     def __init__(self, service: Service, fields: _Fields) -> None:
-        self._service = service
-        self._fields = fields
-        self._n = fields.n or 1
+        super().__init__(service, fields)
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = service.check_model(fields.model)
-        self._tally = Tally(0, n=self._n)
+        self._choices: dict[int, Event] = {}  # so far, by number
+        self._started: set[int] = set()  # numbers of choices
+        self._usage_at_end = fields.stream_options is not None and bool(fields.stream_options.include_usage)
 
-    @abstractmethod
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer as one object."""
+    def _keep(self, events: list[Event]) -> None:
+        for piece in events:
+            choice = self._choices.setdefault(piece["index"], piece)
+            if choice is not piece:
+                append(choice, piece)
 
-    async def events(self) -> AsyncGenerator[str]:
-        """Yield the answer as stream events."""
-        options, started = self._fields.stream_options, set[int]()
-        usage_at_end = options is not None and bool(options.include_usage)
-        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                if piece["index"] not in started:
-                    started.add(piece["index"])
-                    self._first(piece)
-                so_far = self._tally.usage() if usage_in_chunks else None
-                chunk = self._object([piece], self.chunk_kind)
-                yield event(chunk | ({"usage": so_far} if usage_at_end else {}))
-        if usage_at_end:
-            yield event(self._object([], self.chunk_kind) | self._report())
+    def _finish(self) -> dict[str, Any]:
+        return self._object([self._choices[number] for number in sorted(self._choices)]) | self._report()
 
-    @abstractmethod
-    def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the choices of stream chunks, one for each delta."""
+    def _written(self, events: list[Event]) -> str:
+        """Write each piece as a chunk."""
+        options, more = self._fields.stream_options, {}
+        if self._usage_at_end:
+            in_chunks = options is not None and options.continuous_usage_stats
+            more = {"usage": self._tally.usage() if in_chunks else None}
+        return "".join(event(self._object([piece], self.chunk_kind) | more) for piece in events)
 
-    def _first(self, piece: dict[str, Any]) -> None:
-        """Add the fields of the first chunk of a choice, in place."""
+    def _closing(self) -> str:
+        return event(self._object([], self.chunk_kind) | self._report()) if self._usage_at_end else ""
 
     def _report(self) -> dict[str, Any]:
         return self._tally.report(steps=bool(self._fields.trace))
+
+    def _reported_prompt(self, number: int, delta: Delta) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt as a field of its choices; only the first one has them.
+
+        They are as long as the prompt, so this runs in a thread.
+        """
+        top = self._fields.prompt_logprobs
+        if delta.prompt_logprobs is None or top is None:
+            return {}
+        reports = () if number % self._n else delta.prompt_logprobs
+        return {"prompt_logprobs": reported_prompt(reports, top) or None}
 
     def _object(self, choices: list[dict[str, Any]], kind: str = "") -> dict[str, Any]:
         return {
@@ -132,32 +134,14 @@ class Completions(ChoicesAnswer[CompletionFields]):
         self._prompts: list[tuple[int, ...]] = []
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer as one object."""
-        choices: dict[int, dict[str, Any]] = {}
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                choice = choices.setdefault(piece["index"], piece)
-                if choice is not piece:
-                    _append(choice, piece)
-        return self._object([choices[number] for number in sorted(choices)]) | self._report()
-
-    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        fields, service = self._fields, self._service
+    async def _prepare(self) -> Prompts:
         self._prompts = [await self._encode(one) for one in self._given]
-        self._tally.prompt_tokens = sum(map(len, self._prompts))
-        params = [self._params(prompt) for prompt in self._prompts]
-        answers = service.answer(self._prompts, params, model=self._model, traced=bool(fields.trace))
-        started: set[int] = set()
-        async with aclosing(answers):
-            async for number, delta in answers:
-                self._tally.add(delta, number)
-                first = number not in started
-                if delta.prompt_logprobs is None:
-                    yield self._choice(number, delta, first=first)
-                else:  # in a thread, because it is as long as the prompt
-                    yield await asyncio.to_thread(self._choice, number, delta, first=first)
-                started.add(number)
+        return self._prompts, [self._params(prompt) for prompt in self._prompts]
+
+    async def _take(self, number: int, delta: Delta) -> list[Event]:
+        if delta.prompt_logprobs is None:
+            return [self._choice(number, delta)]
+        return [await asyncio.to_thread(self._choice, number, delta)]  # it is as long as the prompt
 
     async def _encode(self, given: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(given, str):
@@ -187,8 +171,9 @@ class Completions(ChoicesAnswer[CompletionFields]):
             stop_token_ids=self._service.fill_in_ends(fields.stop_token_ids) if fields.suffix else None,
         )
 
-    def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
-        fields = self._fields
+    def _choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        fields, first = self._fields, number not in self._started
+        self._started.add(number)
         choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
         tokens = delta.token_ids
         logprobs: Sequence[Logprobs | None] = delta.logprobs
@@ -207,10 +192,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
         choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
         if fields.trace:
             choice["trees"] = list(delta.trees)
-        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-            reports = delta.prompt_logprobs if number % self._n == 0 else ()  # once a prompt
-            choice["prompt_logprobs"] = reported_prompt(reports, fields.prompt_logprobs) or None
-        return choice
+        return choice | self._reported_prompt(number, delta)
 
     def _shape(self, top: int, tokens: Sequence[int]) -> CompletionLogprobs:
         """Create the log-probabilities of a choice, which start with those of `tokens`."""
@@ -220,14 +202,15 @@ class Completions(ChoicesAnswer[CompletionFields]):
         return CompletionLogprobs(top, tokenizer, behind=int(cut))
 
 
-def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Append a later piece to a choice, in place."""
-    choice["text"] += piece["text"]
-    choice["finish_reason"] = piece["finish_reason"]
-    if choice["logprobs"] is not None:
-        for name, values in piece["logprobs"].items():
-            choice["logprobs"][name].extend(values)
-    if "trees" in choice:
-        choice["trees"].extend(piece["trees"])
-    if "prompt_logprobs" in piece:
-        choice["prompt_logprobs"] = piece["prompt_logprobs"]
+def append(whole: dict[Any, Any], piece: dict[Any, Any]) -> None:
+    """Append a later piece to an object, in place: texts and lists grow, and other values stay."""
+    for name, value in piece.items():
+        match whole.get(name), value:
+            case list() as before, list():
+                before.extend(value)
+            case dict() as before, dict():
+                append(before, value)
+            case str() as before, str():
+                whole[name] = before + value
+            case None, _:
+                whole[name] = value

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any, Final
 
 from pydantic import Field
 
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.reports import Tally
+from specinfer.serve.api.answer import Answer, Event, Prompts
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Fields, Items
 from specinfer.serve.fields.sampling import SamplingFields
@@ -88,18 +87,15 @@ class InfillFields(SamplingFields):
         return self.model_copy(update=chosen).params(max_tokens=limit, **more)
 
 
-class Infill:
+class Infill(Answer[InfillFields]):
     """One infill while it is generated."""
 
     def __init__(
         self, service: Service, fields: InfillFields, clock: Callable[[], float] = time.monotonic
     ) -> None:
         fields.check()
-        self._service = service
-        self._fields = fields
+        super().__init__(service, fields)
         self._clock = clock
-        self._model = service.check_model(fields.model)
-        self._tally = Tally(0)
         self._text = ""
         self._tokens: list[int] = []
         self._trees: list[Any] = []
@@ -107,23 +103,7 @@ class Infill:
         self._started = clock()
         self._first: float | None = None  # time of the first token
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer as one object."""
-        async with aclosing(self._pieces()) as pieces:
-            async for _ in pieces:
-                pass
-        tokens = self._tokens if self._fields.return_tokens else []
-        return self._selected(self._last({"content": self._text, "tokens": tokens}))
-
-    async def events(self) -> AsyncGenerator[str]:
-        """The answer as stream events."""
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                yield event(piece)
-        yield event(self._selected(self._last({"content": "", "tokens": []})))
-
-    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        """One chunk per engine delta."""
+    async def _prepare(self) -> Prompts:
         fields, service = self._fields, self._service
         prompt = await service.encode_fill_in(
             fields.input_prefix + (fields.prompt or ""),
@@ -132,20 +112,26 @@ class Infill:
             files=[(extra.filename or "", extra.text) for extra in fields.input_extra or ()],
             answer=fields.limit or 0,
         )
-        self._tally.prompt_tokens = len(prompt)
-        params = fields.sampling_params(
-            service.room(prompt, "input_prefix"), stop_token_ids=service.fill_in_ends(fields.stop_token_ids)
-        )
-        answers = service.answer([prompt], [params], model=self._model, traced=bool(fields.trace))
-        async with aclosing(answers):
-            async for _, delta in answers:
-                self._tally.add(delta)
-                if fields.limit == 0:
-                    self._tally.completion_tokens, self._ended["stop_type"] = 0, "limit"
-                    return
-                yield self._piece(delta)
-                if delta.finish_reason is None and self._ended["stop_type"] != "none":
-                    return  # closing `answers` aborts the work
+        ends = service.fill_in_ends(fields.stop_token_ids)
+        return [prompt], [fields.sampling_params(service.room(prompt, "input_prefix"), stop_token_ids=ends)]
+
+    async def _take(self, number: int, delta: Delta) -> list[Event]:
+        if self._fields.limit == 0:
+            self._tally.completion_tokens, self._ended["stop_type"], self._is_over = 0, "limit", True
+            return []
+        piece = self._piece(delta)
+        self._is_over = delta.finish_reason is None and self._ended["stop_type"] != "none"
+        return [piece]
+
+    def _written(self, events: list[Event]) -> str:
+        return "".join(map(event, events))
+
+    def _closing(self) -> str:
+        return event(self._selected(self._last({"content": "", "tokens": []})))
+
+    def _finish(self) -> dict[str, Any]:
+        tokens = self._tokens if self._fields.return_tokens else []
+        return self._selected(self._last({"content": self._text, "tokens": tokens}))
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         if self._first is None:

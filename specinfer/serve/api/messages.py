@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic_core import from_json
 
 from specinfer.request import Delta, FinishReason
+from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.chat_prompt import ChatPrompt
-from specinfer.serve.api.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.http.api_error import ApiError, OwnNames
-from specinfer.serve.http.event_stream import typed_events
 
 # Kind of a part -> type of its deltas, and the field that holds their text.
 _DELTAS: Final = {
@@ -105,33 +102,23 @@ class Messages(GrowingAnswer[MessageFields]):
         self._blocks = Blocks(show_reasoning=shown)
         self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why the answer ended
 
-    async def events(self) -> AsyncGenerator[str]:
-        """Yield the message as stream events.
+    def _opening(self) -> list[Event]:
+        """Return the message without text and end, which may be known already."""
+        usage = self._usage() | {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+        start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        return [{"type": "message_start", "message": start}, {"type": "ping"}]
 
-        The stream starts with the engine's first delta: a request that the engine refuses gets an HTTP error.
-        """
-        started = False
-        async with aclosing(self._growth()) as growth:
-            async for grown in growth:
-                if not started:
-                    started = True
-                    yield typed_events(
-                        [{"type": "message_start", "message": self._start()}, {"type": "ping"}]
-                    )
-                if grown:
-                    yield typed_events(grown)
-
-    def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
+    def _grow(self, delta: Delta, found: Sequence[Found]) -> list[Event]:
         events = self._blocks.grow(found)
         if delta.finish_reason is not None:
-            events += [*self._blocks.end(), *self._ending(delta, reader)]
+            events += [*self._blocks.end(), *self._ending(delta)]
         return events
 
     def _finish(self) -> dict[str, Any]:
         message = self._message(self._blocks.values()) | {"metrics": self._tally.metrics()}
         return message | ({"trees": self._trees} if self._fields.trace else {})
 
-    def _ending(self, delta: Delta, reader: AnswerReader) -> list[Event]:
+    def _ending(self, delta: Delta) -> list[Event]:
         limit = self._fields.max_tokens or 0
         if delta.finish_reason is FinishReason.LENGTH:
             full = self._tally.completion_tokens < limit
@@ -139,15 +126,10 @@ class Messages(GrowingAnswer[MessageFields]):
         elif delta.stopped_by is not None:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if reader.called else "end_turn"
+            reason = "tool_use" if self._reader.called else "end_turn"
         self._reasons = {"stop_reason": reason, "stop_sequence": delta.stopped_by}
         usage = {"usage": self._usage(), "metrics": self._tally.metrics()}
         return [{"type": "message_delta", "delta": self._reasons} | usage, {"type": "message_stop"}]
-
-    def _start(self) -> dict[str, Any]:
-        """Return the message at the start of a stream, without text and end, which may be known already."""
-        usage = self._usage() | {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
-        return self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
@@ -168,9 +150,11 @@ class Messages(GrowingAnswer[MessageFields]):
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
     """The number of prompt tokens, as the usage of an answer would report it."""
     service.check_model(fields.model)
-    with _OWN_NAMES.applied():
-        fields = _checked(service, fields)
+    fields = _checked(service, fields)
+    try:
         return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
+    except ApiError as error:
+        raise _OWN_NAMES.renamed(error) from None
 
 
 def _checked(service: Service, fields: MessageFields) -> MessageFields:

@@ -6,19 +6,17 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
 from specinfer.request import Delta, FinishReason
-from specinfer.serve.api.growing_answer import Event, GrowingAnswer, Part, Parts
+from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.response_fields import ResponseFields, output_messages, stored_items
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.http.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.http.event_stream import typed_events
@@ -254,33 +252,10 @@ class Responses(GrowingAnswer[ResponseFields]):
         self._output = Output(logprobs=fields.logprobs)
         self._logprobs: ChatLogprobs | None = None  # made with the first delta
         self._complete = True
+        self._numbers = itertools.count()  # of events
 
-    async def events(self) -> AsyncGenerator[str]:
-        """Yield the response as stream events.
-
-        The stream starts when the engine has accepted the request; a refused request gets an HTTP error.
-        """
-        numbers = itertools.count()
-
-        def numbered(events: Iterable[Event]) -> str:
-            return typed_events(one | {"sequence_number": next(numbers)} for one in events)
-
-        started = False
-        try:
-            async with aclosing(self._growth()) as growth:
-                async for grown in growth:
-                    if not started:
-                        started = True
-                        yield numbered(self._opening())
-                    if grown:
-                        yield numbered(grown)
-            yield numbered(self._output.close(complete=self._complete))
-        except ApiError as error:
-            if not started:
-                raise
-            yield numbered([{"type": "response.failed", "response": self._failed(error)}])
-            return
-        yield numbered([{"type": f"response.{self._status}", "response": self._finish()}])
+    def _written(self, events: list[Event]) -> str:
+        return typed_events(one | {"sequence_number": next(self._numbers)} for one in events)
 
     def _opening(self) -> list[Event]:
         response = self._object("in_progress", [])
@@ -289,7 +264,11 @@ class Responses(GrowingAnswer[ResponseFields]):
             {"type": "response.in_progress", "response": response},
         ]
 
-    def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
+    def _closing(self) -> str:
+        events = self._output.close(complete=self._complete)
+        return self._written([*events, {"type": f"response.{self._status}", "response": self._finish()}])
+
+    def _grow(self, delta: Delta, found: Sequence[Found]) -> list[Event]:
         self._complete = delta.finish_reason is not FinishReason.LENGTH
         if self._logprobs is None and self._fields.logprobs:
             top, shown = self._fields.top_logprobs or 0, self._params.visible_token_ids
@@ -314,11 +293,12 @@ class Responses(GrowingAnswer[ResponseFields]):
             self._store.keep(self._id, response, [*self._conversation, *answer], items)
         return response
 
-    def _failed(self, error: ApiError) -> dict[str, Any]:
+    def _failed(self, error: ApiError) -> list[Event]:
         message = error.body["error"]["message"]
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         response = self._object("failed", self._output.values())
-        return response | {"error": {"code": code, "message": message}, "store": False}
+        response |= {"error": {"code": code, "message": message}, "store": False}
+        return [{"type": "response.failed", "response": response}]
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         fields, params = self._fields, self._params

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specinfer.errors import RequestError
 from specinfer.grammar.lark import escaped
+from specinfer.request import Delta
 from specinfer.serve.dialect.call_format import CallFormat
 from specinfer.serve.dialect.call_parser import CallParser
 from specinfer.serve.dialect.reader import Content, Event, Reader, ReasoningPiece, Rule
@@ -153,17 +154,18 @@ class AnswerReader:
         """True if a tool was called."""
         return self._parser is not None and self._parser.calls > 0
 
-    def read(self, text: str, tokens: int, *, last: bool) -> list[Event]:
-        """Add `text`, which has `tokens` tokens, and return its events in order; `last` flushes held text.
+    def read(self, delta: Delta) -> list[Event]:
+        """Add a delta and return its events in order; the last one flushes held text.
 
         In a text with both reasoning and content, tokens are counted in proportion to characters.
         """
+        text, last = delta.text, delta.finish_reason is not None
         reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text)
         if self._splitter is not None and last:
             rest = self._splitter.finish()
             reasoning, content = reasoning + rest[0], content + rest[1]
         if reasoning:
-            self.reasoning_tokens += tokens * len(reasoning) // len(reasoning + content)
+            self.reasoning_tokens += len(delta.token_ids) * len(reasoning) // len(reasoning + content)
         found: list[Event] = [ReasoningPiece(reasoning)] if reasoning else []
         if self._parser is None:
             return [*found, Content(content)] if content else found

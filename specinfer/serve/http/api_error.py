@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -220,15 +219,8 @@ class OwnNames:
         )
         self._pattern = re.compile(rf"(?:{'|'.join(patterns)})\b")
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Context in which the messages of ApiErrors get the endpoint's names."""
-        try:
-            yield
-        except ApiError as error:
-            raise self._renamed(error) from None
-
-    def _renamed(self, error: ApiError) -> ApiError:
+    def renamed(self, error: ApiError) -> ApiError:
+        """Return the error with the endpoint's names."""
         body = error.body["error"]
         param = (
             self._conversation if body["param"] == "messages" else body["param"] and self._own(body["param"])
