@@ -43,14 +43,15 @@ _AHEAD: Final = 2  # requests beyond a full batch, so that one is ready when ano
 class BatchAnswers:
     """An output file that a later run can resume from; a context manager.
 
-    Opening it removes a torn last line, and answers that are server errors. Raises UserError if the file is
-    not the output of a batch, or another run has it open, and OSError.
+    Opening it removes a torn last line, and answers whose requests are sent again: server errors, and errors
+    of lines without a custom id. Raises UserError if the file is not the output of a batch, or another run
+    has it open, and OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.names: set[str] = set()  # custom ids with an answer
-        self.lines: set[int] = set()  # input line numbers of errors without a custom id
         self.refused = 0  # number of answers that are errors
+        self._count = 0
         self._path = path
         self._file = self._open()
         try:
@@ -61,7 +62,7 @@ class BatchAnswers:
 
     def __len__(self) -> int:
         """The number of answers in the file."""
-        return len(self.names) + len(self.lines)
+        return self._count
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +88,7 @@ class BatchAnswers:
         left = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         while left:
             left = left[os.write(self._file, left) :]
-        self._count(record)
+        self._add(record)
 
     def _open(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -108,30 +109,25 @@ class BatchAnswers:
         return file
 
     def _read(self) -> None:
-        """Read the answers in the file, and remove torn and failed ones."""
-        whole, failed = 0, False
+        """Read the answers in the file, and remove the others."""
+        removed = False
         for number, raw in enumerate(self._raw_lines(), start=1):
             record = _record(raw)
-            if record is None:
-                if raw.endswith(b"\n") or not (raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw)):
-                    raise UserError(
-                        f"line {number} of {self._path} is not the answer of a batch; give another file"
-                    )
-                os.ftruncate(self._file, whole)  # a torn line
-                break
-            whole += len(raw)
-            if _has_failed(record):
-                failed = True
+            if record is None and not _is_torn(raw):
+                raise UserError(
+                    f"line {number} of {self._path} is not the answer of a batch; give another file"
+                )
+            if record is None or _is_sent_again(record):
+                removed = True
             else:
-                self._count(record)
-        if failed:
-            self._drop_failed()
+                self._add(record)
+        if removed:
+            self._rewrite()
 
-    def _drop_failed(self) -> None:
+    def _rewrite(self) -> None:
         with NewFile(self._path, mode=0o666 & os.fstat(self._file).st_mode) as new:
             for raw in self._raw_lines():
-                record = _record(raw)
-                if record is not None and not _has_failed(record):
+                if (record := _record(raw)) and not _is_sent_again(record):
                     new.write(raw)
             new.keep()
         os.close(self._file)
@@ -141,11 +137,10 @@ class BatchAnswers:
         with open(self._path, "rb") as file:
             yield from file
 
-    def _count(self, record: Mapping[str, Any]) -> None:
-        if record["custom_id"] is None:
-            self.lines.add(record["error"]["line"])
-        else:
+    def _add(self, record: Mapping[str, Any]) -> None:
+        if record["custom_id"] is not None:
             self.names.add(record["custom_id"])
+        self._count += 1
         self.refused += record["error"] is not None
 
 
@@ -158,14 +153,18 @@ def _record(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     match found:
-        case {"custom_id": str(), "response": _, "error": _} | {"custom_id": None, "error": {"line": int()}}:
+        case {"custom_id": str() | None, "response": _, "error": _}:
             return dict(found)
     return None
 
 
-def _has_failed(record: Mapping[str, Any]) -> bool:
-    response = record["response"]
-    return response is not None and (response["status_code"] >= _FAILED or response["status_code"] == 429)
+def _is_torn(raw: bytes) -> bool:
+    return not raw.endswith(b"\n") and (raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw))
+
+
+def _is_sent_again(record: Mapping[str, Any]) -> bool:
+    status = 0 if record["response"] is None else record["response"]["status_code"]
+    return record["custom_id"] is None or status >= _FAILED or status == 429
 
 
 class BatchLine(Fields):
@@ -214,7 +213,7 @@ class BatchInput:
         """The lines without an answer, in order."""
         seen: dict[str, int] = {}
         for number, raw in enumerate(self._lines(), start=1):
-            if not raw.strip() or number in answers.lines:
+            if not raw.strip():
                 continue
             line = self._read(number, raw)
             if line.name is None:

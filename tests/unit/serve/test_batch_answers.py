@@ -39,27 +39,21 @@ def test_answers_are_lines_in_openais_shape(tmp_path: Path) -> None:
     ]
 
 
-def test_existing_answers_are_read(tmp_path: Path) -> None:
+def test_existing_answers_are_read_and_a_line_that_broke_off_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     fill(path)
-    before = path.read_bytes()
-    with BatchAnswers(path) as answers:
-        assert (answers.names, answers.lines, len(answers), answers.refused) == ({"a", "b"}, {3}, 3, 2)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("kept", [1, 10, 18, 40, -1])
-def test_a_line_that_broke_off_is_removed(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "out.jsonl"
-    fill(path)
+    with BatchAnswers(path) as answers:  # the error without a name is found again
+        assert (answers.names, len(answers), answers.refused) == ({"a", "b"}, 2, 1)
     whole = path.read_bytes()
     first = whole.splitlines(keepends=True)[0]
-    path.write_bytes(whole + first[:kept])
-    with BatchAnswers(path) as answers:
-        assert answers.names == {"a", "b"}
-        answers.add("c", line=4, response=GOOD)
-    assert path.read_bytes().startswith(whole)
-    assert [record["custom_id"] for record in lines(path)] == ["a", "b", None, "c"]
+    for kept in (0, 1, 10, 18, 40, -1):
+        path.write_bytes(whole + first[:kept])
+        with BatchAnswers(path) as answers:
+            assert answers.names == {"a", "b"}, kept
+            assert path.read_bytes() == whole, kept
+            answers.add("c", line=4, response=GOOD)
+        assert path.read_bytes().startswith(whole), kept
+        assert [record["custom_id"] for record in lines(path)] == ["a", "b", "c"], kept
 
 
 def test_failed_requests_are_repeated(tmp_path: Path) -> None:
@@ -68,6 +62,7 @@ def test_failed_requests_are_repeated(tmp_path: Path) -> None:
         answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=RESPONSE)
         answers.add("b", line=2, response=GOOD)
         answers.add("c", line=3, response=GOOD | {"status_code": 429}, error=RESPONSE)
+        answers.add(None, line=4, error=RESPONSE)
     os.chmod(path, 0o640)
     with BatchAnswers(path) as answers:
         assert (answers.names, answers.refused) == ({"b"}, 0)
