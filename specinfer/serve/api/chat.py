@@ -17,9 +17,8 @@ from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, ReasoningPiece
 from specinfer.serve.dialect.reader import Event as Found
-from specinfer.serve.dialect.tool import ToolChoice
-from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
-from specinfer.serve.fields.conversation import ConversationFields, Function
+from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
+from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, TextPart
 from specinfer.serve.http.api_error import ApiError
 
@@ -89,12 +88,6 @@ class ChatTool(Fields):
     function: Function
 
 
-_Tool = Annotated[
-    Annotated[ChatTool, Tag("Function")] | Annotated[OtherKind, Tag("Other")],
-    by_type({"function": "Function"}, "Other"),
-]
-
-
 class FunctionName(Fields):
     """The name of a function."""
 
@@ -107,13 +100,10 @@ class NamedTool(Fields):
     type: Literal["function"]
     function: FunctionName
 
-
-_Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
-    | Annotated[NamedTool, Tag("Function")]
-    | Annotated[OtherKind, Tag("Other")],
-    by_type({None: "Mode", "function": "Function"}, "Other"),
-]
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.function.name
 
 
 class ChatFields(ConversationFields):
@@ -125,8 +115,8 @@ class ChatFields(ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prediction: Prediction | None = None
-    tools: Items[_Tool] | None = None
-    tool_choice: _Choice | None = None
+    tools: Items[FunctionOrOther[ChatTool]] | None = None
+    tool_choice: Choice[NamedTool] | None = None
     reasoning_effort: str | None = Field(None, description="Passed to the model's chat template.")
 
     def check(self) -> None:
@@ -153,14 +143,6 @@ class ChatFields(ConversationFields):
     def functions(self) -> Sequence[Function]:
         """The functions in `tools`."""
         return [tool.function for tool in self.tools or () if isinstance(tool, ChatTool)]
-
-    @property
-    def chosen(self) -> ToolChoice:
-        """The value of `tool_choice`; default: auto."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return ToolChoice("required", choice.function.name)
-        return ToolChoice(choice if isinstance(choice, str) else "auto")
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""

@@ -14,20 +14,13 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields, Function
-from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, check_strings
+from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings
 from specinfer.serve.http.api_error import ApiError
 
 _BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 # The accounting line of a client as a whole block: its version, and a token that changes in every request.
 _ACCOUNTING: Final = re.compile(r"x-[a-z-]+-billing-header:[^\n]*")
-
-
-class TextBlock(Fields):
-    """A text block."""
-
-    type: Literal["text"]
-    text: str
 
 
 class ThinkingBlock(Fields):
@@ -55,7 +48,7 @@ class ToolUseBlock(Fields):
 
 
 _ResultPart = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherKind, Tag("Other")],
+    Annotated[TextPart, Tag("text")] | Annotated[OtherKind, Tag("Other")],
     by_type({"text": "text"}, "Other"),
 ]
 
@@ -70,7 +63,7 @@ class ToolResultBlock(Fields):
 
 
 _Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
+    Annotated[TextPart, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
@@ -95,16 +88,16 @@ class Turn(Fields):
     def blocks(self) -> Sequence[Any]:
         """The content as a list of blocks."""
         if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
+            return [TextPart(type="text", text=self.content)]
         return self.content
 
     @property
     def text(self) -> str:
         """The turn's text blocks, joined."""
-        return text_of(block for block in self.blocks if isinstance(block, TextBlock))
+        return text_of(block for block in self.blocks if isinstance(block, TextPart))
 
 
-def text_of(content: str | Iterable[TextBlock]) -> str:
+def text_of(content: str | Iterable[TextPart]) -> str:
     """A text, or text blocks joined."""
     return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
 
@@ -163,7 +156,7 @@ def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:
     for turn in turns:
         for block in turn.blocks:
             match block:
-                case TextBlock():
+                case TextPart():
                     _add(messages, turn.role, "content", block.text)
                 case ThinkingBlock():
                     _add(messages, turn.role, "reasoning_content", block.thinking)
@@ -180,7 +173,7 @@ def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:
 
 def _result(block: ToolResultBlock) -> str:
     content = block.content or ""
-    text = text_of(content if isinstance(content, str) else (p for p in content if isinstance(p, TextBlock)))
+    text = text_of(content if isinstance(content, str) else (p for p in content if isinstance(p, TextPart)))
     return f"Error: {text}" if block.is_error else text
 
 
@@ -273,7 +266,7 @@ class MessageFields(ConversationFields):
     }
 
     messages: Items[Turn]
-    system: TextOrItems[TextBlock] | None = None
+    system: TextOrItems[TextPart] | None = None
     tools: Items[_Tool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None

@@ -10,9 +10,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat import PART_KIND, RefusalPart
-from specinfer.serve.dialect.tool import ToolChoice
-from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
-from specinfer.serve.fields.conversation import ConversationFields, Function
+from specinfer.serve.fields.body import Fields, Items, TextOrItems
+from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
 from specinfer.serve.fields.sampling import MAX_LOGPROBS
 from specinfer.serve.http.api_error import ApiError
 
@@ -209,25 +208,11 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-_Tool = Annotated[
-    Annotated[FunctionTool, Tag("Function")] | Annotated[OtherKind, Tag("Other")],
-    by_type({"function": "Function"}, "Other"),
-]
-
-
 class NamedFunction(Fields):
     """The function that the answer must call."""
 
     type: Literal["function"]
     name: str
-
-
-_Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
-    | Annotated[NamedFunction, Tag("Function")]
-    | Annotated[OtherKind, Tag("Other")],
-    by_type({None: "Mode", "function": "Function"}, "Other"),
-]
 
 
 class ResponseFields(ConversationFields):
@@ -253,8 +238,8 @@ class ResponseFields(ConversationFields):
     include: Items[str] | None = Field(None, description=f"{LOGPROBS}; other values have no effect.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     reasoning: ReasoningOptions | None = None
-    tools: Items[_Tool] | None = None
-    tool_choice: _Choice | None = None
+    tools: Items[FunctionOrOther[FunctionTool]] | None = None
+    tool_choice: Choice[NamedFunction] | None = None
 
     # No effect; returned in the response.
     prompt_cache_key: str | None = None  # all prefixes are cached; cache_salt separates users
@@ -310,14 +295,6 @@ class ResponseFields(ConversationFields):
     def functions(self) -> Sequence[Function]:
         """The functions in `tools`."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
-
-    @property
-    def chosen(self) -> ToolChoice:
-        """The value of `tool_choice`; default: auto."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            return ToolChoice("required", choice.name)
-        return ToolChoice(choice if isinstance(choice, str) else "auto")
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from specinfer.errors import RequestError, naming, shown
 from specinfer.grammar.lark import json_rule
 from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.tool import Tool, ToolChoice
-from specinfer.serve.fields.body import Fields, OtherKind
+from specinfer.serve.fields.body import Fields, OtherKind, by_type
 from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput, schema_source, structured_output
@@ -22,6 +22,7 @@ from specinfer.structured_output import StructuredOutput, schema_source, structu
 _FORMS: Final = ("regex", "choice", "grammar")  # fields for forms other than JSON
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MAX_TOOLS = 128  # as in OpenAI's API; compiling a schema takes some milliseconds
+_Item = TypeVar("_Item")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -32,6 +33,19 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None  # arguments always follow the schema
+
+
+# A tool, or one of another server; and a choice among tools.
+FunctionOrOther = Annotated[
+    Annotated[_Item, Tag("Function")] | Annotated[OtherKind, Tag("Other")],
+    by_type({"function": "Function"}, "Other"),
+]
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
+    | Annotated[_Item, Tag("Function")]
+    | Annotated[OtherKind, Tag("Other")],
+    by_type({None: "Mode", "function": "Function"}, "Other"),
+]
 
 
 @naming("tools")
@@ -108,9 +122,11 @@ class ConversationFields(SamplingFields):
         """The functions that `tools` describes."""
 
     @property
-    @abstractmethod
     def chosen(self) -> ToolChoice:
-        """The value of `tool_choice`, or its default."""
+        """The value of `tool_choice`; default: auto."""
+        choice: Any = self.tool_choice or "auto"
+        name = None if isinstance(choice, str) else choice.name
+        return ToolChoice(choice if name is None else "required", name)
 
     @property
     def left_out(self) -> list[str]:

@@ -21,25 +21,19 @@ from starlette.responses import Response
 
 from specinfer.errors import RequestError
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
+_INVALID: Final = ("invalid_request_error", "invalid_request_error")
+# Status -> type of the error in OpenAI's API, and in Anthropic's.
+_TYPES: Final = {
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    408: ("invalid_request_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
 }
 _ANTHROPIC_PATH: Final = re.compile(r"/v1/messages(/|$)")  # a proxy may add a prefix
-_ANTHROPIC_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
 _MAX_SHOWN: Final = 100  # characters of a value or a name in a message
 _MAX_MESSAGE: Final = 1000  # characters
 _KEPT_END: Final = 400  # characters kept from the end of a longer message, which says how to fix the request
@@ -89,7 +83,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers
-        kind = _TYPES.get(status, "invalid_request_error")
+        kind, _ = _TYPES.get(status, _INVALID)
         self.body: dict[str, Any] = {
             "error": {"message": message, "type": kind, "param": param and cut(param), "code": code}
         }
@@ -159,7 +153,7 @@ class ApiError(Exception):
             message = f"prompt is too long: {message}"  # clients match this prefix and shorten the prompt
         elif param and param not in message:  # this format has no field for it
             message = f"{param}: {message}"
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        _, kind = _TYPES.get(self.status, _INVALID)
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": caller.request_id}
 
 
