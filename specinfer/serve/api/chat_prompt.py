@@ -10,11 +10,10 @@ from specinfer.errors import naming
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.call_format import for_template
+from specinfer.serve.dialect.call_format import Tool, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.dialect import CLOSE, OPEN, AnswerReader, Dialect, Reasoning, ReasoningSplitter
 from specinfer.serve.dialect.tagged_calls import call_parser
-from specinfer.serve.dialect.tool import Tool
 from specinfer.serve.fields.conversation import ConversationFields, read_tools
 from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput

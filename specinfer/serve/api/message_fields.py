@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, Tag
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.dialect.tool import ToolChoice
+from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings

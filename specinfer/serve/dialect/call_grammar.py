@@ -26,10 +26,11 @@ from specinfer.serve.dialect.call_format import (
     TOOL_CALL_END,
     TOOL_CALLS,
     CallFormat,
+    Tool,
+    ToolChoice,
 )
 from specinfer.serve.dialect.dialect import Reasoning
 from specinfer.serve.dialect.tagged_calls import has_types_only, schemas_of, types_of
-from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
 _MAX_EXCLUDED: Final = 400  # characters of names; another text may diverge from them at each

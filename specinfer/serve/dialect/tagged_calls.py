@@ -12,10 +12,10 @@ from specinfer.serve.dialect.call_format import (
     PARAMETER,
     PARAMETER_END,
     CallFormat,
+    Tool,
 )
 from specinfer.serve.dialect.call_parser import CallParser, NoCallError
 from specinfer.serve.dialect.reader import Rule
-from specinfer.serve.dialect.tool import Tool
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEFINITIONS: Final = ("$defs", "definitions")

@@ -13,7 +13,7 @@ from specinfer.errors import RequestError, naming, shown
 from specinfer.grammar.lark import json_rule
 from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.dialect.tool import Tool, ToolChoice
+from specinfer.serve.dialect.call_format import Tool, ToolChoice
 from specinfer.serve.fields.body import Fields, OtherKind, by_type
 from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError, cut

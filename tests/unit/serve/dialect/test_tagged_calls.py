@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.serve.dialect.call_format import CallFormat, for_template
+from specinfer.serve.dialect.call_format import CallFormat, Tool, ToolChoice, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content
 from specinfer.serve.dialect.tagged_calls import call_parser
-from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import ChatEncoder
 from tests.operations import lines_run

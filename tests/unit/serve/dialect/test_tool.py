@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.serve.dialect.tool import Tool, ToolChoice
+from specinfer.serve.dialect.call_format import Tool, ToolChoice
 from tests.unit.serve.dialect.families import TOOLS, WEATHER, tools_of
 
 
