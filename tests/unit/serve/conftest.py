@@ -10,6 +10,8 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.serve.backend import replica
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import byte_tokenizer
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.backend.handles import Handle
@@ -24,6 +26,12 @@ TEMPLATE = (
     "</tool_call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, and a template with a message a line."""
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from specinfer.progress import NoProgress
 from specinfer.serve.backend.work import BackendError
 from specinfer.serve.batch_run import BatchAnswers, BatchInput, answer_all
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import Script, ScriptedBackend, byte_tokenizer, says, scripted_app
+from tests.scripted_server import Script, ScriptedBackend, says, scripted_app
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 BODIES = {
@@ -27,11 +27,6 @@ BODIES = {
     "/v1/responses": {"input": "Hi"},
     "/v1/messages": CHAT | {"max_tokens": 9},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def ask(name: Any, url: str = "/v1/chat/completions", body: Any = None, **more: Any) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import time
 from typing import Any
@@ -14,8 +12,8 @@ from openai.types.responses import Response
 
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
-from tests.unit.serve.api.responses_server import named_events
+from tests.scripted_server import byte_tokenizer, says
+from tests.unit.serve.asked import Asked, named_events
 from tests.unit.serve.conftest import TEMPLATE
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -105,14 +103,8 @@ def post(
     tokenizer: Tokenizer, path: str, *bodies: Any, text: str = "Done", **options: Any
 ) -> tuple[list[httpx.Response], list[str]]:
     """Send the bodies one after another; returns the answers, and the prompts that the engine got."""
-    backend = ScriptedBackend(says(text))
-
-    async def run() -> list[httpx.Response]:
-        async with http_client(scripted_app(tokenizer, backend, **options)) as client:
-            return [await client.post(path, json=body) for body in bodies]
-
-    answers = asyncio.run(run())
-    return answers, [bytes(work.prompt_token_ids).decode() for work in backend.works]
+    server = Asked(tokenizer, says(text), **options)
+    return [server.http.post(path, json=body) for body in bodies], server.prompts
 
 
 def test_codex_is_answered_with_its_functions_alone(
@@ -123,7 +115,7 @@ def test_codex_is_answered_with_its_functions_alone(
         answers, prompts = post(tokenizer, "/responses", CODEX, CODEX, text="Hm</think>Done")
     for answer in answers:
         assert answer.status_code == 200, answer.text
-        last = named_events(answer.text)[-1]
+        last = named_events(answer)[-1]
         response = Response.model_validate(last["response"])
         assert (response.model, response.output_text) == ("scripted", "Done")
         assert [tool.type for tool in response.tools] == ["function"]
@@ -192,16 +184,11 @@ def test_claude_codes_accounting_line_is_no_part_of_the_prompt(tokenizer: Tokeni
 
 
 def test_the_start_of_a_message_never_knows_its_end(tokenizer: Tokenizer) -> None:
-    backend = ScriptedBackend(says("Done", reason=FinishReason.STOP, stopped_by="x"))
-
-    async def run() -> str:
-        async with http_client(scripted_app(tokenizer, backend)) as client:
-            return (await client.post("/messages", json=CLAUDE_CODE | {"stream": True})).text
-
-    events = named_events(asyncio.run(run()))
+    server = Asked(tokenizer, says("Done", reason=FinishReason.STOP, stopped_by="x"))
+    events = named_events(server.http.post("/messages", json=CLAUDE_CODE | {"stream": True}))
     start, end = events[0]["message"], events[-2]
     assert (start["stop_reason"], start["stop_sequence"], start["usage"]["output_tokens"]) == (None, None, 0)
-    assert start["usage"]["input_tokens"] == len(backend.works[0].prompt_token_ids)
+    assert start["usage"]["input_tokens"] == len(server.prompts[0])
     assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "x"}
     assert end["usage"]["output_tokens"] == 4
 
@@ -242,7 +229,7 @@ def test_tokens_are_counted_beforehand_as_usage_counts_them(tokenizer: Tokenizer
 
 
 def test_seeds_are_integers_of_64_bits_in_every_api(tokenizer: Tokenizer) -> None:
-    backend = ScriptedBackend(says("a"))
+    server = Asked(tokenizer)
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/chat/completions", {"messages": HI}),
         ("/completions", {"prompt": "a"}),
@@ -250,15 +237,10 @@ def test_seeds_are_integers_of_64_bits_in_every_api(tokenizer: Tokenizer) -> Non
         ("/messages", {"messages": HI, "max_tokens": 5}),
     ]
 
-    async def run() -> None:
-        async with http_client(scripted_app(tokenizer, backend)) as client:
-            for path, body in bodies:
-                for seed in (0, -2, -(2**63), 2**63, 2**64 - 1):
-                    assert (await client.post(path, json=body | {"seed": seed})).status_code == 200
-                    assert backend.works[-1].params.seed == seed
-                for seed in (2**64, -(2**63) - 1):
-                    answer = await client.post(path, json=body | {"seed": seed})
-                    assert answer.status_code == 400
-                    assert "seed" in json.dumps(answer.json())
-
-    asyncio.run(run())
+    for path, body in bodies:
+        for seed in (0, -2, -(2**63), 2**63, 2**64 - 1):
+            server.ok(path, **body | {"seed": seed})
+            assert server.backend.works[-1].params.seed == seed
+        for seed in (2**64, -(2**63) - 1):
+            answer = server.http.post(path, json=body | {"seed": seed})
+            assert (answer.status_code, "seed" in answer.text) == (400, True)

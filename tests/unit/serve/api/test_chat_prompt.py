@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from specinfer.serve.api import chat_prompt
 from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
-from tests.scripted_server import FACTS, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import FACTS, byte_tokenizer, says
+from tests.unit.serve.asked import Asked
 
 HI = [{"role": "user", "content": "Hi"}]
 # It opens the reasoning, and writes calls as Hermes does.
@@ -27,16 +27,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
-def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str, Any]:
+def ask(server: Asked, **body: Any) -> dict[str, Any]:
     """The answer to a conversation."""
-
-    async def run() -> dict[str, Any]:
-        async with http_client(scripted_app(tokenizer, backend)) as client:
-            answer = await client.post("/chat/completions", json={"messages": HI} | body)
-        reply: dict[str, Any] = answer.json() | {"status": answer.status_code}
-        return reply
-
-    return asyncio.run(run())
+    answer = server.http.post("/chat/completions", json={"messages": HI} | body)
+    reply: dict[str, Any] = answer.json() | {"status": answer.status_code}
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -51,22 +46,20 @@ def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str
 def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(
     tokenizer: Tokenizer, form: dict[str, Any]
 ) -> None:
-    backend = ScriptedBackend(says('\nhm\n</think>\n\n{"a": 1}'))
-    message = ask(tokenizer, backend, **form)["choices"][0]["message"]
+    server = Asked(tokenizer, says('\nhm\n</think>\n\n{"a": 1}'))
+    message = ask(server, **form)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}')
-    held = backend.works[0].params.structured_output
+    held = server.backend.works[0].params.structured_output
     assert held is not None
     assert held.preamble.startswith("preamble: close gap?")
 
 
 def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:
-    backend = ScriptedBackend(says('{"a": 1}'))
+    server = Asked(tokenizer, says('{"a": 1}'))
     closed = {"chat_template_kwargs": {"closed": True}}
-    message = ask(tokenizer, backend, response_format={"type": "json_object"}, **closed)["choices"][0][
-        "message"
-    ]
+    message = ask(server, response_format={"type": "json_object"}, **closed)["choices"][0]["message"]
     assert (message["content"], "reasoning_content" in message) == ('{"a": 1}', False)
-    assert backend.works[0].params.preamble is None
+    assert server.backend.works[0].params.preamble is None
 
 
 @pytest.mark.parametrize("work", ["read_tools", "call_grammar"])
@@ -82,7 +75,7 @@ def test_schemas_are_compiled_while_others_are_answered(
 
     monkeypatch.setattr(chat_prompt, work, watched)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert ask(tokenizer, ScriptedBackend(says("Hi")), tools=tools)["status"] == 200
+    assert ask(Asked(tokenizer), tools=tools)["status"] == 200
     assert where
     assert threading.get_ident() not in where
 
@@ -102,7 +95,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
         "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": large}}]},
         "chat_template_kwargs": {"chat_template_kwargs": {"closed": large}},
     }[param]
-    answer = ask(tokenizer, ScriptedBackend(says("Hi")), **body)
+    answer = ask(Asked(tokenizer), **body)
     assert (answer["status"], answer["error"]["param"]) == (400, param)
     assert answer["error"]["code"] == "context_length_exceeded"
 
@@ -110,9 +103,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
 def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:
     deep = '{"a": ' * 500 + "1" + "}" * 500
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
-    answer = ask(
-        tokenizer, ScriptedBackend(says("Hi")), messages=[*HI, {"role": "assistant", "tool_calls": [call]}]
-    )
+    answer = ask(Asked(tokenizer), messages=[*HI, {"role": "assistant", "tool_calls": [call]}])
     assert answer["status"] == 400
     assert answer["error"]["param"] == "messages"
 
@@ -137,6 +128,6 @@ def test_templates_run_while_others_are_answered(
         return made
 
     monkeypatch.setattr(ChatEncoder, "render", render)
-    assert ask(tokenizer, ScriptedBackend(says("Hi")), **body)["status"] == 200
+    assert ask(Asked(tokenizer), **body)["status"] == 200
     assert len(where) == 1
     assert threading.get_ident() not in where

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from specinfer.serve.api.infill import Infill, InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     MODEL,
-    Script,
     ScriptedBackend,
     byte_tokenizer,
-    http_client,
     says,
-    scripted_app,
     scripted_service,
 )
+from tests.unit.serve.asked import Asked
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
 
@@ -42,91 +39,67 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-class Filling:
+class Filling(Asked):
     """A server, a client, and the prompts that the engine got."""
 
-    def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script]) -> None:
-        self.tokenizer = tokenizer
-        self.backend = ScriptedBackend(*answers)
-        self.http = http_client(scripted_app(tokenizer, self.backend))
-
-    @property
-    def prompts(self) -> list[str]:
-        shown = self.tokenizer.text_of
-        return ["".join(map(shown, work.prompt_token_ids)) for work in self.backend.works]
-
-    async def post(self, **body: Any) -> httpx.Response:
+    def post(self, **body: Any) -> httpx.Response:
         usual = {"input_prefix": "a = ", "input_suffix": "\nprint(a)"}
-        return await self.http.post("http://server/infill", json=usual | body)
-
-
-def ask(tokenizer: Tokenizer, answers: Sequence[Script], do: Callable[[Filling], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await do(Filling(tokenizer, answers))
-
-    asyncio.run(run())
+        return self.http.post("http://server/infill", json=usual | body)
 
 
 def test_an_infill_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
-    async def do(server: Filling) -> None:
-        answer = (await server.post(n_predict=8, seed=1, cache_prompt=True, id_slot=-1)).json()
-        assert answer.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
-        timings = answer.pop("timings")
-        assert answer == {
-            "index": 0,
-            "content": "12",
-            "tokens": [],
-            "stop": True,
-            "model": MODEL,
-            "tokens_predicted": 2,
-            "tokens_evaluated": 16,
-            "has_new_line": False,
-            "truncated": False,
-            "tokens_cached": 4,
-            "stop_type": "eos",
-            "stopping_word": "",
-        }
-        assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (4, 12, 2)
-        assert (timings["draft_n"], timings["draft_n_accepted"]) == (0, 0)
-        assert server.prompts == ["<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"]
-        params = server.backend.works[0].params
-        assert (params.max_tokens, params.seed, params.stop_token_ids) == (8, 1, (256, 257, 258, 259))
-        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
-
-    ask(tokenizer, [says("1", "2", cached_tokens=4)], do)
+    server = Filling(tokenizer, says("1", "2", cached_tokens=4))
+    answer = server.post(n_predict=8, seed=1, cache_prompt=True, id_slot=-1).json()
+    assert answer.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
+    timings = answer.pop("timings")
+    assert answer == {
+        "index": 0,
+        "content": "12",
+        "tokens": [],
+        "stop": True,
+        "model": MODEL,
+        "tokens_predicted": 2,
+        "tokens_evaluated": 16,
+        "has_new_line": False,
+        "truncated": False,
+        "tokens_cached": 4,
+        "stop_type": "eos",
+        "stopping_word": "",
+    }
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (4, 12, 2)
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (0, 0)
+    assert server.prompts == ["<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"]
+    params = server.backend.works[0].params
+    assert (params.max_tokens, params.seed, params.stop_token_ids) == (8, 1, (256, 257, 258, 259))
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
 
 
 def test_a_stream_ends_with_the_counts(tokenizer: Tokenizer) -> None:
-    async def do(server: Filling) -> None:
-        answer = await server.post(stream=True, stop=["\n"], return_tokens=True)
-        blocks = answer.text.removesuffix("\n\n").split("\n\n")
-        *pieces, last = (json.loads(block.removeprefix("data: ")) for block in blocks)
-        counts = {"tokens_evaluated": 16}
-        assert pieces == [
-            {"index": 0, "content": "1", "tokens": [49], "stop": False, "tokens_predicted": 1} | counts,
-            {"index": 0, "content": "2", "tokens": [50], "stop": False, "tokens_predicted": 2} | counts,
-        ]
-        assert (last["content"], last["stop"]) == ("", True)
-        assert (last["stop_type"], last["stopping_word"]) == ("word", "\n")
-
-    ask(tokenizer, [says("1", "2", stopped_by="\n")], do)
+    server = Filling(tokenizer, says("1", "2", stopped_by="\n"))
+    answer = server.post(stream=True, stop=["\n"], return_tokens=True)
+    blocks = answer.text.removesuffix("\n\n").split("\n\n")
+    *pieces, last = (json.loads(block.removeprefix("data: ")) for block in blocks)
+    counts = {"tokens_evaluated": 16}
+    assert pieces == [
+        {"index": 0, "content": "1", "tokens": [49], "stop": False, "tokens_predicted": 1} | counts,
+        {"index": 0, "content": "2", "tokens": [50], "stop": False, "tokens_predicted": 2} | counts,
+    ]
+    assert (last["content"], last["stop"]) == ("", True)
+    assert (last["stop_type"], last["stopping_word"]) == ("word", "\n")
 
 
 def test_the_cursors_line_and_other_files_are_read(tokenizer: Tokenizer) -> None:
     files = [{"filename": "one.py", "text": "A = 1\n"}, {"text": "B = 2\n", "time": 5}]
-
-    async def do(server: Filling) -> None:
-        answer = await server.post(prompt="f(", input_extra=files)
-        assert answer.status_code == 200
-        assert server.prompts == [
-            "<|file_sep|>one.py\nA = 1\n<|file_sep|>filename\nB = 2\n<|file_sep|>filename\n"
-            "<|fim_prefix|>a = f(<|fim_suffix|>\nprint(a)<|fim_middle|>"
-        ]
-        many = [{"filename": f"{i}.py", "text": "x" * 40_000} for i in range(5)]
-        await server.post(input_extra=many)
-        assert server.prompts[1].startswith("<|file_sep|>3.py\n")  # two of them leave room for an answer
-
-    ask(tokenizer, [says("1")], do)
+    server = Filling(tokenizer, says("1"))
+    answer = server.post(prompt="f(", input_extra=files)
+    assert answer.status_code == 200
+    assert server.prompts == [
+        "<|file_sep|>one.py\nA = 1\n<|file_sep|>filename\nB = 2\n<|file_sep|>filename\n"
+        "<|fim_prefix|>a = f(<|fim_suffix|>\nprint(a)<|fim_middle|>"
+    ]
+    many = [{"filename": f"{i}.py", "text": "x" * 40_000} for i in range(5)]
+    server.post(input_extra=many)
+    assert server.prompts[1].startswith("<|file_sep|>3.py\n")  # two of them leave room for an answer
 
 
 @pytest.mark.parametrize(
@@ -141,16 +114,14 @@ def test_the_cursors_line_and_other_files_are_read(tokenizer: Tokenizer) -> None
 def test_an_answer_ends_where_the_editor_wants_it(
     tokenizer: Tokenizer, body: dict[str, Any], content: str, stop_type: str
 ) -> None:
-    async def do(server: Filling) -> None:
-        answer = (await server.post(**body)).json()
-        assert (answer["content"], answer["stop_type"]) == (content, stop_type)
-        blocks = (await server.post(**body, stream=True)).text.split("\n\n")
-        pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
-        assert "".join(piece["content"] for piece in pieces) == content
-        stopped = stop_type == "limit"  # before the engine had ended
-        assert server.backend.gone == [work.id for work in server.backend.works if stopped]
-
-    ask(tokenizer, [says("x\n ", "   y", "\n  ", "z\nw", "\n")], do)
+    server = Filling(tokenizer, says("x\n ", "   y", "\n  ", "z\nw", "\n"))
+    answer = server.post(**body).json()
+    assert (answer["content"], answer["stop_type"]) == (content, stop_type)
+    blocks = server.post(**body, stream=True).text.split("\n\n")
+    pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
+    assert "".join(piece["content"] for piece in pieces) == content
+    stopped = stop_type == "limit"  # before the engine had ended
+    assert server.backend.gone == [work.id for work in server.backend.works if stopped]
 
 
 def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) -> None:
@@ -178,20 +149,16 @@ def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) 
 def test_samplers_that_are_not_listed_are_off(
     tokenizer: Tokenizer, samplers: list[str] | None, chosen: tuple[float, ...]
 ) -> None:
-    async def do(server: Filling) -> None:
-        await server.post(top_k=5, samplers=samplers)
-        params = server.backend.works[0].params
-        assert (params.temperature, params.top_k, params.top_p, params.min_p) == chosen
-
-    ask(tokenizer, [says("1")], do)
+    server = Filling(tokenizer, says("1"))
+    server.post(top_k=5, samplers=samplers)
+    params = server.backend.works[0].params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == chosen
 
 
 def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
-    async def do(server: Filling) -> None:
-        answer = await server.post(response_fields=["content", "timings/prompt_n", "nothing/there"])
-        assert answer.json() == {"content": "1", "prompt_n": 16}
-
-    ask(tokenizer, [says("1")], do)
+    server = Filling(tokenizer, says("1"))
+    answer = server.post(response_fields=["content", "timings/prompt_n", "nothing/there"])
+    assert answer.json() == {"content": "1", "prompt_n": 16}
 
 
 @pytest.mark.parametrize(
@@ -207,11 +174,9 @@ def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_unsupported_values_are_refused(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
-    async def do(server: Filling) -> None:
-        answer = await server.post(**body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-    ask(tokenizer, [says("1")], do)
+    server = Filling(tokenizer, says("1"))
+    answer = server.post(**body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_a_file_that_cannot_fit_is_not_tokenized(
@@ -225,51 +190,42 @@ def test_a_file_that_cannot_fit_is_not_tokenized(
         return encode(self, text)
 
     monkeypatch.setattr(Tokenizer, "encode_behind", counted)
-
-    async def do(server: Filling) -> None:
-        extra = [{"text": "x" * 7_000_000}, {"text": "y" * 30}]
-        assert (await server.post(input_extra=extra)).status_code == 200
-        assert "y" * 30 in server.prompts[0]
-
-    ask(tokenizer, [says("1")], do)
+    server = Filling(tokenizer, says("1"))
+    extra = [{"text": "x" * 7_000_000}, {"text": "y" * 30}]
+    assert server.post(input_extra=extra).status_code == 200
+    assert "y" * 30 in server.prompts[0]
     assert max(read) < 1000
 
 
 def test_completions_take_a_suffix(tokenizer: Tokenizer) -> None:
-    async def do(server: Filling) -> None:
-        body = {"prompt": ["a = ", "b = "], "suffix": "\nprint()", "stop_token_ids": [7]}
-        answer = await server.http.post("/completions", json=body)
-        assert [choice["text"] for choice in answer.json()["choices"]] == ["1", "2"]
-        assert server.prompts == [
-            f"<|fim_prefix|>{name} = <|fim_suffix|>\nprint()<|fim_middle|>" for name in "ab"
-        ]
-        assert server.backend.works[0].params.stop_token_ids == (7, 256, 257, 258, 259)
-        await server.http.post("/completions", json={"prompt": "a", "suffix": ""})
-        assert server.prompts[-1] == "a"
-        for body, param in (({"prompt": [1, 2]}, "prompt"), ({"prompt": "a", "echo": True}, "echo")):
-            refused = await server.http.post("/completions", json={"suffix": "b"} | body)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-
-    ask(tokenizer, [says("1"), says("2")], do)
+    server = Filling(tokenizer, says("1"), says("2"))
+    body = {"prompt": ["a = ", "b = "], "suffix": "\nprint()", "stop_token_ids": [7]}
+    answer = server.http.post("/completions", json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["1", "2"]
+    assert server.prompts == [
+        f"<|fim_prefix|>{name} = <|fim_suffix|>\nprint()<|fim_middle|>" for name in "ab"
+    ]
+    assert server.backend.works[0].params.stop_token_ids == (7, 256, 257, 258, 259)
+    server.http.post("/completions", json={"prompt": "a", "suffix": ""})
+    assert server.prompts[-1] == "a"
+    for body, param in (({"prompt": [1, 2]}, "prompt"), ({"prompt": "a", "echo": True}, "echo")):
+        refused = server.http.post("/completions", json={"suffix": "b"} | body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_a_model_without_fill_in_tokens_is_refused(tmp_path: Path) -> None:
-    async def do(server: Filling) -> None:
-        refused = await server.http.post("/completions", json={"prompt": "a", "suffix": "b"})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"]) == (400, "suffix")
-        assert "looked for <|fim_prefix|>, <fim_prefix>" in error["message"]
-        assert (await server.post()).json()["error"]["param"] == "input_suffix"
-        assert server.backend.works == []
-
-    ask(byte_tokenizer(tmp_path), [says("1")], do)
+    server = Filling(byte_tokenizer(tmp_path), says("1"))
+    refused = server.http.post("/completions", json={"prompt": "a", "suffix": "b"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "suffix")
+    assert "looked for <|fim_prefix|>, <fim_prefix>" in error["message"]
+    assert server.post().json()["error"]["param"] == "input_suffix"
+    assert server.backend.works == []
 
 
 def test_a_cut_answer_is_marked(tokenizer: Tokenizer) -> None:
-    async def do(server: Filling) -> None:
-        assert (await server.post(n_predict=1)).json()["stop_type"] == "limit"
-        tree = Delta("", "1", (49,), trees=({"step": 1},), finish_reason=FinishReason.STOP)
-        server.backend._scripts = [[tree]]
-        assert (await server.post(trace=True)).json()["trees"] == [{"step": 1}]
-
-    ask(tokenizer, [says("1", reason=FinishReason.LENGTH)], do)
+    server = Filling(tokenizer, says("1", reason=FinishReason.LENGTH))
+    assert server.post(n_predict=1).json()["stop_type"] == "limit"
+    tree = Delta("", "1", (49,), trees=({"step": 1},), finish_reason=FinishReason.STOP)
+    server.backend._scripts = [[tree]]
+    assert server.post(trace=True).json()["trees"] == [{"step": 1}]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
+from tests.scripted_server import says
+from tests.unit.serve.api.messages_server import HI, MessagesServer
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "time", "input": {}}
@@ -22,11 +20,6 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 WITHOUT_EFFECT: list[dict[str, Any]] = [
@@ -51,15 +44,13 @@ WITHOUT_EFFECT: list[dict[str, Any]] = [
 
 
 def test_fields_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
-        usual = {"max_tokens": 5, "messages": HI}
-        for body in WITHOUT_EFFECT:
-            answer = await server.http.post("/messages?beta=true", json=usual | body, headers=headers)
-            assert answer.status_code == 200, (body, answer.text)
-            assert server.prompts[-1] == "user: Hi\nassistant: ", body
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    usual = {"max_tokens": 5, "messages": HI}
+    for body in WITHOUT_EFFECT:
+        answer = server.http.post("/messages?beta=true", json=usual | body, headers=headers)
+        assert answer.status_code == 200, (body, answer.text)
+        assert server.prompts[-1] == "user: Hi\nassistant: ", body
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -104,11 +95,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_unsupported_values_are_refused_with_their_path(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        for body, place in REFUSED:
-            status, kind, message = await server.refusal(**body)
-            assert (status, kind) == (400, "invalid_request_error"), body
-            assert place in message, body
-        assert server.backend.works == []
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    for body, place in REFUSED:
+        status, kind, message = server.refusal(**body)
+        assert (status, kind) == (400, "invalid_request_error"), body
+        assert place in message, body
+    assert server.backend.works == []

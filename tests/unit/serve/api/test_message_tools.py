@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
+from tests.unit.serve.api.messages_server import HI, MessagesServer
 
 # It writes calls as Hermes does, and has a switch for thoughts.
 TEMPLATE = (
@@ -42,99 +42,93 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_reasoning_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(tools=[WEATHER, TIME])
-        thoughts, text, first, second = message["content"]
-        assert thoughts == {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}
-        assert text == {"type": "text", "text": "Let me see."}
-        assert first.pop("id") != second.pop("id")
-        assert first == {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
-        assert second == {"type": "tool_use", "name": "time", "input": {}}
-        assert message["stop_reason"] == "tool_use"
-        assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 18}
-        [shown, _] = json.loads(server.prompts[0].split("\n")[0].removeprefix("tools: "))
-        described = {"name": "weather", "description": "What it is like.", "parameters": PLACE}
-        assert shown == {"type": "function", "function": described}
-        held = server.backend.works[0].params.structured_output
-        assert held is not None
-        assert '"city"' in held.source
-
     written = "<think>Hm.</think>", f"Let me see.\n{call('weather', ROME)}\n{call('time', '{}')}"
-    ask(tokenizer, [says(*written)], do)
+    server = MessagesServer(tokenizer, says(*written))
+    message = server.message(tools=[WEATHER, TIME])
+    thoughts, text, first, second = message["content"]
+    assert thoughts == {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}
+    assert text == {"type": "text", "text": "Let me see."}
+    assert first.pop("id") != second.pop("id")
+    assert first == {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
+    assert second == {"type": "tool_use", "name": "time", "input": {}}
+    assert message["stop_reason"] == "tool_use"
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 18}
+    [shown, _] = json.loads(server.prompts[0].split("\n")[0].removeprefix("tools: "))
+    described = {"name": "weather", "description": "What it is like.", "parameters": PLACE}
+    assert shown == {"type": "function", "function": described}
+    held = server.backend.works[0].params.structured_output
+    assert held is not None
+    assert '"city"' in held.source
 
 
 def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
-    async def do(server: MessagesServer) -> None:
-        _, _, *events, last, _ = await server.events(tools=[WEATHER])
-        name = events[7]["content_block"].pop("id")
-        assert name
-        assert events == [
-            {
-                "type": "content_block_start",
-                "index": 0,
-                "content_block": {"type": "thinking", "thinking": "", "signature": ""},
-            },
-            {
-                "type": "content_block_delta",
-                "index": 0,
-                "delta": {"type": "thinking_delta", "thinking": "Hm."},
-            },
-            {
-                "type": "content_block_delta",
-                "index": 0,
-                "delta": {"type": "signature_delta", "signature": "unsigned"},
-            },
-            {"type": "content_block_stop", "index": 0},
-            {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
-            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
-            {"type": "content_block_stop", "index": 1},
-            {
-                "type": "content_block_start",
-                "index": 2,
-                "content_block": {"type": "tool_use", "name": "weather", "input": {}},
-            },
-            *(
-                {
-                    "type": "content_block_delta",
-                    "index": 2,
-                    "delta": {"type": "input_json_delta", "partial_json": piece},
-                }
-                for piece in (ROME[:5], ROME[5:])
-            ),
-            {"type": "content_block_stop", "index": 2},
-        ]
-        assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-
     written = ("<think>Hm.</think>", f"So.\n{begin}{ROME[:5]}", f"{ROME[5:]}}}\n</tool_call>")
-    ask(tokenizer, [says(*written)], do)
+    server = MessagesServer(tokenizer, says(*written))
+    _, _, *events, last, _ = server.events(tools=[WEATHER])
+    name = events[7]["content_block"].pop("id")
+    assert name
+    assert events == [
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "thinking", "thinking": "", "signature": ""},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "thinking_delta", "thinking": "Hm."},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "signature_delta", "signature": "unsigned"},
+        },
+        {"type": "content_block_stop", "index": 0},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
+        {"type": "content_block_stop", "index": 1},
+        {
+            "type": "content_block_start",
+            "index": 2,
+            "content_block": {"type": "tool_use", "name": "weather", "input": {}},
+        },
+        *(
+            {
+                "type": "content_block_delta",
+                "index": 2,
+                "delta": {"type": "input_json_delta", "partial_json": piece},
+            }
+            for piece in (ROME[:5], ROME[5:])
+        ),
+        {"type": "content_block_stop", "index": 2},
+    ]
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
 def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        first = await server.message(tools=[WEATHER])
-        rome, oslo = (block["id"] for block in first["content"][1:])
-        results = [
-            {"type": "tool_result", "tool_use_id": rome, "content": [{"type": "text", "text": "rain"}]},
-            {"type": "tool_result", "tool_use_id": oslo, "content": "no such place", "is_error": True},
-            {"type": "text", "text": "Go on."},
-        ]
-        turns = [
-            *HI,
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": results},
-        ]
-        await server.message(tools=[WEATHER], messages=turns)
-        assert server.prompts[1].split("\n", 1)[1] == (
-            "user: Hi\n"
-            f'assistant: <think>Hm.</think><tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
-            f'<tool_call>{{"name": "weather", "arguments": {OSLO}}}</tool_call>\n'
-            "tool!: rain\ntool!: Error: no such place\nuser: Go on.\nassistant: "
-        )
-
     written = f"<think>Hm.</think>{call('weather', ROME)}\n{call('weather', OSLO)}"
-    ask(tokenizer, [says(written), says("Rain.")], do)
+    server = MessagesServer(tokenizer, says(written), says("Rain."))
+    first = server.message(tools=[WEATHER])
+    rome, oslo = (block["id"] for block in first["content"][1:])
+    results = [
+        {"type": "tool_result", "tool_use_id": rome, "content": [{"type": "text", "text": "rain"}]},
+        {"type": "tool_result", "tool_use_id": oslo, "content": "no such place", "is_error": True},
+        {"type": "text", "text": "Go on."},
+    ]
+    turns = [
+        *HI,
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": results},
+    ]
+    server.message(tools=[WEATHER], messages=turns)
+    assert server.prompts[1].split("\n", 1)[1] == (
+        "user: Hi\n"
+        f'assistant: <think>Hm.</think><tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
+        f'<tool_call>{{"name": "weather", "arguments": {OSLO}}}</tool_call>\n'
+        "tool!: rain\ntool!: Error: no such place\nuser: Go on.\nassistant: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,41 +142,35 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
 def test_tool_choice_selects_the_tools(
     tokenizer: Tokenizer, choice: dict[str, Any], calls: tuple[str, ...]
 ) -> None:
-    async def do(server: MessagesServer) -> None:
-        await server.message(tools=[WEATHER, TIME], tool_choice=choice)
-        held = server.backend.works[0].params.structured_output
-        source = "" if held is None else held.source
-        assert tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
-
-    ask(tokenizer, [says("Rain.")], do)
+    server = MessagesServer(tokenizer, says("Rain."))
+    server.message(tools=[WEATHER, TIME], tool_choice=choice)
+    held = server.backend.works[0].params.structured_output
+    source = "" if held is None else held.source
+    assert tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
 
 
 def test_parallel_calls_can_be_disabled(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        for parallel in (None, False, True):
-            choice = {"type": "any", "disable_parallel_tool_use": parallel}
-            await server.message(tools=[TIME], tool_choice=choice)
-        usual, several, one = (work.params.structured_output for work in server.backend.works)
-        assert usual == several != one
-
-    ask(tokenizer, [says("Rain.")], do)
+    server = MessagesServer(tokenizer, says("Rain."))
+    for parallel in (None, False, True):
+        choice = {"type": "any", "disable_parallel_tool_use": parallel}
+        server.message(tools=[TIME], tool_choice=choice)
+    usual, several, one = (work.params.structured_output for work in server.backend.works)
+    assert usual == several != one
 
 
 def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        odd = await server.refusal(tools=[{"name": "time", "input_schema": {"type": "string"}}])
-        assert odd[2].startswith("tools[0].input_schema has the type 'string'")
-        named = await server.refusal(tools=[TIME | {"name": "a b"}])
-        assert named[2].startswith("tools[0].name is 'a b'")
-        missing = await server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
-        assert missing[2].startswith("tool_choice is 'x'")
-        poem = {"type": "object", "properties": {"a": {"type": "string", "format": "poem"}}}
-        strict = await server.refusal(tools=[TIME | {"input_schema": poem}])
-        assert strict[2].startswith("tools[0].input_schema cannot be used: Unknown format: poem")
-        for usual in (None, False):  # the keyword is left out
-            await server.message(tools=[TIME | {"input_schema": poem, "strict": usual}])
-
-    ask(tokenizer, [says("Rain.")], do)
+    server = MessagesServer(tokenizer, says("Rain."))
+    odd = server.refusal(tools=[{"name": "time", "input_schema": {"type": "string"}}])
+    assert odd[2].startswith("tools[0].input_schema has the type 'string'")
+    named = server.refusal(tools=[TIME | {"name": "a b"}])
+    assert named[2].startswith("tools[0].name is 'a b'")
+    missing = server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
+    assert missing[2].startswith("tool_choice is 'x'")
+    poem = {"type": "object", "properties": {"a": {"type": "string", "format": "poem"}}}
+    strict = server.refusal(tools=[TIME | {"input_schema": poem}])
+    assert strict[2].startswith("tools[0].input_schema cannot be used: Unknown format: poem")
+    for usual in (None, False):  # the keyword is left out
+        server.message(tools=[TIME | {"input_schema": poem, "strict": usual}])
 
 
 @pytest.mark.parametrize(
@@ -195,48 +183,41 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
     ],
 )
 def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(thinking=thinking)
-        assert server.prompts[0].endswith(ends)
-        kinds = [block["type"] for block in message["content"]]
-        assert kinds == (["thinking", "text"] if ends == "<think>\n" else ["text"])
-        counted = await server.post("/messages/count_tokens", thinking=thinking)
-        assert counted.json() == {"input_tokens": len(server.prompts[0])}
-
-    ask(tokenizer, [says("Hm.</think>Four." if ends == "<think>\n" else "Four.")], do)
+    server = MessagesServer(tokenizer, says("Hm.</think>Four." if ends == "<think>\n" else "Four."))
+    message = server.message(thinking=thinking)
+    assert server.prompts[0].endswith(ends)
+    kinds = [block["type"] for block in message["content"]]
+    assert kinds == (["thinking", "text"] if ends == "<think>\n" else ["text"])
+    counted = server.post("/messages/count_tokens", thinking=thinking)
+    assert counted.json() == {"input_tokens": len(server.prompts[0])}
 
 
 def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
-        message = await server.message(**hidden)
-        assert message["content"] == [
-            {"type": "thinking", "thinking": "", "signature": "unsigned"},
-            {"type": "text", "text": "Four."},
-        ]
-        events = await server.events(**hidden)
-        assert "thinking_delta" not in [one.get("delta", {}).get("type") for one in events]
-
-    ask(tokenizer, [says("<think>Hm.</think>Four.")], do)
+    server = MessagesServer(tokenizer, says("<think>Hm.</think>Four."))
+    hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    message = server.message(**hidden)
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "", "signature": "unsigned"},
+        {"type": "text", "text": "Four."},
+    ]
+    events = server.events(**hidden)
+    assert "thinking_delta" not in [one.get("delta", {}).get("type") for one in events]
 
 
 def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        begun = [*HI, {"role": "assistant", "content": "It is"}]
-        message = await server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
-        assert server.prompts[0].endswith("assistant: It is")
-        assert message["content"] == [{"type": "text", "text": " four."}]
-
-    ask(tokenizer, [says(" four.")], do)
+    server = MessagesServer(tokenizer, says(" four."))
+    begun = [*HI, {"role": "assistant", "content": "It is"}]
+    message = server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert server.prompts[0].endswith("assistant: It is")
+    assert message["content"] == [{"type": "text", "text": " four."}]
 
 
 def test_thinking_has_no_effect_without_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
-
-    async def do(server: MessagesServer) -> None:
-        for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
-            content = (await server.message(thinking=thinking))["content"]
-            assert [block["type"] for block in content] == ["thinking", "text"]
-        assert server.prompts == ["Hi", "Hi"]
-
-    ask(byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), [says("<think>Hm.</think>Four.")], do)
+    server = MessagesServer(
+        byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), says("<think>Hm.</think>Four.")
+    )
+    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
+        content = server.message(thinking=thinking)["content"]
+        assert [block["type"] for block in content] == ["thinking", "text"]
+    assert server.prompts == ["Hi", "Hi"]

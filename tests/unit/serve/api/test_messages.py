@@ -9,81 +9,72 @@ import pytest
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend.work import BackendError
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
+from tests.scripted_server import FACTS, MODEL, says
 from tests.served import Served
-from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+from tests.unit.serve.api.messages_server import HI, MessagesServer
 
 
 def test_a_message_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(
-            system="Be brief.", temperature=0, top_k=3, metadata={"user_id": "u"}, seed=7, service_tier="auto"
-        )
-        assert message.pop("id").startswith("msg_")
-        assert message.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
-        assert message == {
-            "type": "message",
-            "role": "assistant",
-            "model": MODEL,
-            "content": [{"type": "text", "text": "Hello"}],
-            "stop_reason": "end_turn",
-            "stop_sequence": None,
-            "usage": {
-                "input_tokens": 34,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 4,
-                "output_tokens": 5,
-                "output_tokens_details": {"thinking_tokens": 0},
-                "service_tier": "standard",
-            },
-        }
-        assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
-        params = server.backend.works[0].params
-        assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0, 3, 7, 100)
-
-    ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
+    server = MessagesServer(tokenizer, says("Hel", "lo", cached_tokens=4))
+    message = server.message(
+        system="Be brief.", temperature=0, top_k=3, metadata={"user_id": "u"}, seed=7, service_tier="auto"
+    )
+    assert message.pop("id").startswith("msg_")
+    assert message.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 34,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 4,
+            "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 0},
+            "service_tier": "standard",
+        },
+    }
+    assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
+    params = server.backend.works[0].params
+    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0, 3, 7, 100)
 
 
 def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        events = await server.events()
-        name = events[0]["message"].pop("id")
-        assert name.startswith("msg_")
-        assert events[-2].pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
-        before = {"input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        more = {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
-        assert events == [
-            {
-                "type": "message_start",
-                "message": {
-                    "type": "message",
-                    "role": "assistant",
-                    "model": MODEL,
-                    "content": [],
-                    "stop_reason": None,
-                    "stop_sequence": None,
-                    "usage": before | {"output_tokens": 0} | more,
-                },
+    server = MessagesServer(tokenizer, says("Hel", "lo"))
+    events = server.events()
+    name = events[0]["message"].pop("id")
+    assert name.startswith("msg_")
+    assert events[-2].pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
+    before = {"input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    more = {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
+    assert events == [
+        {
+            "type": "message_start",
+            "message": {
+                "type": "message",
+                "role": "assistant",
+                "model": MODEL,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": before | {"output_tokens": 0} | more,
             },
-            {"type": "ping"},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hel"}},
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
-            {"type": "content_block_stop", "index": 0},
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-                "usage": before | {"output_tokens": 5} | more,
-            },
-            {"type": "message_stop"},
-        ]
-
-    ask(tokenizer, [says("Hel", "lo")], do)
+        },
+        {"type": "ping"},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hel"}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": before | {"output_tokens": 5} | more,
+        },
+        {"type": "message_stop"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,43 +89,35 @@ def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
 def test_messages_have_a_stop_reason(
     tokenizer: Tokenizer, script: list[Delta], reason: str, sequence: str | None
 ) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(max_tokens=3, stop_sequences=["lo", "x"])
-        assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
-        assert server.backend.works[0].params.stop == ("lo", "x")
-        *_, last, _ = await server.events(max_tokens=3, stop_sequences=["lo", "x"])
-        assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
-
-    ask(tokenizer, [script], do)
+    server = MessagesServer(tokenizer, script)
+    message = server.message(max_tokens=3, stop_sequences=["lo", "x"])
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+    assert server.backend.works[0].params.stop == ("lo", "x")
+    *_, last, _ = server.events(max_tokens=3, stop_sequences=["lo", "x"])
+    assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        await server.message(stop="x")
-        assert server.backend.works[0].params.stop == ("x",)
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    server.message(stop="x")
+    assert server.backend.works[0].params.stop == ("x",)
 
 
 def test_max_tokens_may_exceed_the_context(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        await server.message(max_tokens=10**9)
-        assert server.backend.works[0].params.max_tokens == FACTS.max_length - 20
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    server.message(max_tokens=10**9)
+    assert server.backend.works[0].params.max_tokens == FACTS.max_length - 20
 
 
 def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        assert (await server.message())["content"] == []
-        assert [one["type"] for one in await server.events()] == [
-            "message_start",
-            "ping",
-            "message_delta",
-            "message_stop",
-        ]
-
-    ask(tokenizer, [says("")], do)
+    server = MessagesServer(tokenizer, says(""))
+    assert server.message()["content"] == []
+    assert [one["type"] for one in server.events()] == [
+        "message_start",
+        "ping",
+        "message_delta",
+        "message_stop",
+    ]
 
 
 def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
@@ -143,39 +126,34 @@ def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
     def text(value: str) -> dict[str, Any]:
         return {"type": "text", "text": value} | marked
 
-    async def do(server: MessagesServer) -> None:
-        await server.message(
-            system=[text("Be brief."), text("Be kind.")],
-            messages=[
-                {"role": "user", "content": [text("One"), text("two")]},
-                {"role": "user", "content": "three"},
-                {"role": "assistant", "content": [text("Four") | {"citations": None}]},
-                {"role": "system", "content": "Count on."},
-                {"role": "user", "content": "Five"},
-            ],
-            **marked,
-        )
-        assert server.prompts == [
-            "system: Be brief.\nBe kind.\nuser: One\ntwo\nthree\nassistant: Four\nsystem: Count on.\n"
-            "user: Five\nassistant: "
-        ]
-
-    ask(tokenizer, [says("Six")], do)
+    server = MessagesServer(tokenizer, says("Six"))
+    server.message(
+        system=[text("Be brief."), text("Be kind.")],
+        messages=[
+            {"role": "user", "content": [text("One"), text("two")]},
+            {"role": "user", "content": "three"},
+            {"role": "assistant", "content": [text("Four") | {"citations": None}]},
+            {"role": "system", "content": "Count on."},
+            {"role": "user", "content": "Five"},
+        ],
+        **marked,
+    )
+    assert server.prompts == [
+        "system: Be brief.\nBe kind.\nuser: One\ntwo\nthree\nassistant: Four\nsystem: Count on.\n"
+        "user: Five\nassistant: "
+    ]
 
 
 def test_an_answer_goes_on_from_a_turn_of_the_assistants(tokenizer: Tokenizer) -> None:
     prefilled = [*HI, {"role": "assistant", "content": "The answer is ("}]
-
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(messages=prefilled)
-        assert message["content"] == [{"type": "text", "text": "B)"}]
-        assert server.prompts == ["user: Hi\nassistant: The answer is ("]
-        form = {"type": "json_schema", "schema": {"type": "object"}}
-        refused = await server.refusal(messages=prefilled, output_config={"format": form})
-        assert refused[:2] == (400, "invalid_request_error")
-        assert "output_config.format" in refused[2]
-
-    ask(tokenizer, [says("B)")], do)
+    server = MessagesServer(tokenizer, says("B)"))
+    message = server.message(messages=prefilled)
+    assert message["content"] == [{"type": "text", "text": "B)"}]
+    assert server.prompts == ["user: Hi\nassistant: The answer is ("]
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    refused = server.refusal(messages=prefilled, output_config={"format": form})
+    assert refused[:2] == (400, "invalid_request_error")
+    assert "output_config.format" in refused[2]
 
 
 @pytest.mark.parametrize("place", ["output_config", "output_format"])
@@ -183,35 +161,31 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form = {"type": "json_schema", "schema": schema}
 
-    async def do(server: MessagesServer) -> None:
-        await server.message(**{place: {"format": form} if place == "output_config" else form})
-        held = server.backend.works[0].params.structured_output
-        assert held is not None
-        assert '"city"' in held.source
-        refusal = await server.refusal(**{place: {"format": form} if place == "output_config" else form})
-        assert refusal == (400, "invalid_request_error", "output_config.format.schema cannot be used")
-
     where = "response_format.json_schema.schema"
     refused = Delta("", finish_reason=FinishReason.ERROR, error=f"{where} cannot be used", parameter=where)
-    ask(tokenizer, [says('{"city": "Rome"}'), [refused]], do)
+    server = MessagesServer(tokenizer, says('{"city": "Rome"}'), [refused])
+    server.message(**{place: {"format": form} if place == "output_config" else form})
+    held = server.backend.works[0].params.structured_output
+    assert held is not None
+    assert '"city"' in held.source
+    refusal = server.refusal(**{place: {"format": form} if place == "output_config" else form})
+    assert refusal == (400, "invalid_request_error", "output_config.format.schema cannot be used")
 
 
 def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        message = await server.message(
-            regex="[a-z]+",
-            speculation={"max_nodes": 4},
-            prediction={"type": "content", "content": "hello"},
-            cache_salt="me",
-        )
-        assert "trees" not in message
-        params = server.backend.works[0].params
-        assert params.structured_output is not None
-        assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
-        assert params.prediction is not None
-        assert len(params.prediction) == len("hello")
-
-    ask(tokenizer, [says("hello")], do)
+    server = MessagesServer(tokenizer, says("hello"))
+    message = server.message(
+        regex="[a-z]+",
+        speculation={"max_nodes": 4},
+        prediction={"type": "content", "content": "hello"},
+        cache_salt="me",
+    )
+    assert "trees" not in message
+    params = server.backend.works[0].params
+    assert params.structured_output is not None
+    assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
+    assert params.prediction is not None
+    assert len(params.prediction) == len("hello")
 
 
 def test_trees_are_sent_on_request(tokenizer: Tokenizer) -> None:
@@ -220,24 +194,19 @@ def test_trees_are_sent_on_request(tokenizer: Tokenizer) -> None:
         Delta("", first.text, first.token_ids, trees=({"step": 1},)),
         Delta("", "lo", second.token_ids, trees=({"step": 2},), finish_reason=FinishReason.STOP),
     ]
-
-    async def do(server: MessagesServer) -> None:
-        assert (await server.message(trace=True))["trees"] == [{"step": 1}, {"step": 2}]
-        events = await server.events(trace=True)
-        assert [one["trees"] for one in events if "trees" in one] == [[{"step": 1}], [{"step": 2}]]
-
-    ask(tokenizer, [script], do)
+    server = MessagesServer(tokenizer, script)
+    assert server.message(trace=True)["trees"] == [{"step": 1}, {"step": 2}]
+    events = server.events(trace=True)
+    assert [one["trees"] for one in events if "trees" in one] == [[{"step": 1}], [{"step": 2}]]
 
 
 def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        answer = await server.post("/messages/count_tokens", system="Be brief.")
-        assert (answer.status_code, answer.json()) == (200, {"input_tokens": 38})
-        assert server.backend.works == []
-        refused = await server.refusal(path="/messages/count_tokens", messages=[])
-        assert refused[:2] == (400, "invalid_request_error")
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    answer = server.post("/messages/count_tokens", system="Be brief.")
+    assert (answer.status_code, answer.json()) == (200, {"input_tokens": 38})
+    assert server.backend.works == []
+    refused = server.refusal(path="/messages/count_tokens", messages=[])
+    assert refused[:2] == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(
@@ -251,14 +220,12 @@ def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
 def test_a_failed_answer_has_an_error(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, kind: str
 ) -> None:
-    async def do(server: MessagesServer) -> None:
-        assert (await server.refusal())[:2] == (status, kind)
-        assert (await server.refusal(stream=True))[:2] == (status, kind)  # nothing has been said yet
-        *events, last = await server.events()
-        assert events[-1]["delta"]["text"] == "Hel"
-        assert (last["type"], last["error"]["type"]) == ("error", kind)
-
-    ask(tokenizer, [[trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble]], do)
+    server = MessagesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
+    assert server.refusal()[:2] == (status, kind)
+    assert server.refusal(stream=True)[:2] == (status, kind)  # nothing has been said yet
+    *events, last = server.events()
+    assert events[-1]["delta"]["text"] == "Hel"
+    assert (last["type"], last["error"]["type"]) == ("error", kind)
 
 
 @pytest.mark.parametrize(
@@ -272,34 +239,28 @@ def test_a_failed_answer_has_an_error(
 def test_refusals_before_the_endpoint_have_the_same_format(
     tokenizer: Tokenizer, path: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
-    async def do(server: MessagesServer) -> None:
-        body = {"system": "x" * 2000} if status == 413 else {}
-        answer = await server.http.post(path, json=body, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
-        assert answer.json()["type"] == "error"
-        elsewhere = await server.http.post("/chat/completions", json=body, headers=headers)
-        assert "type" not in elsewhere.json()
-
-    ask(tokenizer, [says("Hello")], do, keys=["key"], max_body=1024)
+    server = MessagesServer(tokenizer, says("Hello"), keys=["key"], max_body=1024)
+    body = {"system": "x" * 2000} if status == 413 else {}
+    answer = server.http.post(path, json=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+    assert answer.json()["type"] == "error"
+    elsewhere = server.http.post("/chat/completions", json=body, headers=headers)
+    assert "type" not in elsewhere.json()
 
 
 def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        for path in ("/messages", "/messages/count_tokens"):
-            refusal = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
-            assert refusal[:2] == (400, "invalid_request_error")
-            assert refusal[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
-
-    ask(tokenizer, [says("Hello")], do)
+    server = MessagesServer(tokenizer, says("Hello"))
+    for path in ("/messages", "/messages/count_tokens"):
+        refusal = server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
+        assert refusal[:2] == (400, "invalid_request_error")
+        assert refusal[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
 
 
 def test_other_models_are_not_found_beside_adapters(tokenizer: Tokenizer) -> None:
-    async def do(server: MessagesServer) -> None:
-        status, kind, message = await server.refusal(model="claude")
-        assert (status, kind) == (404, "not_found_error")
-        assert f"'claude' is not served here; allowed: {MODEL}, sql" in message
-
-    ask(tokenizer, [says("Hello")], do, adapters=("sql",))
+    server = MessagesServer(tokenizer, says("Hello"), adapters=("sql",))
+    status, kind, message = server.refusal(model="claude")
+    assert (status, kind) == (404, "not_found_error")
+    assert f"'claude' is not served here; allowed: {MODEL}, sql" in message
 
 
 @pytest.mark.parametrize("speculation", [False, True])

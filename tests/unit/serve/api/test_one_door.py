@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import byte_tokenizer
 from tests.unit.engine.test_intake import desk
+from tests.unit.serve.asked import Asked
 
 Messages = Sequence[dict[str, Any]]
 
@@ -120,27 +120,14 @@ def library(tokenizer: Tokenizer, messages: Messages) -> str:
     return bytes(admitted.request.prompt_token_ids).decode()
 
 
-def http(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> tuple[int, Any, ScriptedBackend]:
-    backend = ScriptedBackend(says("a"))
-
-    async def run() -> tuple[int, Any]:
-        async with http_client(scripted_app(tokenizer, backend)) as client:
-            answer = await client.post(path, content=json.dumps(body))
-        return answer.status_code, answer.json()
-
-    return *asyncio.run(run()), backend
-
-
 def chatting(tokenizer: Tokenizer, messages: Messages) -> str:
-    status, reply, backend = http(tokenizer, "/chat/completions", {"messages": messages})
-    assert status == 200, reply
-    return bytes(backend.works[0].prompt_token_ids).decode()
+    server = Asked(tokenizer)
+    server.ok("/chat/completions", messages=messages)
+    return server.prompts[0]
 
 
 def tokenized(tokenizer: Tokenizer, messages: Messages) -> str:
-    status, reply, _ = http(tokenizer, "http://server/tokenize", {"messages": messages})
-    assert status == 200, reply
-    return bytes(reply["tokens"]).decode()
+    return bytes(Asked(tokenizer).ok("http://server/tokenize", messages=messages)["tokens"]).decode()
 
 
 @pytest.mark.parametrize(("template", "messages", "prompt"), TABLE)
@@ -170,10 +157,13 @@ def test_items_of_responses_render_the_same_prompt(tokenizers: dict[str, Tokeniz
             {"role": "tool", "tool_call_id": "c1", "content": "42"},
         ),
     ]
-    status, reply, backend = http(tokenizers["chatml"], "/responses", {"input": items})
-    assert status == 200, reply
-    prompt = bytes(backend.works[0].prompt_token_ids).decode()
-    assert prompt == library(tokenizers["chatml"], messages) == chatting(tokenizers["chatml"], messages)
+    server = Asked(tokenizers["chatml"])
+    server.ok("/responses", input=items)
+    assert (
+        server.prompts[0]
+        == library(tokenizers["chatml"], messages)
+        == chatting(tokenizers["chatml"], messages)
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,9 +183,10 @@ def test_content_other_than_text_is_refused_with_its_path(
         library(tokenizers["chatml"], [user("hi"), message])
     assert str(error.value).startswith(f"{place} is ")
     assert error.value.parameter == "messages"
-    status, reply, _ = http(tokenizers["chatml"], "/chat/completions", {"messages": [user("hi"), message]})
-    assert status == 400
-    assert reply["error"]["param"].startswith(place.removesuffix(".type"))
+    status, param, _ = Asked(tokenizers["chatml"]).refused(
+        "/chat/completions", messages=[user("hi"), message]
+    )
+    assert (status, str(param).startswith(place.removesuffix(".type"))) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,8 @@ from openai.types.responses import Response
 
 from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import FACTS, byte_tokenizer, says
-from tests.unit.serve.api.responses_server import ResponsesServer, ask
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
+from tests.scripted_server import FACTS, says
+from tests.unit.serve.api.responses_server import ResponsesServer
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
@@ -50,15 +44,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        for body, param in REFUSED:
-            whole = {"input": "Hi"} | body if body else {}
-            status, named, message = await server.refusal(**whole)
-            assert (status, named) == (400, param), body
-            assert "response_format.json" not in message
-        assert server.backend.works == []
-
-    ask(tokenizer, [], do)
+    server = ResponsesServer(tokenizer)
+    for body, param in REFUSED:
+        whole = {"input": "Hi"} | body if body else {}
+        status, named, message = server.refusal(**whole)
+        assert (status, named) == (400, param), body
+        assert "response_format.json" not in message
+    assert server.backend.works == []
 
 
 def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
@@ -79,15 +71,12 @@ def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
         "max_tool_calls": 2,
         "conversation": None,
     }
-
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.http.post("/responses", json=nothing | {"input": "Hi"})
-        assert answer.status_code == 200, answer.text
-        Response.model_validate(answer.json())
-        assert server.backend.works[0].params.structured_output is None
-        assert server.backend.works[0].params.logprobs is None
-
-    ask(tokenizer, [says("a")], do)
+    server = ResponsesServer(tokenizer, says("a"))
+    answer = server.http.post("/responses", json=nothing | {"input": "Hi"})
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json())
+    assert server.backend.works[0].params.structured_output is None
+    assert server.backend.works[0].params.logprobs is None
 
 
 def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
@@ -97,21 +86,16 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
         error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
         parameter="max_tokens",
     )
-
-    async def do(server: ResponsesServer) -> None:
-        _, param, message = await server.refusal(input="Hi")
-        assert param == "max_output_tokens"
-        assert message.endswith("lower max_output_tokens")
-
-    ask(tokenizer, [[complaint]], do)
+    server = ResponsesServer(tokenizer, [complaint])
+    _, param, message = server.refusal(input="Hi")
+    assert param == "max_output_tokens"
+    assert message.endswith("lower max_output_tokens")
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [120_000, 7_000_000])
 def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
-    async def do(server: ResponsesServer) -> None:
-        status, param, message = await server.refusal(input="x" * size)
-        assert (status, param) == (400, "input")
-        assert f"allowed: at most {FACTS.max_length - 1}" in message
-
-    ask(tokenizer, [], do)
+    server = ResponsesServer(tokenizer)
+    status, param, message = server.refusal(input="x" * size)
+    assert (status, param) == (400, "input")
+    assert f"allowed: at most {FACTS.max_length - 1}" in message

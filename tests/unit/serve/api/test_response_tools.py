@@ -10,7 +10,7 @@ from openai.types.responses import Response
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, byte_tokenizer, says
-from tests.unit.serve.api.responses_server import ResponsesServer, ask
+from tests.unit.serve.api.responses_server import ResponsesServer
 
 TEMPLATE = (
     "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
@@ -48,141 +48,128 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_a_call_is_a_separate_item(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(
-            model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
-        )
-        reply = answer.model_dump()
-        Response.model_validate(reply)
-        thoughts, message, called = answer.output
-        assert (thoughts.type, message.type, called.type) == ("reasoning", "message", "function_call")
-        assert answer.output_text == "Let me see."
-        assert (called.name, called.arguments, called.status) == ("weather", ROME, "completed")  # type: ignore[union-attr]
-        assert called.call_id.startswith("call_")  # type: ignore[union-attr]
-        assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
-        assert (reply["tool_choice"], reply["parallel_tool_calls"]) == ("auto", False)
-        assert server.prompts == ["tools: weather time \nuser: Rain?\nassistant: "]
-        form = server.backend.works[0].params.structured_output
-        assert form is not None
-        assert '"city"' in form.source
-
-    ask(tokenizer, [says(f"<think>Hm.</think>Let me see.\n{CALL}")], do)
+    server = ResponsesServer(tokenizer, says(f"<think>Hm.</think>Let me see.\n{CALL}"))
+    answer = server.responses.create(
+        model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
+    )
+    reply = answer.model_dump()
+    Response.model_validate(reply)
+    thoughts, message, called = answer.output
+    assert (thoughts.type, message.type, called.type) == ("reasoning", "message", "function_call")
+    assert answer.output_text == "Let me see."
+    assert (called.name, called.arguments, called.status) == ("weather", ROME, "completed")  # type: ignore[union-attr]
+    assert called.call_id.startswith("call_")  # type: ignore[union-attr]
+    assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
+    assert (reply["tool_choice"], reply["parallel_tool_calls"]) == ("auto", False)
+    assert server.prompts == ["tools: weather time \nuser: Rain?\nassistant: "]
+    form = server.backend.works[0].params.structured_output
+    assert form is not None
+    assert '"city"' in form.source
 
 
 def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
-    async def do(server: ResponsesServer) -> None:
-        events, types = await server.stream(input="Rain?", tools=[WEATHER])
-        assert types == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "function_call_arguments.delta",
-            "function_call_arguments.delta",
-            "function_call_arguments.done",
-            "output_item.done",
-            "output_item.added",
-            "function_call_arguments.delta",
-            "function_call_arguments.done",
-            "output_item.done",
-            "completed",
-        ]
-        assert [one["delta"] for one in events if "delta" in one] == ['{"city"', ': "Rome"}', OSLO]
-        first, second = events[-1]["response"]["output"]
-        assert (events[6]["item"], events[10]["item"]) == (first, second)
-        assert events[2]["item"] == first | {"arguments": "", "status": "in_progress"}
-        assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 4
-        assert (events[5]["arguments"], events[9]["arguments"]) == (ROME, OSLO)
-        assert {one["item_id"] for one in events[3:6]} == {first["id"]}
-
     pieces = (begin, '{"city"', ': "Rome"}', "}\n</tool_call>\n", call("weather", OSLO))
-    ask(tokenizer, [says(*pieces)], do)
+    server = ResponsesServer(tokenizer, says(*pieces))
+    events, types = server.stream(input="Rain?", tools=[WEATHER])
+    assert types == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [one["delta"] for one in events if "delta" in one] == ['{"city"', ': "Rome"}', OSLO]
+    first, second = events[-1]["response"]["output"]
+    assert (events[6]["item"], events[10]["item"]) == (first, second)
+    assert events[2]["item"] == first | {"arguments": "", "status": "in_progress"}
+    assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 4
+    assert (events[5]["arguments"], events[9]["arguments"]) == (ROME, OSLO)
+    assert {one["item_id"] for one in events[3:6]} == {first["id"]}
 
 
 def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
-        [called] = answer.output
-        assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
-        assert called.arguments == '{"city": "Ro'  # type: ignore[union-attr]
+    server = ResponsesServer(
+        tokenizer, says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH), says("ok")
+    )
+    answer = server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
+    [called] = answer.output
+    assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert called.arguments == '{"city": "Ro'  # type: ignore[union-attr]
 
-        await server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
-        assert server.prompts[1] == "user: Rain?\nuser: Go on.\nassistant: "  # it was never made
-
-    ask(tokenizer, [says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH), says("ok")], do)
+    server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+    assert server.prompts[1] == "user: Rain?\nuser: Go on.\nassistant: "  # it was never made
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept: bool) -> None:
     """By the id of the answer, or by sending its items back: the prompts are the same."""
 
-    async def do(server: ResponsesServer) -> None:
-        asked: list[Any] = [{"role": "user", "content": "Rain?"}]
-        more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
-        for result in ("no", "yes"):
-            answer = await server.responses.create(input=asked, **more)
-            *_, called = answer.output
-            asked = [] if kept else asked + [item.model_dump() for item in answer.output]
-            asked.append({"type": "function_call_output", "call_id": called.call_id, "output": result})  # type: ignore[union-attr]
-            if kept:
-                more["previous_response_id"] = answer.id
-        parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
-        await server.responses.create(input=[*asked, {"role": "user", "content": parts}], **more)
-        assert server.prompts[-1] == (
-            "tools: weather \nuser: Rain?\n"
-            'assistant: Well.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
-            "tool: no\n"
-            'assistant: <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
-            '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>\n'
-            "tool: yes\nuser: So?\nassistant: "
-        )
-
     both = CALL + call("weather", OSLO)
-    ask(tokenizer, [says(f"Well.\n{CALL}"), says(both), says("Dry.")], do)
+    server = ResponsesServer(tokenizer, says(f"Well.\n{CALL}"), says(both), says("Dry."))
+    asked: list[Any] = [{"role": "user", "content": "Rain?"}]
+    more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
+    for result in ("no", "yes"):
+        answer = server.responses.create(input=asked, **more)
+        *_, called = answer.output
+        asked = [] if kept else asked + [item.model_dump() for item in answer.output]
+        asked.append({"type": "function_call_output", "call_id": called.call_id, "output": result})  # type: ignore[union-attr]
+        if kept:
+            more["previous_response_id"] = answer.id
+    parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
+    server.responses.create(input=[*asked, {"role": "user", "content": parts}], **more)
+    assert server.prompts[-1] == (
+        "tools: weather \nuser: Rain?\n"
+        'assistant: Well.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+        "tool: no\n"
+        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>\n'
+        "tool: yes\nuser: So?\nassistant: "
+    )
 
 
 def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:
     both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER, TIME]}
-
-    async def do(server: ResponsesServer) -> None:
-        named = await server.responses.create(tool_choice={"type": "function", "name": "time"}, **both)
-        reply = named.to_dict()
-        assert reply["tool_choice"] == {"type": "function", "name": "time"}
-        form = server.backend.works[0].params.structured_output
-        assert form is not None
-        assert "weather" not in form.source
-        none = await server.responses.create(
-            tool_choice="none", text={"format": {"type": "json_object"}}, **both
-        )
-        assert [item.type for item in none.output] == ["message"]
-        assert "tools:" not in server.prompts[1]
-        assert server.backend.works[1].params.response_format == {"type": "json_object"}
-
-    ask(tokenizer, [says(call("time", "{}")), says("{}")], do)
+    server = ResponsesServer(tokenizer, says(call("time", "{}")), says("{}"))
+    named = server.responses.create(tool_choice={"type": "function", "name": "time"}, **both)
+    reply = named.to_dict()
+    assert reply["tool_choice"] == {"type": "function", "name": "time"}
+    form = server.backend.works[0].params.structured_output
+    assert form is not None
+    assert "weather" not in form.source
+    none = server.responses.create(tool_choice="none", text={"format": {"type": "json_object"}}, **both)
+    assert [item.type for item in none.output] == ["message"]
+    assert "tools:" not in server.prompts[1]
+    assert server.backend.works[1].params.response_format == {"type": "json_object"}
 
 
 def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "required": ["rain"]}}
     both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "text": {"format": form}}
 
-    async def do(server: ResponsesServer) -> None:
-        called = await server.responses.create(**both)
-        assert [item.type for item in called.output] == ["function_call"]
-        reply = await server.responses.create(**both)
-        assert reply.output_text == '{"rain": 1}'
-        assert reply.to_dict()["text"]["format"] == form  # type: ignore[index]
-        await server.responses.create(**both, tool_choice="required")
-        free, again, must = [work.params for work in server.backend.works]
-        assert free.structured_output is not None
-        assert "answer: calls | form" in free.structured_output.source
-        assert '"required": ["rain"]' in free.structured_output.source
-        assert again.structured_output == free.structured_output
-        assert must.structured_output is not None
-        assert "rain" not in must.structured_output.source
-
     made = call("weather", '{"city": "Oslo"}')
-    ask(tokenizer, [says(made), says('{"rain": 1}'), says(made)], do)
+    server = ResponsesServer(tokenizer, says(made), says('{"rain": 1}'), says(made))
+    called = server.responses.create(**both)
+    assert [item.type for item in called.output] == ["function_call"]
+    reply = server.responses.create(**both)
+    assert reply.output_text == '{"rain": 1}'
+    assert reply.to_dict()["text"]["format"] == form  # type: ignore[index]
+    server.responses.create(**both, tool_choice="required")
+    free, again, must = [work.params for work in server.backend.works]
+    assert free.structured_output is not None
+    assert "answer: calls | form" in free.structured_output.source
+    assert '"required": ["rain"]' in free.structured_output.source
+    assert again.structured_output == free.structured_output
+    assert must.structured_output is not None
+    assert "rain" not in must.structured_output.source
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -200,11 +187,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        for body, param in REFUSED:
-            status, named, message = await server.refusal(**{"input": "Hi"} | body)
-            assert (status, named) == (400, param), message
-            assert ".function" not in message or param == "input"
-        assert server.backend.works == []
-
-    ask(tokenizer, [], do)
+    server = ResponsesServer(tokenizer)
+    for body, param in REFUSED:
+        status, named, message = server.refusal(**{"input": "Hi"} | body)
+        assert (status, named) == (400, param), message
+        assert ".function" not in message or param == "input"
+    assert server.backend.works == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -17,118 +16,100 @@ from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     FACTS,
     MODEL,
-    ScriptedBackend,
-    byte_tokenizer,
-    http_client,
     says,
-    scripted_app,
 )
-from tests.unit.serve.api.responses_server import EVENT, ResponsesServer, ask
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+from tests.unit.serve.api.responses_server import EVENT, ResponsesServer
 
 
 def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(
-            model=MODEL,
-            input="Hi",
-            instructions="Be brief.",
-            metadata={"a": "b"},
-            temperature=0,
-            extra_body={"seed": 7, "top_k": 3},
-        )
-        reply = answer.model_dump()
-        Response.model_validate(reply)
-        assert answer.output_text == "Hello"
-        assert answer.status == "completed"
-        assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
-        assert answer.usage is not None
-        assert answer.usage.to_dict() == {
-            "input_tokens": 38,
-            "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
-            "output_tokens": 5,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": 43,
-        }
-        assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
-        assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
-        params = server.backend.works[0].params
-        assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
-        assert params.max_tokens == FACTS.max_length - 38
-
-    ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
+    server = ResponsesServer(tokenizer, says("Hel", "lo", cached_tokens=4))
+    answer = server.responses.create(
+        model=MODEL,
+        input="Hi",
+        instructions="Be brief.",
+        metadata={"a": "b"},
+        temperature=0,
+        extra_body={"seed": 7, "top_k": 3},
+    )
+    reply = answer.model_dump()
+    Response.model_validate(reply)
+    assert answer.output_text == "Hello"
+    assert answer.status == "completed"
+    assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
+    assert answer.usage is not None
+    assert answer.usage.to_dict() == {
+        "input_tokens": 38,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 43,
+    }
+    assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+    assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
+    params = server.backend.works[0].params
+    assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
+    assert params.max_tokens == FACTS.max_length - 38
 
 
 def test_a_stream_has_the_events_that_the_client_knows(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        events, types = await server.stream(model=MODEL, input="Hi")
-        assert types == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "completed",
-        ]
-        assert [one["delta"] for one in events if "delta" in one] == ["Hel", "lo"]
-        assert events[3]["part"]["text"] == ""
-        created, last = events[0]["response"], events[-1]["response"]
-        assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
-        [item] = last["output"]
-        assert item == events[-2]["item"]
-        assert item["content"][0] == events[-3]["part"]
-        assert item["content"][0]["text"] == events[-4]["text"] == "Hello"
-        assert {one["item_id"] for one in events if "item_id" in one} == {item["id"]}
-        assert (await server.http.get(f"/responses/{last['id']}")).json() == last
-
-    ask(tokenizer, [says("Hel", "lo")], do)
+    server = ResponsesServer(tokenizer, says("Hel", "lo"))
+    events, types = server.stream(model=MODEL, input="Hi")
+    assert types == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [one["delta"] for one in events if "delta" in one] == ["Hel", "lo"]
+    assert events[3]["part"]["text"] == ""
+    created, last = events[0]["response"], events[-1]["response"]
+    assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
+    [item] = last["output"]
+    assert item == events[-2]["item"]
+    assert item["content"][0] == events[-3]["part"]
+    assert item["content"][0]["text"] == events[-4]["text"] == "Hello"
+    assert {one["item_id"] for one in events if "item_id" in one} == {item["id"]}
+    assert server.http.get(f"/responses/{last['id']}").json() == last
 
 
 def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> None:
     class Place(BaseModel):
         city: str
 
-    async def do(server: ResponsesServer) -> None:
-        async with server.responses.stream(model=MODEL, input="Hi") as stream:
-            snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
-            final = await stream.get_final_response()
-        assert snapshots == ["Hel", "Hello"]
-        assert final.output_text == "Hello"
-        parsed = await server.responses.parse(model=MODEL, input="Where?", text_format=Place)
-        assert parsed.output_parsed == Place(city="Rome")
-        form = server.backend.works[1].params.structured_output
-        assert form is not None
-        assert json.loads(form.source)["properties"] == {"city": {"title": "City", "type": "string"}}
-        assert parsed.text is not None
-        assert parsed.text.format is not None
-        assert parsed.text.format.type == "json_schema"
-
-    ask(tokenizer, [says("Hel", "lo"), says('{"city": "Rome"}')], do)
+    server = ResponsesServer(tokenizer, says("Hel", "lo"), says('{"city": "Rome"}'))
+    with server.responses.stream(model=MODEL, input="Hi") as stream:
+        snapshots = [one.snapshot for one in stream if one.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert snapshots == ["Hel", "Hello"]
+    assert final.output_text == "Hello"
+    parsed = server.responses.parse(model=MODEL, input="Where?", text_format=Place)
+    assert parsed.output_parsed == Place(city="Rome")
+    form = server.backend.works[1].params.structured_output
+    assert form is not None
+    assert json.loads(form.source)["properties"] == {"city": {"title": "City", "type": "string"}}
+    assert parsed.text is not None
+    assert parsed.text.format is not None
+    assert parsed.text.format.type == "json_schema"
 
 
 def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     cut = FinishReason.LENGTH
-
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
-        assert answer.status == "incomplete"
-        assert answer.incomplete_details is not None
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
-        events = await server.events(model=MODEL, input="Hi", max_output_tokens=3)
-        assert EVENT.validate_python(events[-1]).type == "response.incomplete"
-        await server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
-        assert server.prompts[-1] == "user: Hi\nassistant: Hel\nuser: Go on.\nassistant: "
-
-    ask(tokenizer, [says("Hel", reason=cut), says("Hel", reason=cut), says("lo")], do)
+    server = ResponsesServer(tokenizer, says("Hel", reason=cut), says("Hel", reason=cut), says("lo"))
+    answer = server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
+    events = server.events(model=MODEL, input="Hi", max_output_tokens=3)
+    assert EVENT.validate_python(events[-1]).type == "response.incomplete"
+    server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+    assert server.prompts[-1] == "user: Hi\nassistant: Hel\nuser: Go on.\nassistant: "
 
 
 @pytest.mark.parametrize(
@@ -142,185 +123,154 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
 def test_a_failed_answer_has_an_error_and_is_not_stored(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, code: str
 ) -> None:
-    async def do(server: ResponsesServer) -> None:
-        assert (await server.refusal(input="Hi"))[0] == status
-        assert (await server.refusal(input="Hi", stream=True))[0] == status  # nothing has been said yet
-        *_, last = await server.events(input="Hi")
-        failed = EVENT.validate_python(last)
-        assert (failed.type, failed.response.status) == ("response.failed", "failed")
-        assert failed.response.error.code == code
-        assert failed.response.output_text == "Hel"
-        assert (await server.http.get(f"/responses/{failed.response.id}")).status_code == 404
-
-    ask(tokenizer, [[trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble]], do)
+    server = ResponsesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
+    assert server.refusal(input="Hi")[0] == status
+    assert server.refusal(input="Hi", stream=True)[0] == status  # nothing has been said yet
+    *_, last = server.events(input="Hi")
+    failed = EVENT.validate_python(last)
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert failed.response.error.code == code
+    assert failed.response.output_text == "Hel"
+    assert server.http.get(f"/responses/{failed.response.id}").status_code == 404
 
 
 def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        first = await server.responses.create(model=MODEL, input="One", instructions="Count.")
-        second = await server.responses.create(model=MODEL, input="Three", previous_response_id=first.id)
-        await server.responses.delete(first.id)
-        parts = [{"type": "input_text", "text": "Fi"}, {"type": "input_text", "text": "ve"}]
-        third = await server.responses.create(
-            model=MODEL,
-            instructions="Shout.",
-            input=[{"role": "developer", "content": "Odd."}, {"role": "user", "content": parts}],  # type: ignore[list-item,misc]
-            previous_response_id=second.id,
-        )
-        assert third.previous_response_id == second.id
-        assert server.prompts == [
-            "system: Count.\nuser: One\nassistant: ",
-            "user: One\nassistant: two\nuser: Three\nassistant: ",
-            "system: Shout.\nuser: One\nassistant: two\nuser: Three\nassistant: four\n"
-            "system: Odd.\nuser: Five\nassistant: ",
-        ]
-        gone = await server.refusal(input="x", previous_response_id=first.id)
-        assert gone[:2] == (400, "previous_response_id")
-        with pytest.raises(openai.NotFoundError):
-            await server.responses.retrieve(first.id)
-        assert (await server.responses.retrieve(second.id)).output_text == "four"
-        odd = await server.http.get(f"/responses/{second.id}?stream=true")
-        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "stream")
-
-    ask(tokenizer, [says("two"), says("four"), says("SIX")], do)
+    server = ResponsesServer(tokenizer, says("two"), says("four"), says("SIX"))
+    first = server.responses.create(model=MODEL, input="One", instructions="Count.")
+    second = server.responses.create(model=MODEL, input="Three", previous_response_id=first.id)
+    server.responses.delete(first.id)
+    parts = [{"type": "input_text", "text": "Fi"}, {"type": "input_text", "text": "ve"}]
+    third = server.responses.create(
+        model=MODEL,
+        instructions="Shout.",
+        input=[{"role": "developer", "content": "Odd."}, {"role": "user", "content": parts}],  # type: ignore[list-item,misc]
+        previous_response_id=second.id,
+    )
+    assert third.previous_response_id == second.id
+    assert server.prompts == [
+        "system: Count.\nuser: One\nassistant: ",
+        "user: One\nassistant: two\nuser: Three\nassistant: ",
+        "system: Shout.\nuser: One\nassistant: two\nuser: Three\nassistant: four\n"
+        "system: Odd.\nuser: Five\nassistant: ",
+    ]
+    gone = server.refusal(input="x", previous_response_id=first.id)
+    assert gone[:2] == (400, "previous_response_id")
+    with pytest.raises(openai.NotFoundError):
+        server.responses.retrieve(first.id)
+    assert server.responses.retrieve(second.id).output_text == "four"
+    odd = server.http.get(f"/responses/{second.id}?stream=true")
+    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "stream")
 
 
 def test_an_answer_belongs_to_the_key_of_its_request(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        app = scripted_app(tokenizer, ScriptedBackend(says("two"), says("four")), keys=["own", "other"])
-        async with http_client(app) as client:
+    server = ResponsesServer(tokenizer, keys=["own", "other"])
 
-            async def status_and_body(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
-                headers = {"Authorization": f"Bearer {key}"}
-                answer = await client.request(method, f"/responses{path}", headers=headers, json=body or None)
-                return answer.status_code, answer.json()
+    def status_and_body(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = server.http.request(method, f"/responses{path}", headers=headers, json=body or None)
+        return answer.status_code, answer.json()
 
-            _, first = await status_and_body("POST", "", "own", input="One")
-            place = f"/{first['id']}"
-            for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
-                status, reply = await status_and_body(method, place + more, "other")
-                assert (status, reply["error"]["code"]) == (404, "response_not_found")
-            status, reply = await status_and_body(
-                "POST", "", "other", input="Two", previous_response_id=first["id"]
-            )
-            assert (status, reply["error"]["code"]) == (400, "previous_response_not_found")
-            assert await status_and_body("GET", place, "own") == (200, first)
-            status, _ = await status_and_body(
-                "POST", "", "own", input="Three", previous_response_id=first["id"]
-            )
-            assert status == 200
-            assert (await status_and_body("DELETE", place, "own"))[0] == 200
-
-    asyncio.run(run())
+    _, first = status_and_body("POST", "", "own", input="One")
+    place = f"/{first['id']}"
+    for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+        status, reply = status_and_body(method, place + more, "other")
+        assert (status, reply["error"]["code"]) == (404, "response_not_found")
+    later: dict[str, Any] = {"input": "Two", "previous_response_id": first["id"]}
+    status, reply = status_and_body("POST", "", "other", **later)
+    assert (status, reply["error"]["code"]) == (400, "previous_response_not_found")
+    assert status_and_body("GET", place, "own") == (200, first)
+    assert status_and_body("POST", "", "own", **later)[0] == 200
+    assert status_and_body("DELETE", place, "own")[0] == 200
 
 
 def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        first = await server.responses.create(
-            model=MODEL, input="One", include=["message.output_text.logprobs"], store=False
-        )
-        back = [item.model_dump() for item in first.output]
-        items: Any = [{"role": "user", "content": "One"}, *back, {"role": "user", "content": "Three"}]
-        await server.responses.create(model=MODEL, input=items)
-        assert server.prompts[-1] == "user: One\nassistant: two\nuser: Three\nassistant: "
-
-    ask(tokenizer, [says("two", logprobs=True), says("four")], do)
+    server = ResponsesServer(tokenizer, says("two", logprobs=True), says("four"))
+    first = server.responses.create(
+        model=MODEL, input="One", include=["message.output_text.logprobs"], store=False
+    )
+    back = [item.model_dump() for item in first.output]
+    items: Any = [{"role": "user", "content": "One"}, *back, {"role": "user", "content": "Three"}]
+    server.responses.create(model=MODEL, input=items)
+    assert server.prompts[-1] == "user: One\nassistant: two\nuser: Three\nassistant: "
 
 
 def test_store_false_is_honoured(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        names = []
-        for store in (True, False, None, None):
-            answer = await server.responses.create(model=MODEL, input="Hi", store=store)
-            names.append(answer.id)
-        found = [(await server.http.get(f"/responses/{name}")).status_code for name in names]
-        assert found == [404, 404, 200, 200]  # two have room
-
-    ask(tokenizer, [says("a") for _ in range(4)], do, stored_responses=2)
-
-    async def without(server: ResponsesServer) -> None:
-        answer = await server.responses.create(model=MODEL, input="Hi")
-        assert answer.to_dict()["store"] is False
-        assert (await server.refusal(input="Hi", store=True))[:2] == (400, "store")
-
-    ask(tokenizer, [says("a")], without, stored_responses=0)
+    server = ResponsesServer(tokenizer, stored_responses=2)
+    answers = [
+        server.responses.create(model=MODEL, input="Hi", store=store) for store in (True, False, None, None)
+    ]
+    found = [server.http.get(f"/responses/{answer.id}").status_code for answer in answers]
+    assert found == [404, 404, 200, 200]  # two have room
+    without = ResponsesServer(tokenizer, stored_responses=0)
+    assert without.responses.create(model=MODEL, input="Hi").to_dict()["store"] is False
+    assert without.refusal(input="Hi", store=True)[:2] == (400, "store")
 
 
 def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
     wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-
-    async def do(server: ResponsesServer) -> None:
-        events = await server.events(input="Hi", **wanted)
-        deltas = [EVENT.validate_python(one) for one in events if one["type"] == "response.output_text.delta"]
-        assert [[p.token for p in one.logprobs] for one in deltas] == [["o"], ["k"]]
-        assert [p.logprob for p in deltas[0].logprobs[0].top_logprobs] == [-0.5]
-        answer = Response.model_validate(events[-1]["response"])
-        reply = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
-        assert [(p.token, p.bytes, len(p.top_logprobs)) for p in reply] == [("o", [111], 1), ("k", [107], 1)]
-        assert server.backend.works[0].params.logprobs == 1
-
-    ask(tokenizer, [says("o", "k", logprobs=True)], do)
+    server = ResponsesServer(tokenizer, says("o", "k", logprobs=True))
+    events = server.events(input="Hi", **wanted)
+    deltas = [EVENT.validate_python(one) for one in events if one["type"] == "response.output_text.delta"]
+    assert [[p.token for p in one.logprobs] for one in deltas] == [["o"], ["k"]]
+    assert [p.logprob for p in deltas[0].logprobs[0].top_logprobs] == [-0.5]
+    answer = Response.model_validate(events[-1]["response"])
+    reply = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert [(p.token, p.bytes, len(p.top_logprobs)) for p in reply] == [("o", [111], 1), ("k", [107], 1)]
+    assert server.backend.works[0].params.logprobs == 1
 
 
 def test_trees_are_sent_if_requested(tokenizer: Tokenizer) -> None:
     tree = {"tokens": [1, 2]}
-
-    async def do(server: ResponsesServer) -> None:
-        events = await server.events(input="Hi", trace=True)
-        assert [one["trees"] for one in events if "trees" in one] == [[tree]]
-        assert events[-1]["response"]["trees"] == [tree]
-        assert server.backend.works[0].traced
-
-    ask(tokenizer, [says("ok", trees=(tree,))], do)
+    server = ResponsesServer(tokenizer, says("ok", trees=(tree,)))
+    events = server.events(input="Hi", trace=True)
+    assert [one["trees"] for one in events if "trees" in one] == [[tree]]
+    assert events[-1]["response"]["trees"] == [tree]
+    assert server.backend.works[0].traced
 
 
 def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        first = await server.responses.create(model=MODEL, input="One")
-        listed = [one async for one in server.responses.input_items.list(first.id)]
-        [item] = [one.model_dump() for one in listed]
-        assert (item["type"], item["role"], item["status"]) == ("message", "user", "completed")
-        assert item["content"][0]["text"] == "One"
-        assert item["content"][0]["type"] == "input_text"
-        call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
-        items = [
-            {"role": "user", "content": [{"type": "input_text", "text": "Two"}]},
-            {"type": "message", "role": "assistant", "content": "Three", "id": "msg_3"},
-            call,
-            {"type": "function_call_output", "call_id": "c1", "output": "four"},
-        ]
-        second = await server.responses.create(model=MODEL, input=items, previous_response_id=first.id)  # type: ignore[arg-type]
-        page = await server.responses.input_items.list(second.id, limit=3, order="asc")
-        assert page.has_more is True  # type: ignore[attr-defined]
-        assert [one.type for one in page.data] == ["message", "message", "function_call"]
-        assert page.data[1].id == "msg_3"
-        found = [one async for one in server.responses.input_items.list(second.id, limit=1)]
-        assert [one.type for one in found] == ["function_call_output", "function_call", "message", "message"]
-        assert len({one.id for one in found}) == 4
-        behind = await server.responses.input_items.list(second.id, after="msg_3")
-        assert [one.type for one in behind.data] == ["message"]
-        for query, param in (
-            ("limit=0", "limit"),
-            ("limit=101", "limit"),
-            ("limit=x", "limit"),
-            ("order=up", "order"),
-            ("after=x", "after"),
-            ("include=x", "include"),
-        ):
-            refused = await server.http.get(f"/responses/{second.id}/input_items?{query}")
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-
-    ask(tokenizer, [says("ok")], do)
+    server = ResponsesServer(tokenizer, says("ok"))
+    first = server.responses.create(model=MODEL, input="One")
+    listed = list(server.responses.input_items.list(first.id))
+    [item] = [one.model_dump() for one in listed]
+    assert (item["type"], item["role"], item["status"]) == ("message", "user", "completed")
+    assert item["content"][0]["text"] == "One"
+    assert item["content"][0]["type"] == "input_text"
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Two"}]},
+        {"type": "message", "role": "assistant", "content": "Three", "id": "msg_3"},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "four"},
+    ]
+    second = server.responses.create(model=MODEL, input=items, previous_response_id=first.id)  # type: ignore[arg-type]
+    page = server.responses.input_items.list(second.id, limit=3, order="asc")
+    assert page.has_more is True  # type: ignore[attr-defined]
+    assert [one.type for one in page.data] == ["message", "message", "function_call"]
+    assert page.data[1].id == "msg_3"
+    found = list(server.responses.input_items.list(second.id, limit=1))
+    assert [one.type for one in found] == ["function_call_output", "function_call", "message", "message"]
+    assert len({one.id for one in found}) == 4
+    behind = server.responses.input_items.list(second.id, after="msg_3")
+    assert [one.type for one in behind.data] == ["message"]
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("order=up", "order"),
+        ("after=x", "after"),
+        ("include=x", "include"),
+    ):
+        refused = server.http.get(f"/responses/{second.id}/input_items?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_a_finished_answer_is_not_cancelled(tokenizer: Tokenizer) -> None:
-    async def do(server: ResponsesServer) -> None:
-        answer = await server.responses.create(model=MODEL, input="One")
-        with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
-            await server.responses.cancel(answer.id)
-        with pytest.raises(openai.NotFoundError):
-            await server.responses.cancel("resp_none")
-        with pytest.raises(openai.NotFoundError):
-            await server.responses.input_items.list("resp_" + "x" * 10_000)
-
-    ask(tokenizer, [says("ok")], do)
+    server = ResponsesServer(tokenizer, says("ok"))
+    answer = server.responses.create(model=MODEL, input="One")
+    with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
+        server.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        server.responses.cancel("resp_none")
+    with pytest.raises(openai.NotFoundError):
+        server.responses.input_items.list("resp_" + "x" * 10_000)

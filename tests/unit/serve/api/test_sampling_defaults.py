@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from specinfer import LLM, SamplingParams
@@ -17,13 +15,10 @@ from specinfer.serve.api.infill import InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     ScriptedBackend,
-    byte_tokenizer,
-    http_client,
-    says,
-    scripted_app,
     scripted_service,
 )
 from tests.tiny_models import write_tiny_llama
+from tests.unit.serve.asked import Asked
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
 HI = [{"role": "user", "content": "hi"}]
@@ -34,21 +29,10 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("recommending"))
-
-
 def asked(tokenizer: Tokenizer, sampling: dict[str, float], path: str, **more: Any) -> SamplingParams:
-    backend = ScriptedBackend(says("a"))
-
-    async def run() -> None:
-        async with http_client(scripted_app(tokenizer, backend, sampling=sampling)) as client:
-            answer = await client.post(path, json=BODIES[path] | more)
-            assert answer.status_code == 200, answer.text
-
-    asyncio.run(run())
-    return backend.works[0].params
+    server = Asked(tokenizer, sampling=sampling)
+    server.ok(path, **BODIES[path] | more)
+    return server.backend.works[0].params
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -66,14 +50,10 @@ def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer, 
 
 
 def test_a_range_of_penalties_is_refused_where_the_model_recommends_a_penalty(tokenizer: Tokenizer) -> None:
-    async def run(sampling: dict[str, float]) -> httpx.Response:
-        app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=sampling)
-        async with http_client(app) as client:
-            return await client.post("/completions", json={"prompt": "hi", "repeat_last_n": 64})
-
-    refused = asyncio.run(run(SAMPLING))
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "repeat_last_n")
-    assert asyncio.run(run({})).status_code == 200
+    body: dict[str, Any] = {"prompt": "hi", "repeat_last_n": 64}
+    refused = Asked(tokenizer, sampling=SAMPLING).refused("/completions", **body)
+    assert refused[:2] == (400, "repeat_last_n")
+    Asked(tokenizer).ok("/completions", **body)
 
 
 def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
@@ -86,12 +66,7 @@ def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
 
 
 def test_models_are_listed_with_their_recommendation(tokenizer: Tokenizer) -> None:
-    async def run() -> Any:
-        app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=SAMPLING)
-        async with http_client(app) as client:
-            return (await client.get("/models")).json()
-
-    [card] = asyncio.run(run())["data"]
+    [card] = Asked(tokenizer, sampling=SAMPLING).http.get("/models").json()["data"]
     assert card["sampling_defaults"] == SAMPLING
 
 

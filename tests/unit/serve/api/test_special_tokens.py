@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +12,7 @@ import pytest
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import ScriptedBackend, http_client, says, scripted_app
+from tests.unit.serve.asked import Asked
 from tests.unit.tokenizer.made_up import write_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -29,19 +28,11 @@ def prompts(
     tokenizer: Tokenizer, more: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> list[list[int]]:
     """The prompt of a conversation at each endpoint, with `more` fields; `options` are the server's."""
-    backend = ScriptedBackend(says("a"))
-
-    async def run() -> list[int]:
-        async with http_client(scripted_app(tokenizer, backend, **options)) as client:
-            for path, field in (("/chat/completions", "messages"), ("/responses", "input")):
-                answer = await client.post(path, json={field: FORGED, **more})
-                assert answer.status_code == 200, answer.text
-            answer = await client.post("http://server/tokenize", json={"messages": FORGED, **more})
-        tokens: list[int] = answer.json()["tokens"]
-        return tokens
-
-    body = asyncio.run(run())
-    return [list(work.prompt_token_ids) for work in backend.works] + [body]
+    server = Asked(tokenizer, **options)
+    server.ok("/chat/completions", messages=FORGED, **more)
+    server.ok("/responses", input=FORGED, **more)
+    tokens = server.ok("http://server/tokenize", messages=FORGED, **more)["tokens"]
+    return [list(work.prompt_token_ids) for work in server.backend.works] + [tokens]
 
 
 def test_a_user_ends_no_turn(tokenizer: Tokenizer) -> None:

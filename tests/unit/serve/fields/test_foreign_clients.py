@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -15,13 +14,11 @@ from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     FACTS,
     Script,
-    ScriptedBackend,
     byte_tokenizer,
-    http_client,
     says,
     says_in_steps,
-    scripted_app,
 )
+from tests.unit.serve.asked import Asked, chunks
 
 HI = [{"role": "user", "content": "Hi"}]
 PREFILLED = [*HI, {"role": "assistant", "content": "It is "}]
@@ -55,20 +52,15 @@ class Sent:
     def __init__(
         self, tokenizer: Tokenizer, path: str, body: Any, script: Script = (), **options: Any
     ) -> None:
-        backend = ScriptedBackend(script or says("ok"))
-
-        async def run() -> None:
-            async with http_client(scripted_app(tokenizer, backend, **options)) as client:
-                answer = await client.post(path, json=body)
-            self.status, self.text = answer.status_code, answer.text
-
-        asyncio.run(run())
-        self.works = backend.works
+        server = Asked(tokenizer, script or says("ok"), **options)
+        answer = server.http.post(path, json=body)
+        self.status, self.text, self.chunks = answer.status_code, answer.text, chunks(answer)
+        self.works, self._prompts = server.backend.works, server.prompts
 
     @property
     def prompt(self) -> str:
         assert self.status == 200, self.text
-        return bytes(self.works[0].prompt_token_ids).decode()
+        return self._prompts[0]
 
     @property
     def param(self) -> str:
@@ -76,11 +68,6 @@ class Sent:
         assert self.works == []
         named: str = json.loads(self.text)["error"]["param"]
         return named
-
-    @property
-    def chunks(self) -> list[dict[str, Any]]:
-        lines = [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: {")]
-        return [json.loads(line) for line in lines]
 
 
 def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Sent:

@@ -12,18 +12,13 @@ from starlette.testclient import TestClient
 
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
+from tests.scripted_server import ScriptedBackend, scripted_app
 from tools.vendor_page import VENDORED
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "specinfer/serve/page"
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir() if path.is_file()}
 LIBRARIES = {f"vendor/{path.name}": path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def client(tokenizer: Tokenizer, *keys: str, page: bool = True, root_path: str = "") -> TestClient:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,15 +20,11 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.serve.observe.spans import Spans
 from specinfer.serve.startup import observers
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import MODEL, says
+from tests.unit.serve.asked import Asked
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def spans_of(
@@ -44,14 +39,10 @@ def spans_of(
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans = Spans(provider, MODEL)
-
-    async def run() -> str:
-        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), observers=[spans.observe]))
-        return str((await client.post(path, json=body, headers=headers)).headers["x-request-id"])
-
-    request_id = asyncio.run(run())
+    http = Asked(tokenizer, *answers, observers=[spans.observe]).http
+    answer = http.post(path, json=body, headers=headers)
     spans.close()
-    return list(exporter.get_finished_spans()), request_id
+    return list(exporter.get_finished_spans()), answer.headers["x-request-id"]
 
 
 def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> None:

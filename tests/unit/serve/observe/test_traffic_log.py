@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import threading
@@ -21,14 +20,10 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.serve.observe.traffic_log import PrivateLines, TrafficLog
 from specinfer.serve.startup import observers
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import MODEL, says
+from tests.unit.serve.asked import Asked
 
 SECRET = "my secret"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Logged:
@@ -106,7 +101,6 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     script[-1] = Delta(
         "", "\u00e9", (195, 169), finish_reason=FinishReason.STOP, figures=figures, cached_tokens=3
     )
-    backend = ScriptedBackend(script)
     body = {
         "messages": [{"role": "user", "content": SECRET}],
         "temperature": 0.5,
@@ -118,20 +112,17 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
         "speculation": False,
     }
 
-    async def run() -> str:
-        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
-        answer = await client.post("/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return str(answer.headers["x-request-id"])
-
-    request_id = asyncio.run(run())
+    answer = Asked(tokenizer, script, observers=[logged.log.observe]).http.post(
+        "/chat/completions", json=body
+    )
+    assert answer.status_code == 200, answer.text
     [line] = logged.lines()
     assert line.pop("time")[-1] == "Z"
     assert 0 <= line.pop("first_token_seconds") <= line.pop("seconds") < 60
     assert line.pop("params").pop("speculation")["enabled"] is False
     prompt = f"user: {SECRET}\nassistant: "
     assert line == {
-        "request_id": request_id,
+        "request_id": answer.headers["x-request-id"],
         "index": 0,
         "model": MODEL,
         "prompt": prompt,
@@ -155,20 +146,12 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
 
 def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokenizer: Tokenizer) -> None:
     cut, wrong = FinishReason.LENGTH, Delta("", finish_reason=FinishReason.ERROR, error="no token is left")
-    backend = ScriptedBackend(
-        says("one"), says("two", reason=cut), [wrong], [Delta("", "y", (121,)), BackendError("died")]
-    )
-
-    async def run() -> list[str]:
-        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
-        answers = [
-            await client.post("/completions", json={"prompt": "p", **more})
-            for more in ({"n": 2, "stream": True}, {}, {})
-        ]
-        assert [answer.status_code for answer in answers] == [200, 400, 500]
-        return [answer.headers["x-request-id"] for answer in answers]
-
-    first, *_ = asyncio.run(run())
+    scripts = says("one"), says("two", reason=cut), [wrong], [Delta("", "y", (121,)), BackendError("died")]
+    http = Asked(tokenizer, *scripts, observers=[logged.log.observe]).http
+    asked = ({"n": 2, "stream": True}, {}, {})
+    answers = [http.post("/completions", json={"prompt": "p", **more}) for more in asked]
+    assert [answer.status_code for answer in answers] == [200, 400, 500]
+    first = answers[0].headers["x-request-id"]
     found = [(one["request_id"], one["index"], one["text"], one["finish_reason"]) for one in logged.lines()]
     assert found == [(first, 0, "one", "stop"), (first, 1, "two", "length")]
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import Script, ScriptedServer, byte_tokenizer, scripted_server
+from tests.scripted_server import Script, ScriptedServer, scripted_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -23,11 +23,6 @@ FLAGS = (
     "--host-resolver-rules=MAP page.test 127.0.0.1",  # a name that is not localhost, without HTTPS
 )
 Serving = Callable[..., ScriptedServer]
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
