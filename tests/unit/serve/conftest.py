@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import socket
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.backend.handles import Handle
 from tests.unit.serve.backend.listeners import SEEDS, TOKENS
+from tests.virtual_time import run_virtual
 
 # Calls in the format of Hermes, and reasoning tags.
 TEMPLATE = (
@@ -26,6 +29,17 @@ TEMPLATE = (
     "</tool_call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine; in virtual time with the fixture of that name."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run = run_virtual if "virtual" in pyfuncitem.fixturenames else asyncio.run
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +87,12 @@ def taken_port() -> Iterator[int]:
 
 
 @pytest.fixture
-def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+def virtual() -> None:
+    """The test runs in virtual time; it must not wait for sockets."""
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch, virtual: None) -> list[Handle]:
     """The started engines, in order."""
     monkeypatch.setattr(replica, "EngineChild", Handle)
     monkeypatch.setattr(Handle, "made", [])

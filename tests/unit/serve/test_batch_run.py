@@ -156,7 +156,7 @@ def test_a_run_continues_an_existing_file(tokenizer: Tokenizer, tmp_path: Path) 
     assert first.items() <= {name: record["id"] for name, record in batch.by_name.items()}.items()
 
 
-def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(tmp_path, *(ask(str(i)) for i in range(40)))
     most = 0
 
@@ -173,12 +173,9 @@ def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_
             finally:
                 self.busy -= 1
 
-    async def run() -> None:
-        app = scripted_app(tokenizer, Counting(says("a", "b", "c")))
-        with BatchAnswers(batch.target) as answers:
-            await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
-
-    asyncio.run(run())
+    app = scripted_app(tokenizer, Counting(says("a", "b", "c")))
+    with BatchAnswers(batch.target) as answers:
+        await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
     assert most == 3
     assert len(batch.by_name) == 40
 

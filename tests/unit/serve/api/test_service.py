@@ -71,26 +71,23 @@ def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
 
 
 # About 3 s: it waits for time limits.
-def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        backend = Slow()
-        service = service_of(backend, tokenizer)
-        first = service.answer([(1,), (2,)], [GREEDY, GREEDY])
-        assert (await anext(first))[1].text == "a"
-        assert service.busy == 2
-        with pytest.raises(
-            ApiError, match="2 answers are in progress or waiting, and this request has 2"
-        ) as error:
-            await anext(service.answer([(3,)], [SamplingParams(n=2)]))
-        assert error.value.status == 429
-        assert error.value.headers == {"Retry-After": "1"}
-        async with aclosing(service.answer([(3,)], [GREEDY])) as third:  # there is room for one
-            await anext(third)
-        await first.aclose()
-        assert service.busy == 0
-        assert sorted(backend.gone) == sorted(work.id for work in backend.works)
-
-    asyncio.run(run())
+async def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -> None:
+    backend = Slow()
+    service = service_of(backend, tokenizer)
+    first = service.answer([(1,), (2,)], [GREEDY, GREEDY])
+    assert (await anext(first))[1].text == "a"
+    assert service.busy == 2
+    with pytest.raises(
+        ApiError, match="2 answers are in progress or waiting, and this request has 2"
+    ) as error:
+        await anext(service.answer([(3,)], [SamplingParams(n=2)]))
+    assert error.value.status == 429
+    assert error.value.headers == {"Retry-After": "1"}
+    async with aclosing(service.answer([(3,)], [GREEDY])) as third:  # there is room for one
+        await anext(third)
+    await first.aclose()
+    assert service.busy == 0
+    assert sorted(backend.gone) == sorted(work.id for work in backend.works)
 
 
 @pytest.mark.parametrize(
@@ -119,29 +116,23 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(
     assert error.value.body["error"]["param"] == param
 
 
-def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        service = service_of(Slow(), tokenizer)
-        service.draining = True
-        with pytest.raises(ApiError, match="shutting down") as error:
-            await anext(service.answer([(1,)], [GREEDY]))
-        assert error.value.status == 503
-
-    asyncio.run(run())
+async def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokenizer) -> None:
+    service = service_of(Slow(), tokenizer)
+    service.draining = True
+    with pytest.raises(ApiError, match="shutting down") as error:
+        await anext(service.answer([(1,)], [GREEDY]))
+    assert error.value.status == 503
 
 
-def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        backend = Slow()
-        backend.trouble = "the engine died"
-        backend.more.set()
-        answer = service_of(backend, tokenizer).answer([(1,)], [GREEDY])
+async def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer) -> None:
+    backend = Slow()
+    backend.trouble = "the engine died"
+    backend.more.set()
+    answer = service_of(backend, tokenizer).answer([(1,)], [GREEDY])
+    await anext(answer)
+    with pytest.raises(ApiError, match="the engine died") as error:
         await anext(answer)
-        with pytest.raises(ApiError, match="the engine died") as error:
-            await anext(answer)
-        assert error.value.status == 500
-
-    asyncio.run(run())
+    assert error.value.status == 500
 
 
 @pytest.mark.parametrize(
@@ -241,19 +232,16 @@ def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
 
 
-def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        backend = Slow()
-        backend.more.set()
-        service = service_of(backend, tokenizer)
-        answers = service.answer([(1,)], [SamplingParams(n=2)])
-        assert [number async for number, _ in answers] == [0, 1, 0, 1]
-        assert [work.index for work in backend.works] == [0, 1]
-        seeds = {work.params.seed for work in backend.works}
-        assert len(seeds) == 1
-        assert None not in seeds
-
-    asyncio.run(run())
+async def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
+    backend = Slow()
+    backend.more.set()
+    service = service_of(backend, tokenizer)
+    answers = service.answer([(1,)], [SamplingParams(n=2)])
+    assert [number async for number, _ in answers] == [0, 1, 0, 1]
+    assert [work.index for work in backend.works] == [0, 1]
+    seeds = {work.params.seed for work in backend.works}
+    assert len(seeds) == 1
+    assert None not in seeds
 
 
 REPORTS = (None, {2: Logprob(-0.5, 1, "b")})

@@ -25,7 +25,6 @@ from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, Work
 from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce
-from tests.virtual_time import run_virtual
 
 # It is ready at once, and the first time it does something else then.
 ENGINE = """#!{python}
@@ -71,7 +70,7 @@ def threads() -> list[str]:
     return sorted(one.name for one in threading.enumerate() if one.name.startswith("engine-"))
 
 
-def test_an_engine_that_dies_when_it_is_ready_is_restarted(
+async def test_an_engine_that_dies_when_it_is_ready_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
@@ -84,32 +83,24 @@ def test_an_engine_that_dies_when_it_is_ready_is_restarted(
         return made
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
-
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"))
-        await backend.start()
-        await until(lambda: restarts(backend) == 1)
-        await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
-        assert backend.pids[0] is not None
-        await backend.close()
-        await until(lambda: not threads())
-
-    asyncio.run(run())
+    backend = ReplicaBackend(EngineConfig(model="m"))
+    await backend.start()
+    await until(lambda: restarts(backend) == 1)
+    await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
+    assert backend.pids[0] is not None
+    await backend.close()
+    await until(lambda: not threads())
 
 
-def test_an_engine_that_stays_stopped_is_restarted(
+async def test_an_engine_that_stays_stopped_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_engines_that("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", tmp_path, monkeypatch)
     monkeypatch.setattr(replica, "_STOPPED_SECONDS", 1)
-
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"), timeout=600)
-        await backend.start()
-        await until(lambda: restarts(backend) == 1)
-        await backend.close()
-
-    asyncio.run(run())
+    backend = ReplicaBackend(EngineConfig(model="m"), timeout=600)
+    await backend.start()
+    await until(lambda: restarts(backend) == 1)
+    await backend.close()
     assert "the engine has been stopped for 1 seconds and is killed" in caplog.text
 
 
@@ -132,7 +123,7 @@ def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
     assert asyncio.run(run()).status == 0  # it was not killed
 
 
-def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
+async def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engines_that("connection.close(); time.sleep(600)", tmp_path, monkeypatch)
@@ -144,15 +135,11 @@ def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", waiting)
-
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"))
-        await backend.start()
-        await until(lambda: restarts(backend) == 1)
-        waits.append("the second one")
-        await backend.close()
-
-    asyncio.run(run())
+    backend = ReplicaBackend(EngineConfig(model="m"))
+    await backend.start()
+    await until(lambda: restarts(backend) == 1)
+    waits.append("the second one")
+    await backend.close()
     first, of_second = waits[: waits.index("the second one")], waits[waits.index("the second one") + 1 :]
     assert set(first) == {"engine-reader"}
     assert of_second  # it was waited for
@@ -187,7 +174,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", DEATHS)
-def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handles: list[Handle]) -> None:
+async def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handles: list[Handle]) -> None:
     case = DEATHS[name]
     ended: dict[str, str] = {}
     lengths: dict[str, int] = {}
@@ -214,27 +201,24 @@ def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handles: li
             engine.gone += [work.id] * last
             engine.writes(work.id, 7, last=last)
 
-    async def run() -> None:
-        config = EngineConfig(model="m").with_options({"max_batch_size": 2})
-        backend = ReplicaBackend(config, replicas)
-        await backend.start()
+    config = EngineConfig(model="m").with_options({"max_batch_size": 2})
+    backend = ReplicaBackend(config, replicas)
+    await backend.start()
+    await asyncio.sleep(1)
+    asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
+    await asyncio.sleep(0)
+    while not all(one.done() for one in asked):
+        assert len(handles) < 40, "it would die for ever"
+        for engine in [one for one in handles if one.status is None]:
+            step(engine)
         await asyncio.sleep(1)
-        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
-        await asyncio.sleep(0)
-        while not all(one.done() for one in asked):
-            assert len(handles) < 40, "it would die for ever"
-            for engine in [one for one in handles if one.status is None]:
-                step(engine)
-            await asyncio.sleep(1)
-        await backend.close()
-
-    run_virtual(run())
+    await backend.close()
     assert sorted(ended) == list(case.blamed)
     assert all("died 3 times in a row" in reason for reason in ended.values())
     assert lengths == {name: 3 for name in "abcd" if name not in case.blamed}
 
 
-def test_requests_fail_if_no_engine_can_be_started(
+async def test_requests_fail_if_no_engine_can_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", StartsOnce)
@@ -243,86 +227,77 @@ def test_requests_fail_if_no_engine_can_be_started(
         async for _ in backend.generate([WORK]):
             raise AssertionError("no answer is possible")
 
-    async def test() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"))
-        await backend.start()
-        handles[0].dies()
-        for _ in range(2):  # works from before and after the replica was given up
-            with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
-                await asyncio.wait_for(ask(backend), 300)
-            await asyncio.sleep(1000)
-        await asyncio.sleep(2000 * 60)  # it is tried again, however often
-        tried = len(handles)
-        assert tried > 1500
-        await asyncio.sleep(120)
-        assert len(handles) > tried
-        await backend.close()
-
-    run_virtual(test())
-
-
-def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
-        await backend.start()
-        received = asyncio.ensure_future(anext(backend.generate([WORK])))
+    backend = ReplicaBackend(EngineConfig(model="m"))
+    await backend.start()
+    handles[0].dies()
+    for _ in range(2):  # works from before and after the replica was given up
+        with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
+            await asyncio.wait_for(ask(backend), 300)
         await asyncio.sleep(1000)
-        assert not handles[0].killed  # it is idle
-        for step in range(50):  # steps end, or the running step reads weights
-            handles[0].state = Statistics(steps=1 + step // 9, streamed_bytes=step, step_seconds=1e4)
-            await asyncio.sleep(100)
-        assert not handles[0].killed
-        handles[0].state = Statistics()
-        handles[0].is_stopped = True
-        await asyncio.sleep(60)
-        handles[0].is_stopped = False  # half of the time is not enough
-        await asyncio.sleep(1000)
-        assert not handles[0].killed
-        handles[0].is_stopped = True
-        await asyncio.sleep(119)
-        assert not handles[0].killed
-        await asyncio.sleep(20)
-        assert handles[0].killed
-        assert restarts(backend) == 1
-        assert [work.id for work in handles[1].given] == ["w"]
-        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
-        assert (await received).text == "x"
-        await asyncio.sleep(1000)
-        assert len(handles) == 2
-        await backend.close()
-        await asyncio.sleep(1)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(run())
+    await asyncio.sleep(2000 * 60)  # it is tried again, however often
+    tried = len(handles)
+    assert tried > 1500
+    await asyncio.sleep(120)
+    assert len(handles) > tried
+    await backend.close()
 
 
-def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
+async def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
+    backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
+    await backend.start()
+    received = asyncio.ensure_future(anext(backend.generate([WORK])))
+    await asyncio.sleep(1000)
+    assert not handles[0].killed  # it is idle
+    for step in range(50):  # steps end, or the running step reads weights
+        handles[0].state = Statistics(steps=1 + step // 9, streamed_bytes=step, step_seconds=1e4)
+        await asyncio.sleep(100)
+    assert not handles[0].killed
+    handles[0].state = Statistics()
+    handles[0].is_stopped = True
+    await asyncio.sleep(60)
+    handles[0].is_stopped = False  # half of the time is not enough
+    await asyncio.sleep(1000)
+    assert not handles[0].killed
+    handles[0].is_stopped = True
+    await asyncio.sleep(119)
+    assert not handles[0].killed
+    await asyncio.sleep(20)
+    assert handles[0].killed
+    assert restarts(backend) == 1
+    assert [work.id for work in handles[1].given] == ["w"]
+    handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+    assert (await received).text == "x"
+    await asyncio.sleep(1000)
+    assert len(handles) == 2
+    await backend.close()
+    await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
     handles: list[Handle], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
-        await backend.start()
-        received = asyncio.ensure_future(anext(backend.generate([WORK])))
-        await asyncio.sleep(13)
-        began = asyncio.get_running_loop().time()
-        for _ in range(119):  # until a second before the limit
-            handles[0].state = Statistics(
-                steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
-            )
-            await asyncio.sleep(1)
-        assert not handles[0].killed
-        await asyncio.sleep(14)
-        assert handles[0].killed
-        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
-        assert (await received).text == "x"
-        await backend.close()
-
-    run_virtual(run())
+    backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
+    await backend.start()
+    received = asyncio.ensure_future(anext(backend.generate([WORK])))
+    await asyncio.sleep(13)
+    began = asyncio.get_running_loop().time()
+    for _ in range(119):  # until a second before the limit
+        handles[0].state = Statistics(
+            steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
+        )
+        await asyncio.sleep(1)
+    assert not handles[0].killed
+    await asyncio.sleep(14)
+    assert handles[0].killed
+    handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+    assert (await received).text == "x"
+    await backend.close()
     assert "step 7 of the engine has made no progress for 120 seconds" in caplog.text
 
 
 @pytest.mark.thorough
-def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
+async def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
     options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": True}
     config = EngineConfig.from_options(str(folder), options)
     works = [
@@ -339,24 +314,21 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
                     break
         return tokens
 
-    async def run() -> None:
-        backend = ReplicaBackend(config)
-        await backend.start()
-        try:
-            expected = [await hear(backend, work, 300) for work in works[:3]]
-            again = [replace(work, id=f"again {work.id}") for work in works[:3]]
-            received = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
-            gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
-            await asyncio.gather(*gone)
-            assert backend.pids[0] is not None
-            os.kill(backend.pids[0], signal.SIGKILL)
-            assert await asyncio.gather(*received) == expected
-            await until(lambda: restarts(backend) == 1)
-            await asyncio.sleep(0.5)  # the last step sends its tokens before it frees their blocks
-            health = await backend.health()
-            assert health.state is not None
-            assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)
-        finally:
-            await backend.close()
-
-    asyncio.run(run())
+    backend = ReplicaBackend(config)
+    await backend.start()
+    try:
+        expected = [await hear(backend, work, 300) for work in works[:3]]
+        again = [replace(work, id=f"again {work.id}") for work in works[:3]]
+        received = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
+        gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
+        await asyncio.gather(*gone)
+        assert backend.pids[0] is not None
+        os.kill(backend.pids[0], signal.SIGKILL)
+        assert await asyncio.gather(*received) == expected
+        await until(lambda: restarts(backend) == 1)
+        await asyncio.sleep(0.5)  # the last step sends its tokens before it frees their blocks
+        health = await backend.health()
+        assert health.state is not None
+        assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)
+    finally:
+        await backend.close()

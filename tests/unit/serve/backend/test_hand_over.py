@@ -17,66 +17,59 @@ from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, EngineInfo
 from specinfer.serve.observe.metrics import Metrics
 from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, given, replicas
-from tests.virtual_time import run_virtual
 
 
-def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
+async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
     handles: list[Handle],
 ) -> None:
-    async def run() -> None:
-        async with replicas(2) as backend:
-            assert [one.number for one in handles] == [0, 1]
-            works = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
-            await asyncio.sleep(0)
-            homes = {name: one.number for one in handles for name in given(one)}
-            assert len(homes) == len(works)
-            assert set(homes.values()) == {0, 1}
-            assert all(homes[f"{who}1"] == homes[f"{who}2"] for who in "abcdef")
-            first, second = handles
-            mine, theirs = set(given(first)), set(given(second))
-            for one in works:
-                handles[homes[one.name]].writes(one.name, 1, 2)
-            first.says("busy", sorted(mine))
-            first.dies()
-            assert given(second) == {name: (1, 2) if name in mine else () for name in mine | theirs}
-            first.writes(min(mine), 3)  # a message that came late
-            assert len(handles) == 2  # the next engine is not there yet
-            for one in works:
-                second.writes(one.name, 3, last=True)
-            assert [await one.task for one in works] == [[1, 2, 3]] * len(works)
-            await asyncio.sleep(1)
-            again = [Answering(backend, f"{who}3", session=who) for who in "abcdef"]
-            await asyncio.sleep(0)
-            back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
-            assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
-            assert (await backend.health()).handed_on == len(mine)
-            for task in again:
-                task.task.cancel()
-
-    run_virtual(run())
+    async with replicas(2) as backend:
+        assert [one.number for one in handles] == [0, 1]
+        works = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
+        await asyncio.sleep(0)
+        homes = {name: one.number for one in handles for name in given(one)}
+        assert len(homes) == len(works)
+        assert set(homes.values()) == {0, 1}
+        assert all(homes[f"{who}1"] == homes[f"{who}2"] for who in "abcdef")
+        first, second = handles
+        mine, theirs = set(given(first)), set(given(second))
+        for one in works:
+            handles[homes[one.name]].writes(one.name, 1, 2)
+        first.says("busy", sorted(mine))
+        first.dies()
+        assert given(second) == {name: (1, 2) if name in mine else () for name in mine | theirs}
+        first.writes(min(mine), 3)  # a message that came late
+        assert len(handles) == 2  # the next engine is not there yet
+        for one in works:
+            second.writes(one.name, 3, last=True)
+        assert [await one.task for one in works] == [[1, 2, 3]] * len(works)
+        await asyncio.sleep(1)
+        again = [Answering(backend, f"{who}3", session=who) for who in "abcdef"]
+        await asyncio.sleep(0)
+        back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
+        assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
+        assert (await backend.health()).handed_on == len(mine)
+        for task in again:
+            task.task.cancel()
 
 
-def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
+async def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        async with replicas(1) as backend:
-            monkeypatch.setattr(Handle, "fingerprint", "another")
-            started, new = Answering(backend, "begun"), Answering(backend, "new")
-            await asyncio.sleep(0)
-            handles[0].writes("begun", 1)
-            handles[0].dies()
-            with pytest.raises(BackendError, match="have another model, kernels or code"):
-                await started.task
-            assert started.tokens == [1]
-            assert list(given(handles[1])) == ["new"]
-            handles[1].writes("new", 1, last=True)
-            assert await new.task == [1]
-
-    run_virtual(run())
+    async with replicas(1) as backend:
+        monkeypatch.setattr(Handle, "fingerprint", "another")
+        started, new = Answering(backend, "begun"), Answering(backend, "new")
+        await asyncio.sleep(0)
+        handles[0].writes("begun", 1)
+        handles[0].dies()
+        with pytest.raises(BackendError, match="have another model, kernels or code"):
+            await started.task
+        assert started.tokens == [1]
+        assert list(given(handles[1])) == ["new"]
+        handles[1].writes("new", 1, last=True)
+        assert await new.task == [1]
 
 
-def test_a_suspect_waits_for_an_engine_without_others(
+async def test_a_suspect_waits_for_an_engine_without_others(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Late(Handle):
@@ -84,36 +77,33 @@ def test_a_suspect_waits_for_an_engine_without_others(
             await asyncio.sleep(10)
             return await super().start(*given)
 
-    async def run() -> None:
-        async with replicas(3) as backend:
-            monkeypatch.setattr(replica, "EngineChild", Late)
-            works = [Answering(backend, name, session=name) for name in "abcdefghi"]
-            await asyncio.sleep(0)
-            killer = "a"
-            for _ in range(2):
-                [where] = [one for one in handles if one.status is None and killer in given(one)]
-                for name in set(given(where)) - {killer}:
-                    where.writes(name, 1)
-                    where.writes(name, 1)
-                where.says("busy", list(given(where)))
-                where.dies()
-            last = next(one for one in handles if one.status is None)
-            assert sorted(given(last)) == list("bcdefghi")
-            await asyncio.sleep(11)
-            fresh = [one for one in handles[3:] if given(one)]
-            assert [list(given(one)) for one in fresh] == [[killer]]
-            new = [Answering(backend, name, session=name) for name in "uvwxyz"]
-            await asyncio.sleep(0)
-            assert list(given(fresh[0])) == [killer]
-            assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
-            fresh[0].says("busy", [killer])
-            fresh[0].dies()
-            with pytest.raises(BackendError, match="died 3 times in a row"):
-                await works[0].task
-            for one in (*works[1:], *new):
-                one.task.cancel()
-
-    run_virtual(run())
+    async with replicas(3) as backend:
+        monkeypatch.setattr(replica, "EngineChild", Late)
+        works = [Answering(backend, name, session=name) for name in "abcdefghi"]
+        await asyncio.sleep(0)
+        killer = "a"
+        for _ in range(2):
+            [where] = [one for one in handles if one.status is None and killer in given(one)]
+            for name in set(given(where)) - {killer}:
+                where.writes(name, 1)
+                where.writes(name, 1)
+            where.says("busy", list(given(where)))
+            where.dies()
+        last = next(one for one in handles if one.status is None)
+        assert sorted(given(last)) == list("bcdefghi")
+        await asyncio.sleep(11)
+        fresh = [one for one in handles[3:] if given(one)]
+        assert [list(given(one)) for one in fresh] == [[killer]]
+        new = [Answering(backend, name, session=name) for name in "uvwxyz"]
+        await asyncio.sleep(0)
+        assert list(given(fresh[0])) == [killer]
+        assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
+        fresh[0].says("busy", [killer])
+        fresh[0].dies()
+        with pytest.raises(BackendError, match="died 3 times in a row"):
+            await works[0].task
+        for one in (*works[1:], *new):
+            one.task.cancel()
 
 
 class OfItsOwnKind(Handle):
@@ -124,29 +114,25 @@ class OfItsOwnKind(Handle):
         self.fingerprint = f"kind {number}"
 
 
-def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
+async def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
-
-    async def run() -> None:
-        async with replicas(2) as backend:
-            works = [Answering(backend, name, session=name) for name in "abcdef"]
-            await asyncio.sleep(0)
-            untouched, *started = sorted(given(handles[0]))
-            for name in started:
-                handles[0].writes(name, 1)
-            before = set(given(handles[1]))
-            handles[0].dies()
-            assert set(given(handles[1])) - before == {untouched}
-            assert started
-            await asyncio.sleep(1)
-            assert handles[2].number == 0
-            assert given(handles[2]) == dict.fromkeys(started, (1,))
-            for one in works:
-                one.task.cancel()
-
-    run_virtual(run())
+    async with replicas(2) as backend:
+        works = [Answering(backend, name, session=name) for name in "abcdef"]
+        await asyncio.sleep(0)
+        untouched, *started = sorted(given(handles[0]))
+        for name in started:
+            handles[0].writes(name, 1)
+        before = set(given(handles[1]))
+        handles[0].dies()
+        assert set(given(handles[1])) - before == {untouched}
+        assert started
+        await asyncio.sleep(1)
+        assert handles[2].number == 0
+        assert given(handles[2]) == dict.fromkeys(started, (1,))
+        for one in works:
+            one.task.cancel()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +144,7 @@ def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
         ({"tensor_parallel": 2, "quantization": "int8"}, 2, [1, 1]),
     ],
 )
-def test_replicas_share_the_cores(
+async def test_replicas_share_the_cores(
     options: dict[str, Any],
     count: int,
     threads: list[int],
@@ -166,18 +152,14 @@ def test_replicas_share_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
-
-    async def run() -> None:
-        backend = ReplicaBackend(EngineConfig(model="m").with_options(options), count)
-        await backend.start()
-        await asyncio.sleep(1)
-        assert [one.config.threads for one in handles] == threads
-        await backend.close()
-
-    run_virtual(run())
+    backend = ReplicaBackend(EngineConfig(model="m").with_options(options), count)
+    await backend.start()
+    await asyncio.sleep(1)
+    assert [one.config.threads for one in handles] == threads
+    await backend.close()
 
 
-def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_first(
+async def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_first(
     handles: list[Handle],
 ) -> None:
     class Nodes:
@@ -186,65 +168,56 @@ def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_
         def revive(self) -> None:
             self.revived.append(len(handles))
 
-    async def run() -> None:
-        nodes = Nodes()
-        first: Any = Handle(("info", "text"), 0, 2, nodes)
-        backend = ReplicaBackend(EngineConfig(model="m"), 2, child=first)
-        await backend.start()
-        while not all(one.runs for one in backend._replicas):
-            await asyncio.sleep(0.01)
-        assert [one.config.threads for one in handles] == [None, None]
-        assert [one.cluster for one in handles] == [nodes, nodes]
-        assert nodes.revived == [1]  # before the process of the second one was started
-        await backend.close()
-
-    asyncio.run(run())
+    nodes = Nodes()
+    first: Any = Handle(("info", "text"), 0, 2, nodes)
+    backend = ReplicaBackend(EngineConfig(model="m"), 2, child=first)
+    await backend.start()
+    while not all(one.runs for one in backend._replicas):
+        await asyncio.sleep(0.01)
+    assert [one.config.threads for one in handles] == [None, None]
+    assert [one.cluster for one in handles] == [nodes, nodes]
+    assert nodes.revived == [1]  # before the process of the second one was started
+    await backend.close()
 
 
-def test_a_work_goes_where_the_cache_has_room_for_it(
+async def test_a_work_goes_where_the_cache_has_room_for_it(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        monkeypatch.setattr(Handle, "max_length", 100)
-        backend = ReplicaBackend(EngineConfig(model="m"), 2)
-        await backend.start()
-        monkeypatch.setattr(Handle, "max_length", 1000)
-        await asyncio.sleep(1)
-        sizes = {"fits": 50, "is long": 500, "is too long": 5000}
-        works = [
-            Answering(
-                backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
-            )
-            for what, size in sizes.items()
-            for n in range(4)
-        ]
-        await asyncio.sleep(0)
-        assert {name[:-2] for name in given(handles[0])} == {"fits"}
-        assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
-        monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
-        handles[1].dies()
-        assert {name[:-2] for name in given(handles[0])} == {"fits"}
-        await asyncio.sleep(
-            20
-        )  # the replica with the larger cache is left out now, so others refuse long works
-        assert {name[:-2] for name in given(handles[0])} == set(sizes)
-        for one in works:
-            one.task.cancel()
-        await backend.close()
-
-    run_virtual(run())
+    monkeypatch.setattr(Handle, "max_length", 100)
+    backend = ReplicaBackend(EngineConfig(model="m"), 2)
+    await backend.start()
+    monkeypatch.setattr(Handle, "max_length", 1000)
+    await asyncio.sleep(1)
+    sizes = {"fits": 50, "is long": 500, "is too long": 5000}
+    works = [
+        Answering(
+            backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
+        )
+        for what, size in sizes.items()
+        for n in range(4)
+    ]
+    await asyncio.sleep(0)
+    assert {name[:-2] for name in given(handles[0])} == {"fits"}
+    assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+    handles[1].dies()
+    assert {name[:-2] for name in given(handles[0])} == {"fits"}
+    await asyncio.sleep(20)  # the replica with the larger cache is left out now, so others refuse long works
+    assert {name[:-2] for name in given(handles[0])} == set(sizes)
+    for one in works:
+        one.task.cancel()
+    await backend.close()
 
 
 @pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])
-def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
+async def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
     failure: Exception,
     handles: list[Handle],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5, failure))
-
-    async def run() -> None:
+    with caplog.at_level("ERROR"):
         async with replicas(3) as backend:
             await asyncio.sleep(8)
             assert [one.runs for one in backend._replicas] == [True, False, True]
@@ -261,48 +234,41 @@ def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
                 one.task.cancel()
             await asyncio.sleep(200)
             assert all(one.runs for one in backend._replicas)
-
-    with caplog.at_level("ERROR"):
-        run_virtual(run())
     assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
 
 
-def test_replicas_are_counted_together_and_separately(handles: list[Handle]) -> None:
+async def test_replicas_are_counted_together_and_separately(handles: list[Handle]) -> None:
     one = Statistics(running=2, waiting=1, steps=10, kv_cache_usage=0.5, cost_factors={"target": 1.5})
     other = Statistics(running=1, steps=5, prefix_queries=8, prefix_hits=6, speculation_on=False)
-
-    async def run() -> None:
-        async with replicas(2) as backend:
-            for handle, state in zip(handles, (one, other), strict=True):
-                handle.state = state
-            health = await backend.health()
-            assert health.state == Statistics(
-                running=3,
-                waiting=1,
-                steps=15,
-                prefix_queries=8,
-                prefix_hits=6,
-                kv_cache_usage=0.25,
-                cost_factors={"target": 1.5},
-            )
-            text = Metrics("m").text(health).decode()
-            for line in (
-                *('num_requests_running{model_name="m"} 3.0', 'engine_steps{model_name="m"} 15.0'),
-                'replica_up{model_name="m",replica="1"} 1.0',
-                'replica_requests_running{model_name="m",replica="0"} 2.0',
-                'replica_prefix_hits{model_name="m",replica="1"} 6.0',
-            ):
-                assert f"specinfer:{line}\n" in text
-            handles[1].is_stopped = True  # its last report still counts
-            health = await backend.health()
-            assert health.state is not None
-            assert (health.state.steps, health.trouble) == (15, "")
-            assert health.replicas[1].trouble == "replica 1 does not answer"
-            handles[0].is_stopped = True
-            health = await backend.health()
-            assert (health.state, health.trouble) == (
-                None,
-                "replica 0 does not answer; replica 1 does not answer",
-            )
-
-    run_virtual(run())
+    async with replicas(2) as backend:
+        for handle, state in zip(handles, (one, other), strict=True):
+            handle.state = state
+        health = await backend.health()
+        assert health.state == Statistics(
+            running=3,
+            waiting=1,
+            steps=15,
+            prefix_queries=8,
+            prefix_hits=6,
+            kv_cache_usage=0.25,
+            cost_factors={"target": 1.5},
+        )
+        text = Metrics("m").text(health).decode()
+        for line in (
+            *('num_requests_running{model_name="m"} 3.0', 'engine_steps{model_name="m"} 15.0'),
+            'replica_up{model_name="m",replica="1"} 1.0',
+            'replica_requests_running{model_name="m",replica="0"} 2.0',
+            'replica_prefix_hits{model_name="m",replica="1"} 6.0',
+        ):
+            assert f"specinfer:{line}\n" in text
+        handles[1].is_stopped = True  # its last report still counts
+        health = await backend.health()
+        assert health.state is not None
+        assert (health.state.steps, health.trouble) == (15, "")
+        assert health.replicas[1].trouble == "replica 1 does not answer"
+        handles[0].is_stopped = True
+        health = await backend.health()
+        assert (health.state, health.trouble) == (
+            None,
+            "replica 0 does not answer; replica 1 does not answer",
+        )

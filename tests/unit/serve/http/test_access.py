@@ -174,7 +174,7 @@ def test_a_request_has_at_most_a_hundred_headers() -> None:
         assert (status, headers["connection"]) == (431, "close")
 
 
-def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_refused() -> None:
+async def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_refused(virtual: None) -> None:
     access, answers = Access(echo, keys=Keys(()), max_body=1000, max_bodies=1000, idle_timeout=5.0), {}
 
     class Client:
@@ -194,23 +194,20 @@ def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_refused(
             self.pieces.put_nowait((b"x" * size, more))
             await asyncio.sleep(0.01)
 
-    async def run() -> None:
-        small, medium, large = Client("small"), Client("medium"), Client("large")
-        for client, size in ((small, 100), (large, 500), (medium, 300)):
-            await client.give(size)
-        assert answers == {}
-        await small.give(200)  # together 1,100
-        assert answers == {"large": 503}
-        await medium.give(500)  # the largest itself
-        assert answers == {"large": 503, "medium": 503}
-        late = Client("late")
-        await late.give(400)
-        await small.give(600, more=False)  # whole, so the other one makes room
-        assert answers == {"large": 503, "medium": 503, "late": 503, "small": 200}
-        await asyncio.gather(*(client.task for client in (small, medium, large, late)))
-        assert not access._bodies
-
-    run_virtual(run())
+    small, medium, large = Client("small"), Client("medium"), Client("large")
+    for client, size in ((small, 100), (large, 500), (medium, 300)):
+        await client.give(size)
+    assert answers == {}
+    await small.give(200)  # together 1,100
+    assert answers == {"large": 503}
+    await medium.give(500)  # the largest itself
+    assert answers == {"large": 503, "medium": 503}
+    late = Client("late")
+    await late.give(400)
+    await small.give(600, more=False)  # whole, so the other one makes room
+    assert answers == {"large": 503, "medium": 503, "late": 503, "small": 200}
+    await asyncio.gather(*(client.task for client in (small, medium, large, late)))
+    assert not access._bodies
 
 
 def test_a_body_is_limited_with_and_without_content_length() -> None:

@@ -39,47 +39,41 @@ async def stay() -> Message:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_dropping_the_response_closes_its_events(taken: int) -> None:
-    async def run() -> None:
-        closed: list[str] = []
-        left = taken
+async def test_dropping_the_response_closes_its_events(taken: int) -> None:
+    closed: list[str] = []
+    left = taken
 
-        async def send(message: Message) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise TimeoutError
+    async def send(message: Message) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TimeoutError
 
-        response = await stream(endless(closed))
-        with pytest.raises(TimeoutError):
-            await response(SCOPE, stay, send)
-        assert closed == ["closed"]
-
-    asyncio.run(run())
+    response = await stream(endless(closed))
+    with pytest.raises(TimeoutError):
+        await response(SCOPE, stay, send)
+    assert closed == ["closed"]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> None:
-    async def run() -> None:
-        closed: list[str] = []
-        left, stuck = taken, asyncio.Event()
+async def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> None:
+    closed: list[str] = []
+    left, stuck = taken, asyncio.Event()
 
-        async def send(message: Message) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                stuck.set()
-                await asyncio.Event().wait()
+    async def send(message: Message) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            stuck.set()
+            await asyncio.Event().wait()
 
-        async def go() -> Message:
-            await stuck.wait()
-            return {"type": "http.disconnect"}
+    async def go() -> Message:
+        await stuck.wait()
+        return {"type": "http.disconnect"}
 
-        response = await stream(endless(closed))
-        await response(SCOPE, go, send)
-        assert closed == ["closed"]
-
-    asyncio.run(run())
+    response = await stream(endless(closed))
+    await response(SCOPE, go, send)
+    assert closed == ["closed"]
 
 
 async def delayed(after: float, *pieces: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
@@ -132,7 +126,7 @@ def test_a_failure_after_admission_is_the_last_event() -> None:
 
 
 @pytest.mark.parametrize("gone_after", [0.5, 3.0])  # before it is admitted, and before the first word
-def test_a_disconnect_while_waiting_closes_the_events(gone_after: float) -> None:
+async def test_a_disconnect_while_waiting_closes_the_events(gone_after: float, virtual: None) -> None:
     closed: list[str] = []
 
     async def waiting() -> AsyncGenerator[str]:
@@ -142,25 +136,22 @@ def test_a_disconnect_while_waiting_closes_the_events(gone_after: float) -> None
         finally:
             closed.append("closed")
 
-    async def run() -> None:
-        async def send(message: Message) -> None:
-            pass
+    async def send(message: Message) -> None:
+        pass
 
-        async def go() -> Message:
-            await asyncio.sleep(gone_after)
-            return {"type": "http.disconnect"}
+    async def go() -> Message:
+        await asyncio.sleep(gone_after)
+        return {"type": "http.disconnect"}
 
-        async def answer() -> None:
-            await (await stream(waiting(), ping=1.0))(SCOPE, go, send)
+    async def answer() -> None:
+        await (await stream(waiting(), ping=1.0))(SCOPE, go, send)
 
-        task = asyncio.ensure_future(answer())
-        if gone_after < 1.0:  # which `unless_disconnected` sees
-            await asyncio.sleep(gone_after)
-            task.cancel()
-            await asyncio.wait({task})
-        else:
-            await task
-        assert closed == ["closed"]
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(run())
+    task = asyncio.ensure_future(answer())
+    if gone_after < 1.0:  # which `unless_disconnected` sees
+        await asyncio.sleep(gone_after)
+        task.cancel()
+        await asyncio.wait({task})
+    else:
+        await task
+    assert closed == ["closed"]
+    assert len(asyncio.all_tasks()) == 1
