@@ -34,6 +34,7 @@ from specinfer.serve.http.hosts import Hosts
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
 
+_DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
 _MAX_ITEMS: Final = 100  # items of one page of a list, as in OpenAI's API
 
 
@@ -77,89 +78,21 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    """Add the POST paths; an answer is one JSON object, or a stream if the body sets `stream`."""
-    bodies = _Bodies(app, service)
-    bodies.answer("/v1/completions", CompletionFields, Completions)
-    bodies.answer("/v1/chat/completions", ChatFields, Chat)
-    store = ResponseStore(service.config.stored_responses)
-    # Streams of the other APIs end with an event of their last type, without a `[DONE]` line.
-    bodies.answer("/v1/responses", ResponseFields, partial(Responses, store=store), done="")
-    _add_stored_responses(app, store)
-    bodies.answer("/v1/messages", MessageFields, Messages, done="")
-    bodies.answer("/infill", InfillFields, Infill, done="")
-    bodies.compute("/tokenize", TokenizeFields, tokenize)
-    bodies.compute("/detokenize", DetokenizeFields, detokenize)
-    bodies.compute("/v1/messages/count_tokens", MessageFields, count_tokens)
-    bodies.describe()
+    """Add the POST paths, with our own body parser, and their bodies to the OpenAPI document.
 
-
-class _Bodies:
-    """POST paths with our own body parser, described in the OpenAPI document.
-
-    The framework would parse bodies with Python's `json`, which accepts NaN and fails on deep nesting.
+    An answer is one JSON object, or a stream if the body sets `stream`. The framework would parse bodies with
+    Python's `json`, which accepts NaN and fails on deep nesting.
     """
+    config, kinds = service.config, list[type[BaseModel]]()
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
-        self._app = app
-        self._service = service
-        self._kinds: list[type[BaseModel]] = []
-
-    def answer(
-        self,
-        path: str,
-        kind: type[BaseModel],
-        make: Callable[[Service, Any], Answer[Any]],
-        *,
-        done: str = "data: [DONE]\n\n",
-    ) -> None:
-        """Add a path with generated answers; a stream ends with `done`."""
-        service = self._service
-
-        async def endpoint(request: Request, fields: BaseModel) -> Response:
-            answer = make(service, service.with_defaults(fields))
-            if getattr(fields, "stream", None):
-                streamed = stream(answer.events(), done=done, ping=service.config.ping_interval)
-                return await unless_disconnected(request, streamed)
-            return JSONResponse(await unless_disconnected(request, answer.whole()))
-
-        self._add(path, kind, endpoint)
-
-    def compute(
-        self, path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]
-    ) -> None:
-        """Add a path with an answer that is not generated."""
-
-        async def endpoint(request: Request, fields: BaseModel) -> Response:
-            return JSONResponse(await make(self._service, fields))
-
-        self._add(path, kind, endpoint)
-
-    def describe(self) -> None:
-        """Add the schemas of all these bodies to the OpenAPI document."""
-        usual = self._app.openapi
-
-        def document() -> dict[str, Any]:
-            found = usual()
-            _, schemas = models_json_schema(
-                [(kind, "validation") for kind in self._kinds], ref_template="#/components/schemas/{model}"
-            )
-            found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-            return found
-
-        self._app.openapi = document  # type: ignore[method-assign]
-
-    def _add(
-        self, path: str, kind: type[BaseModel], answer: Callable[[Request, Any], Awaitable[Response]]
-    ) -> None:
-        service = self._service
-
+    def add(path: str, kind: type[BaseModel], answer: Callable[[Request, Any], Awaitable[Response]]) -> None:
         async def endpoint(request: Request) -> Response:
             body = await body_of(request)
-            return await answer(request, parse(kind, body, service.config.max_body, service.field_policy))
+            return await answer(request, parse(kind, body, config.max_body, service.field_policy))
 
-        self._kinds.append(kind)
+        kinds.append(kind)
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        self._app.add_api_route(
+        app.add_api_route(
             path,
             endpoint,
             methods=["POST"],
@@ -170,6 +103,47 @@ class _Bodies:
                 400: {"description": "The request cannot be served; `error.param` is the field at fault."}
             },
         )
+
+    def generated(
+        path: str, kind: type[BaseModel], make: Callable[[Service, Any], Answer[Any]], done: str = ""
+    ) -> None:
+        async def answer(request: Request, fields: BaseModel) -> Response:
+            made = make(service, service.with_defaults(fields))
+            if getattr(fields, "stream", None):
+                streamed = stream(made.events(), done=done, ping=config.ping_interval)
+                return await unless_disconnected(request, streamed)
+            return JSONResponse(await unless_disconnected(request, made.whole()))
+
+        add(path, kind, answer)
+
+    def computed(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
+        async def answer(request: Request, fields: BaseModel) -> Response:
+            return JSONResponse(await make(service, fields))
+
+        add(path, kind, answer)
+
+    store = ResponseStore(config.stored_responses)
+    generated("/v1/completions", CompletionFields, Completions, _DONE)
+    generated("/v1/chat/completions", ChatFields, Chat, _DONE)
+    # Streams of the other APIs end with an event of their last type.
+    generated("/v1/responses", ResponseFields, partial(Responses, store=store))
+    _add_stored_responses(app, store)
+    generated("/v1/messages", MessageFields, Messages)
+    generated("/infill", InfillFields, Infill)
+    computed("/tokenize", TokenizeFields, tokenize)
+    computed("/detokenize", DetokenizeFields, detokenize)
+    computed("/v1/messages/count_tokens", MessageFields, count_tokens)
+    usual = app.openapi
+
+    def document() -> dict[str, Any]:
+        found = usual()
+        _, schemas = models_json_schema(
+            [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+        )
+        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return found
+
+    app.openapi = document  # type: ignore[method-assign]
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

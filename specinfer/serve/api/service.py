@@ -33,7 +33,6 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
-_AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread
 _MAX_CHARACTERS: Final = 64  # a token, on average; a longer prompt cannot fit and is not tokenized
 MAX_FIGURES: Final = 1 << 18  # log-probabilities of prompts; each is an object here and 70 bytes of JSON
 _Made = TypeVar("_Made")
@@ -136,17 +135,9 @@ class Service:
         if not text:
             raise ApiError(f"{param} is empty; give at least one token of text", param=param)
         self.check_sizes({param: len(text)})
-
-        def make() -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special=add_special))
-
-        if len(text) >= _AT_ONCE:
-            return await self.in_thread(param, make)
-        try:
-            with naming(param):
-                return make()
-        except RequestError as error:
-            raise ApiError.of(error) from None
+        return await self.in_thread(
+            param, lambda: tuple(self.tokenizer.encode(text, add_special=add_special))
+        )
 
     async def encode_fill_in(
         self, prefix: str, suffix: str, param: str, *, files: Sequence[tuple[str, str]] = (), answer: int = 0

@@ -16,8 +16,6 @@ from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError
 from specinfer.tokenizer import Tokenizer
 
-_AT_ONCE: Final = 10_000  # tokens; longer lists are decoded in a thread
-
 
 class TokenizeFields(ChatFields):
     """A text to tokenize, or a conversation in a whole body of chat completions."""
@@ -69,8 +67,6 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
 async def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
     """Return the text of token ids, without special tokens; raises ApiError."""
     service.check_model(fields.model)
-    if len(fields.tokens) < _AT_ONCE:
-        return {"prompt": _text(service.tokenizer, fields.tokens)}
     return {"prompt": await asyncio.to_thread(_text, service.tokenizer, fields.tokens)}
 
 

@@ -42,6 +42,35 @@ _OF_REPLICA: Final[Sequence[tuple[str, str, Callable[[ReplicaHealth], float]]]] 
     ("restarts", "Restarts of the replica's engine.", lambda one: one.restarts),
 )
 
+# Gauges of all engines together: name, attribute of the statistics, help text.
+_OF_ENGINES: Final = (
+    ("num_preemptions", "preemptions", "Preemptions: times that a request lost its KV blocks."),
+    ("engine_steps", "steps", "Steps of the engine, summed over restarts."),
+    ("speculation_off_steps", "speculation_off_steps", "Engine steps in which no speculator could propose."),
+    ("speculation_on", "speculation_on", "1 if speculation is on, 0 if the guard has turned it off."),
+    ("speculators_paused", "speculators_paused", "Speculators, and policies, that pause after an exception."),
+    ("num_requests_running", "running", "Requests in the engine's batch."),
+    ("num_requests_waiting", "waiting", "Requests that wait for the engine's batch or cache."),
+    ("kv_cache_usage_perc", "kv_cache_usage", "Fraction of the KV blocks in use, 0 to 1."),
+)
+# Those with another label: name, attribute, label, help text.
+_BY_LABEL: Final = (
+    ("engine_stage_seconds", "stage_seconds", "stage", "Seconds of engine steps by stage."),
+    ("speculator_failures", "failures", "speculator", "Exceptions of a speculator, or of the policy."),
+    (
+        *("schema_keywords_unenforced", "unenforced", "keyword"),
+        "Requests whose JSON schema is enforced without a keyword.",
+    ),
+    (
+        *("guessed_tokens", "guessed_tokens", "speculator"),
+        "Proposed draft tokens, verified or not, by speculator.",
+    ),
+    (
+        *("pass_cost_factor", "cost_factors", "model"),
+        "Time of a model's passes divided by the time on its cost curve.",
+    ),
+)
+
 
 class Metrics:
     """Metrics of one server, in a private registry."""
@@ -85,20 +114,8 @@ class Metrics:
             Counter, "verified_tokens", "Verified draft tokens by speculator.", "speculator"
         )
         self.traffic_log_lost = counter("traffic_log_lost", "Completions missing from the log_traffic file.")
-        self.preemptions = gauge("num_preemptions", "Preemptions: times that a request lost its KV blocks.")
-        self.steps = gauge("engine_steps", "Steps of the engine, summed over restarts.")
-        self.stages = made(Gauge, "engine_stage_seconds", "Seconds of engine steps by stage.", "stage")
-        self.off_steps = gauge("speculation_off_steps", "Engine steps in which no speculator could propose.")
-        self.on = gauge("speculation_on", "1 if speculation is on, 0 if the guard has turned it off.")
-        self.paused = gauge("speculators_paused", "Speculators, and policies, that pause after an exception.")
-        failures = "Exceptions of a speculator, or of the policy."
-        self.failures = made(Gauge, "speculator_failures", failures, "speculator")
-        unenforced = "Requests whose JSON schema is enforced without a keyword."
-        self.unenforced = made(Gauge, "schema_keywords_unenforced", unenforced, "keyword")
-        proposed = "Proposed draft tokens, verified or not, by speculator."
-        self.guessed_by = made(Gauge, "guessed_tokens", proposed, "speculator")
-        factor = "Time of a model's passes divided by the time on its cost curve."
-        self.factors = made(Gauge, "pass_cost_factor", factor, "model")
+        self._of_engines = [(gauge(name, purpose), of) for name, of, purpose in _OF_ENGINES]
+        self._by_label = [(made(Gauge, name, purpose, label), of) for name, of, label, purpose in _BY_LABEL]
         self.streamed_bytes = counter("streamed_bytes", "Bytes of weights read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "Seconds that passes waited for these bytes.")
         ranks = "Seconds of ranks that computed, exchanged or waited for others."
@@ -109,9 +126,6 @@ class Metrics:
             (made(Gauge, f"replica_{name}", purpose, "replica"), value)
             for name, purpose, value in _OF_REPLICA
         ]
-        self.running = gauge("num_requests_running", "Requests in the engine's batch.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait for the engine's batch or cache.")
-        self.cache = gauge("kv_cache_usage_perc", "Fraction of the KV blocks in use, 0 to 1.")
         self.hit_rate = gauge("prefix_cache_hit_rate", "Fraction of looked-up prompt tokens found, 0 to 1.")
         self.queue_time = histogram(
             "request_queue_time_seconds", "Seconds from arrival to the first step.", _LONG
@@ -149,35 +163,19 @@ class Metrics:
                 self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
             self._last_by_replica[number] = replica.state
         if state is not None:
-            self.running.set(state.running)
-            self.waiting.set(state.waiting)
-            self.cache.set(state.kv_cache_usage)
-            self.preemptions.set(state.preemptions)
-            self.steps.set(state.steps)
-            for stage, seconds in state.stage_seconds.items():
-                self.stages.labels(self.model, stage).set(seconds)
-            self.off_steps.set(state.speculation_off_steps)
-            self.on.set(state.speculation_on)
-            self.paused.set(state.speculators_paused)
-            for speculator, count in state.failures.items():
-                self.failures.labels(self.model, speculator).set(count)
-            for keyword, count in state.unenforced.items():
-                self.unenforced.labels(self.model, keyword).set(count)
-            for speculator, count in state.guessed_tokens.items():
-                for name in _names_of(speculator):
-                    self.guessed_by.labels(self.model, name).set(count)
-            for model, factor in state.cost_factors.items():
-                self.factors.labels(self.model, model).set(factor)
+            for gauge, of in self._of_engines:
+                gauge.set(getattr(state, of))
+            for gauge, of in self._by_label:
+                for label, number in getattr(state, of).items():
+                    for name in _names_of(label) if of == "guessed_tokens" else [label]:
+                        gauge.labels(self.model, name).set(number)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-            self._add_streaming(state.since(self._last))
+            done = state.since(self._last)  # since the last scrape
+            self.streamed_bytes.inc(done.streamed_bytes)
+            self.stream_waits.inc(done.stream_wait_seconds)
             self._last = state
         return generate_latest(self.registry)
-
-    def _add_streaming(self, done: Statistics) -> None:
-        """Count the weights that passes read from the disk since the last scrape."""
-        self.streamed_bytes.inc(done.streamed_bytes)
-        self.stream_waits.inc(done.stream_wait_seconds)
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count the draft and accepted tokens of an answer."""
