@@ -15,7 +15,7 @@ from specinfer.request import FinishReason
 from specinfer.serve.backend.work import Work
 from tests.kernels import kernels
 from tests.unit.engine.offloading import Planned, resident, streamed
-from tests.unit.serve.backend.test_engine_process import ends, hear, serving
+from tests.unit.serve.backend.test_engine_process import deltas_of, ends, hear, serving
 
 LONG = SamplingParams(seed=1, max_tokens=100, ignore_eos=True)
 
@@ -40,17 +40,14 @@ def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
             assert server.recv()[0] == "ready"
             server.send(("add", [Work("a", (65, 66), LONG)]))
             heard = hear(server, ends("a"))
-            deltas = [one for message in heard if message[0] == "deltas" for one in message[1]]
-            assert tuple(token for one in deltas for token in one.token_ids) == want.token_ids
+            assert tuple(token for one in deltas_of(heard) for token in one.token_ids) == want.token_ids
             states = [message[2] for message in heard if message[0] == "deltas" and message[2] is not None]
             assert states[-1].streamed_bytes > 0
             server.send(("add", [Work("b", (67, 68), LONG)]))
             hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
             server.send(("abort", ["b"]))
             server.send(("add", [Work("c", (65, 66), LONG)]))
-            last = [
-                one for message in hear(server, ends("c")) if message[0] == "deltas" for one in message[1]
-            ]
+            last = deltas_of(hear(server, ends("c")))
             assert [one.finish_reason for one in last if one.finish_reason] == [FinishReason.LENGTH]
             assert tuple(token for one in last if one.id == "c" for token in one.token_ids) == want.token_ids
             server.send(("add", [Work("d", (69, 70), LONG)]))
