@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
@@ -187,42 +184,3 @@ def test_content_other_than_text_is_refused_with_its_path(
         "/chat/completions", messages=[user("hi"), message]
     )
     assert (status, str(param).startswith(place.removesuffix(".type"))) == (400, True)
-
-
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        ("chatml", [user("hi")]),
-        ("chatml", [{"role": "system", "content": "s"}, user(""), assistant("yo"), user("ho")]),
-        (
-            "chatml",
-            [
-                user("hi"),
-                assistant("", tool_calls=[CALL | {"function": {"name": "f", "arguments": {"a": "\u00e9"}}}]),
-                {"role": "tool", "tool_call_id": "c1", "content": "4"},
-            ],
-        ),
-        ("both", [user([text("a"), text("b")]), assistant("c"), user([text(" d ")])]),
-        ("parts", [user([text("a"), text("b")]), assistant([text("c")])]),
-        ("named", [user("hi", name="Ann"), assistant("so", reasoning_content="hm")]),
-    ],
-)
-def test_shapes_that_transformers_takes_are_rendered_as_it_renders_them(
-    tokenizers: dict[str, Tokenizer], tmp_path: Path, template: str, messages: Messages
-) -> None:
-    byte_tokenizer(tmp_path, TEMPLATES[template])
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    expected = theirs.apply_chat_template(
-        messages, chat_template=TEMPLATES[template], add_generation_prompt=True, tokenize=False
-    )
-    assert library(tokenizers[template], messages) == expected
-    # OpenAI's API has arguments as text, which transformers would write as a string.
-    reply = [
-        m | {"tool_calls": list(map(as_text, m["tool_calls"]))} if "tool_calls" in m else m for m in messages
-    ]
-    assert chatting(tokenizers[template], reply) == library(tokenizers[template], reply) == expected
-
-
-def as_text(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(call["function"]["arguments"])
-    return call | {"function": call["function"] | {"arguments": arguments}}

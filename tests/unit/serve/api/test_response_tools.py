@@ -180,6 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice"),
     ({"tools": [WEATHER], "text": {"format": {"type": "json_schema", "name": ""}}}, "text.format"),
     ({"tools": [WEATHER], "regex": "(a"}, "regex"),
+    ({"tools": [WEATHER], "regex": "hm</think>Yes"}, "regex"),  # the server adds the reasoning
     ({"tool_choice": "required"}, "tool_choice"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),

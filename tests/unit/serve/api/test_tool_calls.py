@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -122,60 +121,6 @@ def test_beside_a_form_an_answer_is_a_call_or_the_form(
         assert (name, reason) == ("", "stop")
 
 
-def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {
-        **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
-        **{"max_tokens": 300, "extra_body": NO_REASONING},
-    }
-    [none] = client.chat.completions.create(**options, tool_choice="none").choices
-    check_form(none.message.content or "")
-    assert not none.message.tool_calls
-    [must] = client.chat.completions.create(
-        **options, tool_choice="required", parallel_tool_calls=False
-    ).choices
-    [call] = must.message.tool_calls or []
-    check_call(call.function.name, call.function.arguments)
-
-
-ODD = """{
-    "type": "object",
-    "properties": {
-        "word": {"type": "string", "pattern": "^[a-z]{2,4}$", "format": "poem"},
-        "n": {"type": "integer", "exclusiveMinimum": true, "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2, "uniqueItems": true},
-        "more": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2,
-            "uniqueItems": true}
-    },
-    "required": ["word", "n", "tags", "more"],
-    "additionalProperties": false,
-    "$schema": "http://json-schema.org/draft-04/schema#"
-}"""
-
-
-def odd(strict: bool) -> str:
-    function = f'{{"name": "f", "strict": {json.dumps(strict)}, "parameters": {ODD}}}'
-    tool = f'{{"type": "function", "function": {function}}}'
-    options = {"model": "tiny", "messages": HI, "tool_choice": "required", "max_tokens": 300, "seed": 2}
-    return f'{json.dumps(options | {"parallel_tool_calls": False} | NO_REASONING)[:-1]}, "tools": [{tool}]}}'
-
-
-def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) -> None:
-    http = httpx.Client(base_url=str(client.base_url), timeout=60)
-    answer = http.post("chat/completions", content=odd(strict=False)).json()
-    [call] = answer["choices"][0]["message"]["tool_calls"]
-    given = json.loads(call["function"]["arguments"])
-    assert list(given) == ["word", "n", "tags", "more"]
-    assert 2 <= len(given["word"]) <= 4
-    assert given["n"] > 0
-    assert len(given["tags"]) <= 2
-    assert set(given["tags"]) <= {"a", "b"}
-    assert len(given["more"]) <= 2
-    refused = http.post("chat/completions", content=odd(strict=True))
-    reply = refused.json()["error"]
-    assert (refused.status_code, reply["param"]) == (400, "tools[0].function.parameters")
-    assert "Unknown format: poem; change or drop that part" in reply["message"]
-
-
 def test_a_named_tool_is_called_and_its_result_is_accepted(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     answer = client.chat.completions.create(
@@ -240,56 +185,3 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
     )
     assert [item.type for item in after.output] == ["reasoning", "message"]
     assert after.output_text == "Yes."
-
-
-@pytest.mark.parametrize(
-    ("options", "param", "answer_message"),
-    [
-        ({"tools": [WEATHER, WEATHER]}, "tools", "like an earlier one's"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
-        ({"tools": [WEATHER], "tool_choice": "must"}, "tool_choice", "must"),
-        (
-            {"tools": [WEATHER], "extra_body": {"regex": "hm</think>Yes"}},
-            "regex",
-            "write only the form after the reasoning",
-        ),
-        ({"tools": [WEATHER], "extra_body": {"regex": "(a"}}, "regex", "unclosed group"),
-        (
-            {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"name": ""}}},
-            "response_format",
-            "json_schema.name is",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-            "tools[0].function.parameters",
-            "allowed: object",
-        ),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": "f",
-                            "parameters": {
-                                "type": "object",
-                                "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 4}},
-                                "required": ["n"],
-                            },
-                        },
-                    }
-                ]
-            },
-            "tools[0].function.parameters",
-            "cannot be used",
-        ),
-    ],
-)
-def test_tools_that_cannot_be_had(
-    client: openai.OpenAI, options: dict[str, Any], param: str, answer_message: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="tiny", messages=HI, **options)
-    assert answer_message in error.value.body["message"] or param == "tool_choice"
-    assert error.value.body["param"].startswith(param)
