@@ -40,8 +40,10 @@ class Batch:
         self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
         self.source.write_text("".join(f"{line}\n" for line in requests))
 
-    def run(self, tokenizer: Tokenizer, *scripts: Script, at_once: int = 4) -> ScriptedBackend:
-        backend = ScriptedBackend(*scripts)
+    def run(
+        self, tokenizer: Tokenizer, *scripts: Script, at_once: int = 4, kind: type = ScriptedBackend
+    ) -> ScriptedBackend:
+        backend: ScriptedBackend = kind(*scripts)
 
         async def run() -> None:
             app = scripted_app(tokenizer, backend)
@@ -156,7 +158,7 @@ def test_a_run_continues_an_existing_file(tokenizer: Tokenizer, tmp_path: Path) 
     assert first.items() <= {name: record["id"] for name, record in batch.by_name.items()}.items()
 
 
-async def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(tmp_path, *(ask(str(i)) for i in range(40)))
     most = 0
 
@@ -173,9 +175,7 @@ async def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer
             finally:
                 self.busy -= 1
 
-    app = scripted_app(tokenizer, Counting(says("a", "b", "c")))
-    with BatchAnswers(batch.target) as answers:
-        await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
+    batch.run(tokenizer, says("a", "b", "c"), at_once=3, kind=Counting)
     assert most == 3
     assert len(batch.by_name) == 40
 
@@ -183,19 +183,12 @@ async def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer
 def test_an_answer_that_cannot_be_written_ends_the_run(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = Batch(tmp_path, *(ask(str(i)) for i in range(5)))
-
-    async def run() -> None:
-        app = scripted_app(tokenizer, ScriptedBackend(says("a")))
-        with BatchAnswers(batch.target) as answers:
-            await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
-
     def full(file: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(run())
+        Batch(tmp_path, *(ask(str(i)) for i in range(5))).run(tokenizer, says("a"), at_once=3)
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import TEMPLATE, ScriptedBackend, http_client, scripted_app
+from tests.scripted_server import TEMPLATE
 from tests.tiny_models import write_byte_tokenizer
+from tests.unit.serve.asked import Asked, chunks
 from tests.unit.tokenizer.made_up import write_folder
 
 
@@ -70,17 +70,14 @@ def test_a_final_token_without_text_is_a_separate_chunk(tmp_path: Path) -> None:
     ids, stop = (72, 105, 257), FinishReason.STOP
     answer = Delta("", "Hi", ids, reported, finish_reason=stop, figures=SpeculationFigures())
 
-    async def ask(**more: Any) -> str:
-        app = scripted_app(Tokenizer.load(folder), ScriptedBackend([answer]))
-        body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
-        return (await http_client(app).post("/chat/completions", json=body | more)).text
-
-    lines = asyncio.run(ask(stream=True)).split("\n\n")[:-2]
-    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    server = Asked(Tokenizer.load(folder), [answer])
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    streamed = server.http.post("/chat/completions", json=body | {"stream": True})
+    choices = [chunk["choices"][0] for chunk in chunks(streamed)]
     assert [
         (one["delta"].get("content"), [t["token"] for t in one["logprobs"]["content"]], one["finish_reason"])
         for one in choices
     ] == [("Hi", ["H", "i"], None), (None, ["</s>"], "stop")]
-    [whole] = json.loads(asyncio.run(ask()))["choices"]
+    [whole] = server.ok("/chat/completions", **body)["choices"]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("Hi", "stop")
     assert [t["token"] for t in whole["logprobs"]["content"]] == ["H", "i", "</s>"]

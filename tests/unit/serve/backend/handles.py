@@ -17,6 +17,7 @@ from specinfer.sampling_params import SpeculationParams
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import EngineInfo, Work
 
+CONFIG = EngineConfig(model="m")
 WORK = Work("w", (1,), SamplingParams(seed=1))
 
 
@@ -121,12 +122,22 @@ class Answering:
 
 
 @asynccontextmanager
-async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
-    backend = ReplicaBackend(EngineConfig(model="m"), count, **options)
+async def engines(
+    count: int = 1, config: EngineConfig = CONFIG, **options: Any
+) -> AsyncIterator[ReplicaBackend]:
+    """A backend whose first engine runs."""
+    backend = ReplicaBackend(config, count, **options)
     await backend.start()
-    await asyncio.sleep(1)
     yield backend
     await backend.close()
+
+
+@asynccontextmanager
+async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
+    """A backend whose engines all run, which leaves no task behind."""
+    async with engines(count, **options) as backend:
+        await asyncio.sleep(1)
+        yield backend
     await asyncio.sleep(1)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

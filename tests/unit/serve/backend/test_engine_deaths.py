@@ -24,7 +24,7 @@ from specinfer.serve.backend import replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, Work
-from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce
+from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce, engines
 
 # It is ready at once, and the first time it does something else then.
 ENGINE = """#!{python}
@@ -83,12 +83,10 @@ async def test_an_engine_that_dies_when_it_is_ready_is_restarted(
         return made
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    await until(lambda: restarts(backend) == 1)
-    await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
-    assert backend.pids[0] is not None
-    await backend.close()
+    async with engines() as backend:
+        await until(lambda: restarts(backend) == 1)
+        await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
+        assert backend.pids[0] is not None
     await until(lambda: not threads())
 
 
@@ -97,10 +95,8 @@ async def test_an_engine_that_stays_stopped_is_restarted(
 ) -> None:
     start_engines_that("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", tmp_path, monkeypatch)
     monkeypatch.setattr(replica, "_STOPPED_SECONDS", 1)
-    backend = ReplicaBackend(EngineConfig(model="m"), timeout=600)
-    await backend.start()
-    await until(lambda: restarts(backend) == 1)
-    await backend.close()
+    async with engines(timeout=600) as backend:
+        await until(lambda: restarts(backend) == 1)
     assert "the engine has been stopped for 1 seconds and is killed" in caplog.text
 
 
@@ -135,11 +131,9 @@ async def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", waiting)
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    await until(lambda: restarts(backend) == 1)
-    waits.append("the second one")
-    await backend.close()
+    async with engines() as backend:
+        await until(lambda: restarts(backend) == 1)
+        waits.append("the second one")
     first, of_second = waits[: waits.index("the second one")], waits[waits.index("the second one") + 1 :]
     assert set(first) == {"engine-reader"}
     assert of_second  # it was waited for
@@ -202,17 +196,15 @@ async def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handl
             engine.writes(work.id, 7, last=last)
 
     config = EngineConfig(model="m").with_options({"max_batch_size": 2})
-    backend = ReplicaBackend(config, replicas)
-    await backend.start()
-    await asyncio.sleep(1)
-    asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
-    await asyncio.sleep(0)
-    while not all(one.done() for one in asked):
-        assert len(handles) < 40, "it would die for ever"
-        for engine in [one for one in handles if one.status is None]:
-            step(engine)
+    async with engines(replicas, config) as backend:
         await asyncio.sleep(1)
-    await backend.close()
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
+        await asyncio.sleep(0)
+        while not all(one.done() for one in asked):
+            assert len(handles) < 40, "it would die for ever"
+            for engine in [one for one in handles if one.status is None]:
+                step(engine)
+            await asyncio.sleep(1)
     assert sorted(ended) == list(case.blamed)
     assert all("died 3 times in a row" in reason for reason in ended.values())
     assert lengths == {name: 3 for name in "abcd" if name not in case.blamed}
@@ -227,49 +219,45 @@ async def test_requests_fail_if_no_engine_can_be_started(
         async for _ in backend.generate([WORK]):
             raise AssertionError("no answer is possible")
 
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    handles[0].dies()
-    for _ in range(2):  # works from before and after the replica was given up
-        with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
-            await asyncio.wait_for(ask(backend), 300)
-        await asyncio.sleep(1000)
-    await asyncio.sleep(2000 * 60)  # it is tried again, however often
-    tried = len(handles)
-    assert tried > 1500
-    await asyncio.sleep(120)
-    assert len(handles) > tried
-    await backend.close()
+    async with engines() as backend:
+        handles[0].dies()
+        for _ in range(2):  # works from before and after the replica was given up
+            with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
+                await asyncio.wait_for(ask(backend), 300)
+            await asyncio.sleep(1000)
+        await asyncio.sleep(2000 * 60)  # it is tried again, however often
+        tried = len(handles)
+        assert tried > 1500
+        await asyncio.sleep(120)
+        assert len(handles) > tried
 
 
 async def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
-    backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
-    await backend.start()
-    received = asyncio.ensure_future(anext(backend.generate([WORK])))
-    await asyncio.sleep(1000)
-    assert not handles[0].killed  # it is idle
-    for step in range(50):  # steps end, or the running step reads weights
-        handles[0].state = Statistics(steps=1 + step // 9, streamed_bytes=step, step_seconds=1e4)
-        await asyncio.sleep(100)
-    assert not handles[0].killed
-    handles[0].state = Statistics()
-    handles[0].is_stopped = True
-    await asyncio.sleep(60)
-    handles[0].is_stopped = False  # half of the time is not enough
-    await asyncio.sleep(1000)
-    assert not handles[0].killed
-    handles[0].is_stopped = True
-    await asyncio.sleep(119)
-    assert not handles[0].killed
-    await asyncio.sleep(20)
-    assert handles[0].killed
-    assert restarts(backend) == 1
-    assert [work.id for work in handles[1].given] == ["w"]
-    handles[1].says("deltas", [Delta("w", "x", (7,))], None)
-    assert (await received).text == "x"
-    await asyncio.sleep(1000)
-    assert len(handles) == 2
-    await backend.close()
+    async with engines(timeout=120.0) as backend:
+        received = asyncio.ensure_future(anext(backend.generate([WORK])))
+        await asyncio.sleep(1000)
+        assert not handles[0].killed  # it is idle
+        for step in range(50):  # steps end, or the running step reads weights
+            handles[0].state = Statistics(steps=1 + step // 9, streamed_bytes=step, step_seconds=1e4)
+            await asyncio.sleep(100)
+        assert not handles[0].killed
+        handles[0].state = Statistics()
+        handles[0].is_stopped = True
+        await asyncio.sleep(60)
+        handles[0].is_stopped = False  # half of the time is not enough
+        await asyncio.sleep(1000)
+        assert not handles[0].killed
+        handles[0].is_stopped = True
+        await asyncio.sleep(119)
+        assert not handles[0].killed
+        await asyncio.sleep(20)
+        assert handles[0].killed
+        assert restarts(backend) == 1
+        assert [work.id for work in handles[1].given] == ["w"]
+        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+        assert (await received).text == "x"
+        await asyncio.sleep(1000)
+        assert len(handles) == 2
     await asyncio.sleep(1)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -277,22 +265,20 @@ async def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: li
 async def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
     handles: list[Handle], caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
-    await backend.start()
-    received = asyncio.ensure_future(anext(backend.generate([WORK])))
-    await asyncio.sleep(13)
-    began = asyncio.get_running_loop().time()
-    for _ in range(119):  # until a second before the limit
-        handles[0].state = Statistics(
-            steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
-        )
-        await asyncio.sleep(1)
-    assert not handles[0].killed
-    await asyncio.sleep(14)
-    assert handles[0].killed
-    handles[1].says("deltas", [Delta("w", "x", (7,))], None)
-    assert (await received).text == "x"
-    await backend.close()
+    async with engines(timeout=120.0) as backend:
+        received = asyncio.ensure_future(anext(backend.generate([WORK])))
+        await asyncio.sleep(13)
+        began = asyncio.get_running_loop().time()
+        for _ in range(119):  # until a second before the limit
+            handles[0].state = Statistics(
+                steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
+            )
+            await asyncio.sleep(1)
+        assert not handles[0].killed
+        await asyncio.sleep(14)
+        assert handles[0].killed
+        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+        assert (await received).text == "x"
     assert "step 7 of the engine has made no progress for 120 seconds" in caplog.text
 
 

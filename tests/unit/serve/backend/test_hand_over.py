@@ -13,10 +13,9 @@ from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.serve.backend import replica, replica_backend
-from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, EngineInfo
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, given, replicas
+from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, engines, given, replicas
 
 
 async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
@@ -152,11 +151,9 @@ async def test_replicas_share_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
-    backend = ReplicaBackend(EngineConfig(model="m").with_options(options), count)
-    await backend.start()
-    await asyncio.sleep(1)
-    assert [one.config.threads for one in handles] == threads
-    await backend.close()
+    async with engines(count, EngineConfig(model="m").with_options(options)):
+        await asyncio.sleep(1)
+        assert [one.config.threads for one in handles] == threads
 
 
 async def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_first(
@@ -170,43 +167,39 @@ async def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_st
 
     nodes = Nodes()
     first: Any = Handle(("info", "text"), 0, 2, nodes)
-    backend = ReplicaBackend(EngineConfig(model="m"), 2, child=first)
-    await backend.start()
-    while not all(one.runs for one in backend._replicas):
-        await asyncio.sleep(0.01)
-    assert [one.config.threads for one in handles] == [None, None]
-    assert [one.cluster for one in handles] == [nodes, nodes]
-    assert nodes.revived == [1]  # before the process of the second one was started
-    await backend.close()
+    async with engines(2, child=first) as backend:
+        while not all(one.runs for one in backend._replicas):
+            await asyncio.sleep(0.01)
+        assert [one.config.threads for one in handles] == [None, None]
+        assert [one.cluster for one in handles] == [nodes, nodes]
+        assert nodes.revived == [1]  # before the process of the second one was started
 
 
 async def test_a_work_goes_where_the_cache_has_room_for_it(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Handle, "max_length", 100)
-    backend = ReplicaBackend(EngineConfig(model="m"), 2)
-    await backend.start()
-    monkeypatch.setattr(Handle, "max_length", 1000)
-    await asyncio.sleep(1)
-    sizes = {"fits": 50, "is long": 500, "is too long": 5000}
-    works = [
-        Answering(
-            backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
-        )
-        for what, size in sizes.items()
-        for n in range(4)
-    ]
-    await asyncio.sleep(0)
-    assert {name[:-2] for name in given(handles[0])} == {"fits"}
-    assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
-    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
-    handles[1].dies()
-    assert {name[:-2] for name in given(handles[0])} == {"fits"}
-    await asyncio.sleep(20)  # the replica with the larger cache is left out now, so others refuse long works
-    assert {name[:-2] for name in given(handles[0])} == set(sizes)
-    for one in works:
-        one.task.cancel()
-    await backend.close()
+    async with engines(2) as backend:
+        monkeypatch.setattr(Handle, "max_length", 1000)
+        await asyncio.sleep(1)
+        sizes = {"fits": 50, "is long": 500, "is too long": 5000}
+        works = [
+            Answering(
+                backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
+            )
+            for what, size in sizes.items()
+            for n in range(4)
+        ]
+        await asyncio.sleep(0)
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
+        monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+        handles[1].dies()
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        await asyncio.sleep(20)  # the replica with the larger cache is left out now
+        assert {name[:-2] for name in given(handles[0])} == set(sizes)
+        for one in works:
+            one.task.cancel()
 
 
 @pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import EngineInfo, UnavailableError
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import WORK, Handle
+from tests.unit.serve.backend.handles import WORK, Handle, engines
 
 
 async def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Handle]) -> None:
@@ -26,20 +25,18 @@ async def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Han
         params = SamplingParams(seed=1, prompt_logprobs=2)
         got.extend([delta async for delta in backend.generate([replace(WORK, params=params)])])
 
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    asked = asyncio.ensure_future(ask(backend))
-    await asyncio.sleep(0)
-    assert [work.params.prompt_logprobs for work in handles[-1].given] == [2]
-    handles[-1].says("deltas", [Delta("w", "x", (7,), prompt_logprobs=(None,))], None)
-    handles[-1].says("deltas", [Delta("w", "y", (8, 9))], None)
-    handles[-1].dies()
-    await asyncio.sleep(10)
-    [work] = handles[-1].given
-    assert (work.params.prompt_logprobs, work.prior_output) == (None, (7, 8, 9))
-    handles[-1].says("deltas", [Delta("w", "z", (3,), finish_reason=FinishReason.LENGTH)], None)
-    await asked
-    await backend.close()
+    async with engines() as backend:
+        asked = asyncio.ensure_future(ask(backend))
+        await asyncio.sleep(0)
+        assert [work.params.prompt_logprobs for work in handles[-1].given] == [2]
+        handles[-1].says("deltas", [Delta("w", "x", (7,), prompt_logprobs=(None,))], None)
+        handles[-1].says("deltas", [Delta("w", "y", (8, 9))], None)
+        handles[-1].dies()
+        await asyncio.sleep(10)
+        [work] = handles[-1].given
+        assert (work.params.prompt_logprobs, work.prior_output) == (None, (7, 8, 9))
+        handles[-1].says("deltas", [Delta("w", "z", (3,), finish_reason=FinishReason.LENGTH)], None)
+        await asked
     assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
 
 
@@ -85,66 +82,52 @@ async def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> No
             if not line.startswith("#"):
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
-        prefix = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        prefix += (
-            "speculation_o",
-            "engine_failed",
-            "speculator",
-            "schema_keywords",
-            "guessed_tokens",
-            "pass_cost_factor",
-            "stream",
-            "rank",
-        )
-        reported = {name: number for name, number in found.items() if name.startswith(prefix)}
-        return {name: number for name, number in reported.items() if "_created" not in name}
+        return found
 
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
+    async with engines() as backend:
 
-    async def reported() -> dict[str, float]:
-        return figures(metrics.text(await backend.health()).decode())
+        async def reported() -> dict[str, float]:
+            return figures(metrics.text(await backend.health()).decode())
 
-    handles[0].state = replace(first, steps=4)
-    found = await reported()
-    assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
-    assert found["streamed_bytes_total{}"] == 4000
-    assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
-    handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # no request between this and its death
-    asked = asyncio.ensure_future(reported())  # in just that moment
-    handles[0].state = first
-    await asyncio.sleep(0)
-    handles[0].dies()
-    assert (await asked)["engine_steps{}"] == 10
-    await asyncio.sleep(1)
-    assert (await reported())["engine_steps{}"] == 10  # the second one's steps, which has not started
-    handles[1].state = second
-    assert await reported() == {
-        "num_preemptions{}": 1,
-        "num_requests_running{}": 1,
-        "engine_steps{}": 13,
-        'engine_stage_seconds{,stage="schedule"}': 1.5,
-        'engine_stage_seconds{,stage="commit"}': 2.25,
-        "engine_restarts{}": 1,
-        'speculator_failures{,speculator="draft"}': 3,
-        'speculator_failures{,speculator="policy"}': 1,
-        "speculators_paused{}": 0,
-        'schema_keywords_unenforced{keyword="oneOf",}': 3,
-        'schema_keywords_unenforced{keyword="not",}': 1,
-        "prefix_cache_hit_rate{}": 50 / 160,
-        "speculation_off_steps{}": 7,
-        "speculation_on{}": 1,
-        **{f'guessed_tokens{{,speculator="{name}"}}': 8 for name in ("lookup", "ngram", "suffix")},
-        'guessed_tokens{,speculator="draft"}': 4,
-        'guessed_tokens{,speculator="0-draft"}': 3,
-        'pass_cost_factor{model="target",}': 1.25,
-        'pass_cost_factor{model="0-draft",}': 2.0,
-        "streamed_bytes_total{}": 5000,
-        "stream_wait_seconds_total{}": 1.75,
-        'rank_seconds_total{doing="computing",,rank="0",replica="0"}': 4.0,
-        'rank_seconds_total{doing="waiting",,rank="1",replica="0"}': 0.75,
-    }
-    await backend.close()
+        handles[0].state = replace(first, steps=4)
+        found = await reported()
+        assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
+        assert found["streamed_bytes_total{}"] == 4000
+        assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
+        handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # no request between this and its death
+        asked = asyncio.ensure_future(reported())  # in just that moment
+        handles[0].state = first
+        await asyncio.sleep(0)
+        handles[0].dies()
+        assert (await asked)["engine_steps{}"] == 10
+        await asyncio.sleep(1)
+        assert (await reported())["engine_steps{}"] == 10  # the second one's steps, which has not started
+        handles[1].state = second
+        assert {
+            "num_preemptions{}": 1,
+            "num_requests_running{}": 1,
+            "engine_steps{}": 13,
+            'engine_stage_seconds{,stage="schedule"}': 1.5,
+            'engine_stage_seconds{,stage="commit"}': 2.25,
+            "engine_restarts{}": 1,
+            'speculator_failures{,speculator="draft"}': 3,
+            'speculator_failures{,speculator="policy"}': 1,
+            "speculators_paused{}": 0,
+            'schema_keywords_unenforced{keyword="oneOf",}': 3,
+            'schema_keywords_unenforced{keyword="not",}': 1,
+            "prefix_cache_hit_rate{}": 50 / 160,
+            "speculation_off_steps{}": 7,
+            "speculation_on{}": 1,
+            **{f'guessed_tokens{{,speculator="{name}"}}': 8 for name in ("lookup", "ngram", "suffix")},
+            'guessed_tokens{,speculator="draft"}': 4,
+            'guessed_tokens{,speculator="0-draft"}': 3,
+            'pass_cost_factor{model="target",}': 1.25,
+            'pass_cost_factor{model="0-draft",}': 2.0,
+            "streamed_bytes_total{}": 5000,
+            "stream_wait_seconds_total{}": 1.75,
+            'rank_seconds_total{doing="computing",,rank="0",replica="0"}': 4.0,
+            'rank_seconds_total{doing="waiting",,rank="1",replica="0"}': 0.75,
+        }.items() <= (await reported()).items()
 
 
 async def test_while_no_engine_runs_all_requests_wait(
@@ -152,21 +135,19 @@ async def test_while_no_engine_runs_all_requests_wait(
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", Late)
     running = Statistics(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    works = [replace(WORK, id=f"w{i}") for i in range(3)]
-    received = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
-    await asyncio.sleep(0)
-    handles[0].state = running
-    health = await backend.health()
-    assert (health.trouble, health.state) == ("", running)
-    handles[0].dies()
-    health = await backend.health()
-    assert "is restarted" in health.trouble
-    assert health.state == Statistics(waiting=3, steps=7)
-    for task in received:
-        task.cancel()
-    await backend.close()
+    async with engines() as backend:
+        works = [replace(WORK, id=f"w{i}") for i in range(3)]
+        received = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
+        await asyncio.sleep(0)
+        handles[0].state = running
+        health = await backend.health()
+        assert (health.trouble, health.state) == ("", running)
+        handles[0].dies()
+        health = await backend.health()
+        assert "is restarted" in health.trouble
+        assert health.state == Statistics(waiting=3, steps=7)
+        for task in received:
+            task.cancel()
 
 
 class Late(Handle):
@@ -191,25 +172,23 @@ async def test_max_wait_ends_only_requests_without_a_started_step(handles: list[
             received.append((str(error), loop.time()))
         return received
 
-    backend = ReplicaBackend(EngineConfig(model="m"), max_wait=5.0)
-    await backend.start()
-    asked = [asyncio.ensure_future(ask(backend, *names)) for names in ("a", "b", "cd")]
-    await asyncio.sleep(1)
-    for name in "abcd":
-        handles[0].says("deltas", [Delta(name)], None)
-    await asyncio.sleep(3)
-    for name in "ac":  # one of c and d has started, and started works are not dropped
-        handles[0].says("deltas", [Delta(name, started=True)], None)
-    await asyncio.sleep(6)
-    ended = FinishReason.LENGTH
-    for name in "acd":
-        handles[0].says("deltas", [Delta(name, "x", (7,), finish_reason=ended)], None)
-    assert [await one for one in asked] == [
-        [("a", 1), ("a", 4), ("a", 10)],
-        [(REFUSED, 5)],
-        [("c", 1), ("d", 1), ("c", 4), ("c", 10), ("d", 10)],
-    ]
-    await backend.close()
+    async with engines(max_wait=5.0) as backend:
+        asked = [asyncio.ensure_future(ask(backend, *names)) for names in ("a", "b", "cd")]
+        await asyncio.sleep(1)
+        for name in "abcd":
+            handles[0].says("deltas", [Delta(name)], None)
+        await asyncio.sleep(3)
+        for name in "ac":  # one of c and d has started, and started works are not dropped
+            handles[0].says("deltas", [Delta(name, started=True)], None)
+        await asyncio.sleep(6)
+        ended = FinishReason.LENGTH
+        for name in "acd":
+            handles[0].says("deltas", [Delta(name, "x", (7,), finish_reason=ended)], None)
+        assert [await one for one in asked] == [
+            [("a", 1), ("a", 4), ("a", 10)],
+            [(REFUSED, 5)],
+            [("c", 1), ("d", 1), ("c", 4), ("c", 10), ("d", 10)],
+        ]
 
 
 async def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle]) -> None:
@@ -218,15 +197,13 @@ async def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Ha
             pass
         return "whole"
 
-    backend = ReplicaBackend(EngineConfig(model="m"))
-    await backend.start()
-    asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
-    await asyncio.sleep(1)
-    handles[0].says("deltas", [Delta("a", "x", (7,), finish_reason=FinishReason.LENGTH)], None)
-    assert await asked[0] == "whole"
-    assert backend.cut("it is over") == 2
-    for one in asked[1:]:
-        with pytest.raises(UnavailableError, match="it is over"):
-            await one
-    assert backend.cut("it is over") == 0
-    await backend.close()
+    async with engines() as backend:
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
+        await asyncio.sleep(1)
+        handles[0].says("deltas", [Delta("a", "x", (7,), finish_reason=FinishReason.LENGTH)], None)
+        assert await asked[0] == "whole"
+        assert backend.cut("it is over") == 2
+        for one in asked[1:]:
+            with pytest.raises(UnavailableError, match="it is over"):
+                await one
+        assert backend.cut("it is over") == 0

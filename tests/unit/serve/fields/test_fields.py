@@ -167,36 +167,12 @@ def test_a_body_that_is_no_request(raw: bytes) -> None:
 
 
 def test_fields_become_sampling_parameters() -> None:
-    fields = parse(
-        ChatFields,
-        json.dumps(
-            {
-                "messages": HI,
-                "temperature": 0.5,
-                "top_p": 0.9,
-                "top_k": 5,
-                "min_p": 0.1,
-                "seed": 3,
-                "stop": "END",
-                "logit_bias": {"42": -5},
-                "choice": ["yes", "no"],
-                "cache_salt": "me",
-                "speculation": {"max_nodes": 8},
-            }
-        ).encode(),
-    )
+    same: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3}
+    same |= {"cache_salt": "me", "speculation": {"max_nodes": 8}}
+    body = {"messages": HI, "stop": "END", "logit_bias": {"42": -5}, "choice": ["yes", "no"]} | same
+    fields = parse(ChatFields, json.dumps(body).encode())
     assert fields.params(max_tokens=9) == SamplingParams(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        seed=3,
-        stop=("END",),
-        logit_bias={42: -5.0},
-        choice=("yes", "no"),
-        cache_salt="me",
-        speculation={"max_nodes": 8},  # type: ignore[arg-type]
-        max_tokens=9,
+        stop=("END",), logit_bias={42: -5.0}, choice=("yes", "no"), max_tokens=9, **same
     )
 
 

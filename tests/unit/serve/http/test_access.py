@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.http.access import Access, Keys
 from specinfer.serve.http.api_error import CALLER
@@ -63,8 +63,9 @@ def ask(
     return start["status"], headers_by_name, b"".join(one.get("body", b"") for one in bodies)
 
 
-def guarded(*keys: str, max_body: int = 10, idle_timeout: float = 5.0) -> Access:
-    return Access(echo, keys=Keys(keys), max_body=max_body, max_bodies=99, idle_timeout=idle_timeout)
+def guarded(*keys: str, app: ASGIApp = echo, **options: Any) -> Access:
+    usual: dict[str, Any] = {"max_body": 10, "max_bodies": 99, "idle_timeout": 5.0}
+    return Access(app, keys=Keys(keys), **usual | options)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,9 @@ def test_no_key_is_needed_without_keys_and_for_probes() -> None:
     ],
 )
 def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status: int) -> None:
-    access = Access(
-        echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("http://friend",)
-    )
+    access = guarded(origins=("http://friend",))
     assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
-    anybody = Access(echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("*",))
+    anybody = guarded(origins=("*",))
     assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
 
 
@@ -158,9 +157,7 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
 )
 def test_origins_are_compared_without_sec_fetch_site(origin: str, host: str, status: int) -> None:
     """It names its page's site only to this machine itself and over TLS."""
-    access = Access(
-        echo, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0, origins=("http://friend",)
-    )
+    access = guarded(origins=("http://friend",))
     assert ask(access, origin=origin, host=host)[0] == status
     assert ask(access, origin=origin, host=host, method="GET")[0] == 200
     assert ask(access, origin=origin, host=host, sec_fetch_site="same-origin")[0] == 200
@@ -175,7 +172,7 @@ def test_a_request_has_at_most_a_hundred_headers() -> None:
 
 
 async def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_refused(virtual: None) -> None:
-    access, answers = Access(echo, keys=Keys(()), max_body=1000, max_bodies=1000, idle_timeout=5.0), {}
+    access, answers = guarded(max_body=1000, max_bodies=1000), {}
 
     class Client:
         def __init__(self, name: str) -> None:
@@ -233,9 +230,7 @@ def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: floa
 
     async def run() -> float:
         loop = asyncio.get_running_loop()
-        access = Access(
-            echo, keys=Keys(()), max_body=16 << 20, max_bodies=32 << 20, idle_timeout=75.0, clock=loop.time
-        )
+        access = guarded(max_body=16 << 20, max_bodies=32 << 20, idle_timeout=75.0, clock=loop.time)
 
         async def receive() -> Message:
             nonlocal count
@@ -293,7 +288,7 @@ def failing(error: BaseException) -> Access:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise error
 
-    return Access(app, keys=Keys(()), max_body=10, max_bodies=99, idle_timeout=5.0)
+    return guarded(app=app)
 
 
 class Panic(BaseException):
@@ -340,7 +335,7 @@ def test_the_session_of_a_request_stands_in_the_header_that_is_named(
         found.append(CALLER.get().session)
         await PlainTextResponse("")(scope, receive, send)
 
-    access = Access(keep, keys=Keys([]), max_body=10, max_bodies=99, idle_timeout=5.0, **options)  # type: ignore[arg-type]
+    access = guarded(app=keep, **options)
     for headers in ({header: "ann"}, {"x_other": "ben"}):
         assert ask(access, **headers)[0] == 200
     assert found == ["ann", ""]
