@@ -36,7 +36,7 @@ class Answer(ABC, Generic[_Fields]):
     """
 
     names: ClassVar[OwnNames | None] = None
-    announced: ClassVar[bool] = False  # whether a stream starts before the first text
+    opens_early: ClassVar[bool] = False  # whether a stream opens before the first delta
 
     def __init__(self, service: Service, fields: _Fields) -> None:
         self._service = service
@@ -51,21 +51,23 @@ class Answer(ABC, Generic[_Fields]):
         """Return the whole answer as one object."""
         async with aclosing(self._steps()) as steps:
             async for events in steps:
-                self._keep(events)
+                self._keep(events or [])
         return self._finish()
 
     async def events(self) -> AsyncGenerator[str]:
-        """Yield the answer as stream events.
+        """Yield the answer as stream events; the first one may be empty.
 
-        The stream starts with the first delta: a request that the engine refuses gets an HTTP error.
+        It comes when the engine has admitted the request: a request that is refused gets an HTTP error.
         """
         started = False
         try:
             async with aclosing(self._steps()) as steps:
                 async for events in steps:
-                    if not started:
-                        started, events = True, [*self._opening(), *events]
-                    if events:
+                    if not started and (events is not None or self.opens_early):
+                        started, events = True, [*self._opening(), *(events or ())]
+                    if events is None:
+                        yield ""
+                    elif events:
                         yield self._written(events)
             if closing := self._closing():
                 yield closing
@@ -74,21 +76,18 @@ class Answer(ABC, Generic[_Fields]):
                 raise
             yield self._written(failed)
 
-    async def _steps(self) -> AsyncGenerator[list[Event]]:
-        """Yield the events of each delta; some deltas have none."""
+    async def _steps(self) -> AsyncGenerator[list[Event] | None]:
+        """Yield the events of each delta, possibly none; None when the engine has admitted the request."""
         try:
             prompts, params = await self._prepare()
             self._tally.prompt_tokens = sum(map(len, prompts))
             answers = self._service.answer(
-                *(prompts, params),
-                model=self._model,
-                traced=bool(self._fields.trace),
-                announced=self.announced,
+                prompts, params, model=self._model, traced=bool(self._fields.trace)
             )
             async with aclosing(answers):
                 async for number, delta in answers:
                     self._tally.add(delta, number)
-                    yield await self._take(number, delta)
+                    yield None if delta.is_empty else await self._take(number, delta)
                     if self._is_over:
                         return  # closing `answers` aborts the work
         except ApiError as error:

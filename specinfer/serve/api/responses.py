@@ -233,7 +233,7 @@ class Responses(GrowingAnswer[ResponseFields]):
     """One response while it is generated."""
 
     names = _OWN_NAMES
-    announced = True
+    opens_early = True
 
     def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
         fields.check()

@@ -28,7 +28,7 @@ from specinfer.serve.backend.work import BackendError, EngineInfo, Observe, Unav
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.policy import FieldPolicy
-from specinfer.serve.http.api_error import ADMITTED, CALLER, ApiError, cut
+from specinfer.serve.http.api_error import CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
@@ -182,14 +182,12 @@ class Service:
         *,
         model: str | None = None,
         traced: bool = False,
-        announced: bool = False,
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """Yield the deltas of n completions of each prompt, each with its number: prompt * n + completion.
 
-        `model` is the name of the model or of an adapter. Sets ADMITTED when the engine has accepted all
-        works; with `max_wait`, when one has started. With `announced` an empty delta is yielded at that time.
-        If one of several completions fails in the engine, it ends with finish reason "error", and the others
-        continue.
+        `model` is the name of the model or of an adapter. An empty delta is yielded when the engine has
+        accepted all works; with `max_wait`, when one has started. A stream may start then. If one of several
+        completions fails in the engine, it ends with finish reason "error", and the others continue.
 
         Raises ApiError. Status 429: the queue is full. 400: the engine refuses a work, the parameters allow
         no token, or there are too many prompt log-probabilities. 500: the engine failed or ended. 503: no
@@ -212,7 +210,7 @@ class Service:
         with self._room_for(len(all_works)):
             started = time.monotonic()
             observed = [[observe(work, started) for observe in self._observers] for work in all_works]
-            unadmitted, failed = set(works), 0
+            unadmitted, failed, announced = set(works), 0, False
             may_start = not self.config.max_wait  # a started stream can no longer be refused
             try:
                 async with aclosing(self.backend.generate(all_works, CALLER.get().session)) as deltas:
@@ -232,15 +230,12 @@ class Service:
                                 )
                         unadmitted.discard(delta.id)
                         may_start = may_start or delta.started or not delta.is_empty
-                        if may_start and not unadmitted and delta.finish_reason is None:
-                            if (admitted := ADMITTED.get()) is not None:
-                                admitted.set()
-                            if announced and delta.is_empty:
-                                announced = False
-                                yield number, delta
                         if not delta.is_empty:
                             for ready in shared.ready(number, delta):
                                 yield ready
+                        elif may_start and not unadmitted and not announced:
+                            announced = True
+                            yield number, delta
             except UnavailableError as error:
                 raise ApiError(str(error), status=503, headers={"Retry-After": "5"}) from None
             except BackendError as error:

@@ -5,7 +5,6 @@ The path of the request decides the format, so this module also holds the contex
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -59,8 +58,6 @@ class Caller:
 
 # Each request runs in its own context, so endpoints need not pass this on.
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
-# Set when the engine has admitted the request; a stream waits for it before it sends its headers.
-ADMITTED: Final[ContextVar[asyncio.Event | None]] = ContextVar("admitted", default=None)
 
 
 class ApiError(Exception):

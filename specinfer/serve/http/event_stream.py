@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specinfer.serve.http.api_error import ADMITTED, ApiError
+from specinfer.serve.http.api_error import ApiError
 
 PING: Final = ": ping\n\n"  # a comment: clients ignore it, and proxies keep the stream open
 _Answer = TypeVar("_Answer")
@@ -32,31 +32,12 @@ def typed_events(values: Iterable[Mapping[str, Any]]) -> str:
 async def stream(
     events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n", ping: float = 0.0
 ) -> StreamingResponse:
-    """Return events as a response that starts when the engine admits the request, or with the first event.
+    """Return events as a response that starts with the first one; empty ones are not sent.
 
-    An earlier error is raised; a later one becomes the last event. A stream without an error ends with
+    An error before it is raised; a later one becomes the last event. A stream without an error ends with
     `done`. A comment is sent after `ping` seconds without an event; 0 turns that off.
     """
-    admitted = asyncio.Event()
-    outside = ADMITTED.set(admitted)
-    first = asyncio.ensure_future(_first(events))  # its context has the ADMITTED event
-    ADMITTED.reset(outside)
-    accepted = asyncio.ensure_future(admitted.wait())
-    try:
-        await asyncio.wait({first, accepted}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        await _cancel(first)
-        raise
-    finally:
-        accepted.cancel()
-    if first.done():
-        first.result()
-
-    return _Events(events, first, done, ping)
-
-
-async def _first(events: AsyncGenerator[str]) -> str:
-    return await anext(events, "")
+    return _Events(events, await anext(events, ""), done, ping)
 
 
 class _Events(StreamingResponse):
@@ -66,11 +47,9 @@ class _Events(StreamingResponse):
     whole answer of a client that does not read.
     """
 
-    def __init__(
-        self, events: AsyncGenerator[str], first: asyncio.Future[str], done: str, ping: float
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[str], first: str, done: str, ping: float) -> None:
         self._events = events
-        self._first = first  # task that returns the first event
+        self._first = first
         self._done = done
         self._ping = ping
         super().__init__(
@@ -83,7 +62,6 @@ class _Events(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await _cancel(self._first)
             await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
@@ -93,6 +71,8 @@ class _Events(StreamingResponse):
 
         async def send_text(text: str) -> None:
             nonlocal sent
+            if not text:
+                return
             sent = loop.time()
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
@@ -105,7 +85,7 @@ class _Events(StreamingResponse):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         pinging = asyncio.ensure_future(keep_alive()) if self._ping else None
         try:
-            await send_text(await self._first)
+            await send_text(self._first)
             async for one in self._events:
                 await send_text(one)
             await send_text(self._done)

@@ -21,7 +21,7 @@ from specinfer.serve.backend.work import BackendError, EngineInfo, Health, Unava
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import parse
-from specinfer.serve.http.api_error import ADMITTED, ApiError
+from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
@@ -138,25 +138,12 @@ async def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Toke
 @pytest.mark.parametrize(
     ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
 )
-def test_the_status_separates_client_and_server_errors(
+async def test_the_status_separates_client_and_server_errors(
     tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
 ) -> None:
-    class Failing(Slow):
-        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-            error = FinishReason.ERROR
-            yield Delta(
-                works[0].id,
-                finish_reason=error,
-                error="no token is left",
-                parameter=parameter,
-                internal_error=internal,
-            )
-
-    async def run() -> None:
-        await anext(service_of(Failing(), tokenizer).answer([(1,)], [GREEDY]))
-
-    with pytest.raises(ApiError, match="no token is left") as error:
-        asyncio.run(run())
+    failed = replace(FAILED, internal_error=internal, parameter=parameter)
+    with pytest.raises(ApiError, match="3 steps failed") as error:
+        await anext(service_of(Scripted((0, failed)), tokenizer).answer([(1,)], [GREEDY]))
     assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
 
 
@@ -195,40 +182,23 @@ def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: To
 
 
 @pytest.mark.parametrize("max_wait", [0, 5])
-def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
+async def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int
 ) -> None:
-    signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", started=True))), False
-    seen = []
-
-    class Watched(Scripted):
-        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-            async with aclosing(super().generate(works)) as deltas:
-                async for delta in deltas:
-                    seen.append(admitted.is_set())
-                    yield delta
-
-    async def run() -> list[str]:
-        service = service_of(Watched(*signs, (0, WHOLE), (1, WHOLE)), tokenizer, max_wait=max_wait)
-        ADMITTED.set(admitted)
-        answers = service.answer([(1,)], [SamplingParams(n=2)], announced=announced)
-        return [delta.text async for _, delta in answers]
-
-    admitted = asyncio.Event()
-    assert asyncio.run(run()) == ["a", "a"]  # empty ones are no part of an answer
-    assert seen == [False, False, not max_wait, True, True]
-    admitted, announced = asyncio.Event(), True
-    assert asyncio.run(run()) == ["", "a", "a"]
+    admitted, started = ((0, Delta("")), (1, Delta(""))), (1, Delta("", started=True))
+    backend = Scripted(*admitted, started, (0, WHOLE), (1, WHOLE))
+    service = service_of(backend, tokenizer, max_wait=max_wait)
+    found = [delta async for _, delta in service.answer([(1,)], [SamplingParams(n=2)])]
+    assert [delta.text for delta in found] == ["", "a", "a"]  # one sign
+    assert found[0].started == bool(max_wait)
+    fields = parse(CompletionFields, json.dumps({"prompt": "a", "n": 2, "stream": True}).encode())
+    first, *events = [event async for event in Completions(service, fields).events()]
+    assert (first, len(events)) == ("", 2)
 
 
-def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        scripted = Scripted(UnavailableError("it waited"))
-        async for _ in service_of(scripted, tokenizer).answer([(1,)], [GREEDY]):
-            raise AssertionError("nothing was said")
-
+async def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     with pytest.raises(ApiError, match="it waited") as error:
-        asyncio.run(run())
+        await anext(service_of(Scripted(UnavailableError("it waited")), tokenizer).answer([(1,)], [GREEDY]))
     assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
 
 
@@ -345,11 +315,8 @@ def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: 
 
 
 @pytest.mark.parametrize("text", ["", "x" * 81, "y" * 1_000_000])
-def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) -> None:
-    async def run() -> None:
-        service = service_of(Slow(), tokenizer)
-        service.room(await service.encode(text, "prompt"), "prompt")
-
+async def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) -> None:
+    service = service_of(Slow(), tokenizer)
     with pytest.raises(ApiError) as error:
-        asyncio.run(run())
+        service.room(await service.encode(text, "prompt"), "prompt")
     assert error.value.body["error"]["param"] == "prompt"

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 from starlette.types import Message
 
-from specinfer.serve.http.api_error import ADMITTED, ApiError
+from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.http.event_stream import PING, event, stream
 from tests.virtual_time import run_virtual
 
@@ -77,11 +77,9 @@ async def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> N
 
 
 async def delayed(after: float, *pieces: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
-    """Admitted at once; sends the first piece after `after` seconds, and pauses after each."""
-    admitted = ADMITTED.get()
-    assert admitted is not None
+    """Admitted after a second; sends the first piece after `after` more, and pauses after each."""
     await asyncio.sleep(1.0)
-    admitted.set()
+    yield ""
     await asyncio.sleep(after)
     for one in pieces:
         if isinstance(one, ApiError):
