@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import Script, ScriptedServer, scripted_server
+from tests.unit.serve.page.asking import Serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -22,7 +23,6 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     "--host-resolver-rules=MAP page.test 127.0.0.1",  # a name that is not localhost, without HTTPS
 )
-Serving = Callable[..., ScriptedServer]
 
 
 @pytest.fixture

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripted_server import ScriptedServer, says_in_steps
+from tests.scripted_server import says_in_steps
+from tests.unit.serve.page.asking import DONE, Serving, ask, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
 TEXT = "The fox ran over the hill, and the dog stayed."
 
 
@@ -23,9 +22,7 @@ def answered(page: Page, serving: Serving, marking: None) -> Page:
     """A page with an answer, whose first tree is shown."""
     page.goto(serving(says_in_steps(TEXT)).url)
     page.wait_for_selector("#model option", state="attached")
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    ask(page, "Tell me of the fox.")
     return page
 
 
@@ -123,8 +120,7 @@ def test_the_end_is_announced_once_and_no_token_is(page: Page, serving: Serving)
             new MutationObserver(listen).observe(status, all);
         }"""
     )
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
+    send(page, "Tell me of the fox.")
     page.get_by_role("status").filter(has_text="finished").wait_for(state="attached")
     page.wait_for_timeout(100)
     [announced] = page.evaluate("said")
@@ -144,14 +140,13 @@ def test_a_dialog_gives_the_focus_back(answered: Page) -> None:
 def test_reduced_motion_is_honoured(page: Page, serving: Serving) -> None:
     moving = "document.getAnimations().length"
     page.goto(serving(says_in_steps(TEXT, stops_after=2), says_in_steps(TEXT, stops_after=2)).url)
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
+    send(page, "Tell me of the fox.")
     page.locator(".prose", has_text="The fox").wait_for()
     assert page.evaluate(moving) == 1
     page.emulate_media(reduced_motion="reduce")
     assert page.evaluate(moving) == 0
     page.get_by_role("button", name="Stop").click()
-    page.wait_for_selector(".answer[aria-busy=false]")
+    page.wait_for_selector(DONE)
 
 
 WIDE = (
@@ -163,9 +158,7 @@ WIDE = (
 
 def test_no_width_needs_scrolling_sideways(page: Page, serving: Serving, marking: None) -> None:
     page.goto(serving(says_in_steps(WIDE)).url)
-    page.fill("#words", "Tell me of " + "w" * 100)
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    ask(page, "Tell me of " + "w" * 100)
     for width in (360, 768, 1280):
         page.set_viewport_size({"width": width, "height": 740})
         for act in ("", "Inspect steps", "Close", "Settings"):

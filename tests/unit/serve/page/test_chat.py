@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from specinfer.request import Delta, FinishReason
-from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import says_in_steps, steps_of
+from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, prompts, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
-TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
-DONE = ".answer[aria-busy=false]"
-
-
-def ask(page: Page, words: str) -> None:
-    page.get_by_label("Message", exact=True).fill(words)
-    page.keyboard.press("Enter")
 
 
 def answer_text(page: Page) -> str:
     return page.locator(".answer .tokens").last.inner_text()
-
-
-def prompts(server: ScriptedServer) -> list[str]:
-    return [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
 
 
 def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
@@ -49,7 +37,6 @@ def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, s
     server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)
     ask(page, "Tell me of the fox.")
-    page.wait_for_selector(DONE)
     assert answer_text(page) == TEXT
     assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]
     marks = page.eval_on_selector_all(
@@ -80,7 +67,7 @@ def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, s
 def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Again."))
     page.goto(server.url)
-    ask(page, "Go on.")
+    send(page, "Go on.")
     first_steps = "".join(text for text, _ in list(steps_of(TEXT))[:3])
     page.get_by_text(first_steps.strip()).wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -88,8 +75,7 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     page.get_by_text("You stopped the answer.").wait_for()
     assert answer_text(page) == first_steps
     assert page.evaluate("document.activeElement.id") == "words"
-    ask(page, "And now?")
-    page.wait_for_selector(f"{DONE} >> nth=1")
+    ask(page, "And now?", 2)
     assert server.backend.gone == [server.backend.works[0].id]
     assert prompts(server)[1] == f"user: Go on.\nassistant: {first_steps}\nuser: And now?\nassistant: "
 
@@ -98,7 +84,7 @@ def test_editing_a_question_drops_the_later_turns(page: Page, serving: Serving) 
     server = serving(says_in_steps("One."), says_in_steps("Two."), says_in_steps("Three."))
     page.goto(server.url)
     for place, words in enumerate(("First?", "Second?")):
-        ask(page, words)
+        send(page, words)
         page.wait_for_selector(f"{DONE} >> nth={place}")
     page.get_by_role("button", name="Edit").first.click()
     box = page.get_by_label("Your message")
@@ -138,7 +124,6 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
     page.reload()
     page.wait_for_selector("[name=speculator]", state="attached")
     ask(page, "Well?")
-    page.wait_for_selector(DONE)
     assert prompts(server) == ["system: Be brief.\nuser: Well?\nassistant: "]
     params = server.backend.works[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
@@ -155,7 +140,6 @@ def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
     page.get_by_label("Use speculation").uncheck()
     page.get_by_role("button", name="Done").click()
     ask(page, "Well?")
-    page.wait_for_selector(DONE)
     assert server.backend.works[0].params.speculation.enabled is False
 
 
@@ -166,7 +150,7 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
     page.fill("[name=top_p]", "7")
     page.get_by_role("button", name="Done").click()
     page.keyboard.press("Escape")
-    ask(page, "Well?")
+    send(page, "Well?")
     page.wait_for_selector("dialog[open] [name=top_p]:invalid")
     assert server.backend.works == []
 
@@ -184,7 +168,6 @@ def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
     assert page.get_by_role("alert").count() == 0
     page.reload()
     ask(page, "Open.")
-    page.wait_for_selector(DONE)
     assert answer_text(page) == "Welcome."
     assert page.evaluate("JSON.stringify(localStorage)").count("sesame") == 0
     assert all("401" in one for one in complaints)
@@ -198,7 +181,6 @@ def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, serving: Ser
     ]
     page.goto(serving(refuses).url)
     ask(page, "Well?")
-    page.wait_for_selector(DONE)
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert answer_text(page) == "Well"
     assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
@@ -231,7 +213,6 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     page.goto(serving(says_in_steps("unused")).url)
     page.route("**/v1/chat/completions", answer)
     ask(page, "Is it?")
-    page.wait_for_selector(DONE)
     fold = page.locator("details.reasoning")
     assert fold.get_attribute("open") is None
     fold.locator("summary").click()
@@ -245,7 +226,7 @@ def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, servin
     page.route("**/v1/models", lambda route: asked.append(route))
     server = serving(says_in_steps(TEXT))
     page.goto(server.url)
-    ask(page, "Tell me of the fox.")
+    send(page, "Tell me of the fox.")
     page.keyboard.press("Enter")
     assert page.get_by_label("Message", exact=True).input_value() == "Tell me of the fox."
     assert page.locator(".answer").count() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,25 +11,15 @@ import pytest
 
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.http.api_error import ApiError
-from tests.scripted_server import ScriptedServer, says, says_in_steps, steps_of
+from tests.scripted_server import says, says_in_steps, steps_of
+from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, prompts, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
-TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
 BEGUN = "".join(text for text, _ in list(steps_of(TEXT))[:3])
-DONE = ".answer[aria-busy=false]"
 GONE = "The server does not answer; start it, or try again."
-
-
-def ask(page: Page, words: str, answers: int = 1) -> None:
-    """Send a message and wait until this many answers are complete."""
-    page.fill("#words", words)
-    page.keyboard.press("Enter")
-    page.wait_for_selector(f"{DONE} >> nth={answers - 1}")
-    page.wait_for_selector("#send:visible")
 
 
 def press(page: Page, name: str, **more: bool) -> None:
@@ -44,10 +33,6 @@ def shown(page: Page) -> list[str]:
 
 def titles(page: Page) -> list[str]:
     return page.locator("#list a").all_inner_texts()
-
-
-def prompts(server: ScriptedServer) -> list[str]:
-    return [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
 
 
 def test_conversations_are_kept_listed_renamed_exported_and_deleted(
@@ -169,15 +154,13 @@ def test_a_refused_prompt_goes_back_to_the_input(page: Page, serving: Serving, c
         page.locator("#send").wait_for()
         page.fill("#words", "")
 
-    page.fill("#words", "Long")
-    page.keyboard.press("Enter")
+    send(page, "Long")
     refused("the prompt is too long; shorten it", "Long", [])
     assert (page.url, titles(page)) == (server.url + "/", [])
     ask(page, "First?")
     assert alert.count() == 0
     for said in ("the prompt is too long; shorten it", "no token is left"):
-        page.fill("#words", "Longer")
-        page.keyboard.press("Enter")
+        send(page, "Longer")
         refused(said, "Longer", ["First?", "One."])
     page.locator(".user").hover()
     press(page, "Edit")
@@ -197,8 +180,7 @@ def test_one_sentence_says_that_the_server_is_gone_and_goes_with_it(
     page.goto(server.url)
     ask(page, "First?")
     page.context.set_offline(True)
-    page.fill("#words", "Second?")
-    page.keyboard.press("Enter")
+    send(page, "Second?")
     alert = page.get_by_role("alert")
     alert.wait_for()
     assert alert.inner_text() == GONE
@@ -245,8 +227,7 @@ def test_an_answer_goes_on_where_it_was_stopped_met_its_limit_or_was_cut(
     stopped = says_in_steps(TEXT, stops_after=3)
     server = serving(stopped, limited, stopped, says_in_steps(" And more."))
     page.goto(server.url)
-    page.fill("#words", "Go on.")
-    page.keyboard.press("Enter")
+    send(page, "Go on.")
     page.get_by_text(BEGUN.strip()).wait_for()
     press(page, "Stop")
     page.get_by_text("You stopped the answer.").wait_for()
@@ -323,8 +304,7 @@ def test_only_what_the_user_sets_is_sent(page: Page, serving: Serving) -> None:
 def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Second."))
     page.goto(server.url)
-    page.fill("#words", "First?")
-    page.keyboard.press("Enter")
+    send(page, "First?")
     page.get_by_text(BEGUN.strip()).wait_for()
     press(page, "New chat")
     page.locator("#send").wait_for()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import says_in_steps, steps_of
+from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("marking")]
-Serving = Callable[..., ScriptedServer]
-TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
 NODES = 9
 STEPS: list[dict[str, Any]] = [tree for _, tree in steps_of(TEXT, nodes=NODES)]
 
@@ -23,9 +21,7 @@ STEPS: list[dict[str, Any]] = [tree for _, tree in steps_of(TEXT, nodes=NODES)]
 def answered(page: Page, serving: Serving) -> Page:
     """A page with an answer."""
     page.goto(serving(says_in_steps(TEXT, nodes=NODES)).url)
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    ask(page, "Tell me of the fox.")
     return page
 
 
@@ -189,13 +185,12 @@ def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None
 
 def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Serving) -> None:
     page.goto(serving(says_in_steps(TEXT, nodes=NODES, stops_after=3), says_in_steps("Done.")).url)
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
+    send(page, "Tell me of the fox.")
     page.locator(".answer .token").nth(1).click()
     page.get_by_role("heading", name="Step 2 of 3").wait_for()
     page.get_by_role("button", name="Stop").click()
-    page.wait_for_selector(".answer[aria-busy=false]")
+    page.wait_for_selector(DONE)
     assert lit(page) != []
     page.get_by_role("button", name="Regenerate").click()
     page.locator("#inspector").wait_for(state="hidden")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    page.wait_for_selector(DONE)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import says_in_steps, steps_of
+from tests.unit.serve.page.asking import Serving, ask
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("marking")]
-Serving = Callable[..., ScriptedServer]
 WORDS = 2000
 TEXT = "\n\n".join(" ".join(f"word{i}" for i in range(at, at + 50)) for at in range(0, WORDS, 50))
 
@@ -50,9 +49,7 @@ def test_two_thousand_tokens_are_rendered_in_blocks_and_no_tree_is_drawn_unasked
 ) -> None:
     page.goto(serving(says_in_steps(TEXT, nodes=64)).url)
     page.evaluate(WATCH)
-    page.get_by_role("textbox", name="Message").fill("Count.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".answer[aria-busy=false]", timeout=60_000)
+    ask(page, "Count.")
     steps = len(list(steps_of(TEXT)))
     assert page.locator(".answer .token").count() == WORDS
     changes = page.evaluate("changes")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import says_in_steps, steps_of
+from tests.unit.serve.page.asking import Serving, ask
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
-DONE = ".answer[aria-busy=false]"
 
 CASES = {  # a text, and a part of its HTML; the page's own frames and buttons are not shown here
     "a *b* **c** ~~d~~ `e*f*`": "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f*</code></p>",
@@ -94,9 +92,7 @@ def test_markdown_is_rendered_and_the_same_however_it_arrives(page: Page, servin
 def test_html_of_a_model_is_text_and_never_runs(page: Page, serving: Serving) -> None:
     text = "\n\n".join(HOSTILE)
     page.goto(serving(says_in_steps(text)).url)
-    page.fill("#words", text)
-    page.keyboard.press("Enter")
-    page.wait_for_selector(DONE)
+    ask(page, text)
     found = page.evaluate(
         """() => [...document.querySelectorAll("#messages *")].flatMap(one => [
             ...(/^(script|img|style|iframe|svg|form|input|object|details)$/.test(one.localName)
@@ -120,9 +116,7 @@ def test_code_and_answers_are_copied_also_without_https(page: Page, serving: Ser
     page.goto(serving(says_in_steps(text)).url.replace("127.0.0.1", host))
     assert page.evaluate("isSecureContext") == (host == "127.0.0.1")
     page.context.grant_permissions(["clipboard-write"])
-    page.fill("#words", "How?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(DONE)
+    ask(page, "How?")
     assert page.locator(".code-head").inner_text() == "python\nCopy"
     for name, copied in {"Copy code": "print(1)\nprint(2)", "Copy": text}.items():
         button = page.get_by_role("button", name=name, exact=True)
@@ -145,9 +139,7 @@ MARKED = (
 @pytest.mark.usefixtures("marking")
 def test_each_word_of_markdown_is_marked_as_its_token_but_not_in_code(page: Page, serving: Serving) -> None:
     page.goto(serving(says_in_steps(MARKED, nodes=9)).url)
-    page.fill("#words", "Well?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(DONE)
+    ask(page, "Well?")
     tokens = []
     for _, tree in steps_of(MARKED, nodes=9):
         tokens += [tree["texts"][node] for node in tree["path"]] + [tree["next_text"]]

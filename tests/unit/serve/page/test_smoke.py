@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specinfer.request import FinishReason
-from tests.scripted_server import ScriptedServer, says
+from tests.scripted_server import says
+from tests.unit.serve.page.asking import DONE, Serving, prompts, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -14,24 +14,20 @@ if TYPE_CHECKING:
 ANSWER = ("Use `all`:\n\n```py\nprint(all(", "[]))\n```\n\n| a | b |\n|---|---|\n| 1 | **2**")
 
 
-def test_an_answer_is_read_copied_kept_and_continued(
-    page: Page, serving: Callable[..., ScriptedServer]
-) -> None:
+def test_an_answer_is_read_copied_kept_and_continued(page: Page, serving: Serving) -> None:
     server = serving(says(*ANSWER, reason=FinishReason.LENGTH), says(" and <b>3</b> |\n"))
     page.set_viewport_size({"width": 360, "height": 740})
     page.goto(server.url)
-    page.fill("#words", "How?")
-    page.keyboard.press("Enter")
+    send(page, "How?")
     page.get_by_role("cell", name="2", exact=True).wait_for()
     page.get_by_role("button", name="Copy code").click()
     page.reload()
     page.get_by_role("button", name="Continue").click()
     page.get_by_role("cell", name="2 and <b>3</b>").wait_for()
-    page.wait_for_selector(".answer[aria-busy=false]")
+    page.wait_for_selector(DONE)
     assert page.locator("pre code").inner_text() == "print(all([]))\n"
     page.focus("#words")
     page.keyboard.press("Control+V")
     assert page.input_value("#words") == "print(all([]))"
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    prompts = [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
-    assert prompts == ["user: How?\nassistant: ", "user: How?\nassistant: " + "".join(ANSWER)]
+    assert prompts(server) == ["user: How?\nassistant: ", "user: How?\nassistant: " + "".join(ANSWER)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.scripted_server import ScriptedServer, says_in_steps
+from tests.scripted_server import says_in_steps
+from tests.unit.serve.page.asking import Serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
 
 PLACED = """async (received) => {
     const { TokenText } = await import("/page/token_text.js");

@@ -12,13 +12,13 @@ import pytest
 
 from specinfer.engine.trace import read_trace
 from specinfer.serve.http.page_server import TraceServer
-from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
+from tests.scripted_server import says_in_steps, steps_of
+from tests.unit.serve.page.asking import Serving, ask
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.thorough
-Serving = Callable[..., ScriptedServer]
 TEXT = "The fox ran over the hill, and the dog stayed."
 
 
@@ -128,9 +128,7 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
 
 def test_the_page_saves_valid_traces(page: Page, serving: Serving, tmp_path: Path) -> None:
     page.goto(serving(says_in_steps(TEXT)).url)
-    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    ask(page, "Tell me of the fox.")
     with page.expect_download() as download:
         page.get_by_role("button", name="Save trace").click()
     saved = tmp_path / download.value.suggested_filename
