@@ -41,7 +41,6 @@ def test_texts_are_those_of_their_seeds_whichever_replica_is_killed(two: Served,
     assert sum(re.search(says, line) is not None for line in two.log) == 1
 
 
-@pytest.mark.thorough
 def test_texts_are_those_of_their_seeds_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
     until(lambda: ready(two) == 2)
     before, restarts = set(engines(two.process.pid)), two.metric("engine_restarts")
@@ -55,7 +54,6 @@ def test_texts_are_those_of_their_seeds_while_engines_are_replaced(two: Served, 
     assert any("all engines have been replaced" in line for line in two.log)
 
 
-@pytest.mark.thorough
 def test_a_second_turn_finds_the_first_where_its_session_is(two: Served) -> None:
     prompt = "once upon a time there were " * 4
     found = []
@@ -73,7 +71,6 @@ def test_a_second_turn_finds_the_first_where_its_session_is(two: Served) -> None
     assert [line[-16:] for line in up] == ['replica="0"} 1.0', 'replica="1"} 1.0']
 
 
-@pytest.mark.thorough
 def test_a_server_that_ends_while_a_replica_starts_leaves_no_processes(folder: Path) -> None:
     with Served(folder, *FLAGS, "--replicas", "2") as served:
         until(lambda: len(engines(served.process.pid)) == 2)
