@@ -237,7 +237,7 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
         trouble = "the server is shutting down" if service.draining else health.trouble
         if trouble:
             return ApiError(trouble, status=503, headers={"Retry-After": "5"}).response()
-        serving = sum(not one.trouble for one in health.replicas)
+        serving = sum(one.takes_work for one in health.replicas)
         counts = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
         return JSONResponse({"status": "ready", **counts})
 

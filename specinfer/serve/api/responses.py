@@ -21,6 +21,7 @@ from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.http.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.http.event_stream import typed_events
 
+_GONE: Final = "there is no response {!r}: it was not stored, or was dropped"
 _MAX_BYTES: Final = 256 << 20  # approximate total of all responses
 
 _PREFIXES: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}  # prefixes of item ids
@@ -85,8 +86,7 @@ class ResponseStore:
         found = self._responses.get((CALLER.get().key, name))
         if found is None:
             raise ApiError(
-                f"there is no response {cut(name)!r}: it was not stored, or was dropped; send the whole "
-                "conversation as input",
+                f"{_GONE.format(cut(name))}; send the whole conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -126,11 +126,7 @@ class ResponseStore:
         """Return the response with that id; raises ApiError if it is unknown."""
         found = self._responses.get((CALLER.get().key, name))
         if found is None:
-            raise ApiError(
-                f"there is no response {cut(name)!r}: it was not stored, or was dropped",
-                status=404,
-                code="response_not_found",
-            )
+            raise ApiError(_GONE.format(cut(name)), status=404, code="response_not_found")
         return found
 
     def _drop(self, key: tuple[int, str]) -> None:

@@ -175,7 +175,7 @@ class ReplicaBackend:
         return Health(
             None if no_reply else state,
             sum(one.restarts for one in found),
-            "" if any(not one.trouble for one in found) else "; ".join(one.trouble for one in found),
+            "" if any(one.takes_work for one in found) else "; ".join(one.trouble for one in found),
             tuple(found),
             self._ledger.handed_on,
         )

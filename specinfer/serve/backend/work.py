@@ -58,6 +58,11 @@ class ReplicaHealth:
     runs: bool = True  # whether an engine runs
     answers: bool = True  # whether it replied with its statistics
 
+    @property
+    def takes_work(self) -> bool:
+        """True if there is no trouble."""
+        return not self.trouble
+
 
 @dataclass(frozen=True, slots=True)
 class Health:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, SpeculationFigures
-from specinfer.serve.backend.work import CompletionObserver, Health, ReplicaHealth, Work
+from specinfer.serve.backend.work import CompletionObserver, Health, Work
 from specinfer.speculation_config import OLD_NAMES
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
@@ -18,28 +18,16 @@ _SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
 _LONG: Final = tuple(0.01 * 2.0**i for i in range(16))  # 10 ms to 5 minutes
 _TOKENS: Final = tuple(2.0**i for i in range(18))
 
-# Metrics of each replica: name, help text, value.
-_OF_REPLICA: Final[Sequence[tuple[str, str, Callable[[ReplicaHealth], float]]]] = (
-    ("up", "1 if the replica takes work, else 0.", lambda one: not one.trouble),
-    ("requests_running", "Requests in the replica's batch.", lambda one: one.state.running),
-    (
-        "requests_waiting",
-        "Requests that wait for the replica's batch or cache.",
-        lambda one: one.state.waiting,
-    ),
-    (
-        "kv_cache_usage_perc",
-        "Fraction of the replica's KV blocks in use, 0 to 1.",
-        lambda one: one.state.kv_cache_usage,
-    ),
-    (
-        "prefix_queries",
-        "Prompt tokens looked up in the replica's prefix cache.",
-        lambda one: one.state.prefix_queries,
-    ),
-    ("prefix_hits", "Prompt tokens found in the replica's prefix cache.", lambda one: one.state.prefix_hits),
-    ("engine_steps", "Steps of the replica's engines.", lambda one: one.state.steps),
-    ("restarts", "Restarts of the replica's engine.", lambda one: one.restarts),
+# Gauges of each replica: name, attribute of its health, help text.
+_OF_REPLICA: Final = (
+    ("up", "takes_work", "1 if the replica takes work, else 0."),
+    ("requests_running", "state.running", "Requests in the replica's batch."),
+    ("requests_waiting", "state.waiting", "Requests that wait for the replica's batch or cache."),
+    ("kv_cache_usage_perc", "state.kv_cache_usage", "Fraction of the replica's KV blocks in use, 0 to 1."),
+    ("prefix_queries", "state.prefix_queries", "Prompt tokens looked up in the replica's prefix cache."),
+    ("prefix_hits", "state.prefix_hits", "Prompt tokens found in the replica's prefix cache."),
+    ("engine_steps", "state.steps", "Steps of the replica's engines."),
+    ("restarts", "restarts", "Restarts of the replica's engine."),
 )
 
 # Gauges of all engines together: name, attribute of the statistics, help text.
@@ -123,8 +111,8 @@ class Metrics:
         self.restarts = gauge("engine_restarts", "Restarts of engine processes.")
         self.handed_on = gauge("num_handed_on", "Answers moved from one engine to another.")
         self._of_replicas = [
-            (made(Gauge, f"replica_{name}", purpose, "replica"), value)
-            for name, purpose, value in _OF_REPLICA
+            (made(Gauge, f"replica_{name}", purpose, "replica"), attrgetter(of))
+            for name, of, purpose in _OF_REPLICA
         ]
         self.hit_rate = gauge("prefix_cache_hit_rate", "Fraction of looked-up prompt tokens found, 0 to 1.")
         self.queue_time = histogram(
