@@ -261,14 +261,14 @@ class ResponseFields(ConversationFields):
             )
         if not self.input:
             raise ApiError("input is empty; give a text, or at least one message", param="input")
-        for index, item in enumerate(self.input):
+        for index, item in enumerate(self.items):
             if isinstance(item, OtherItem):
                 raise item.refusal(f"input[{index}]")
 
     def check_results(self, earlier: Iterable[Mapping[str, Any]]) -> None:
         """Raise ApiError for a result without its call earlier in the input or in `earlier`."""
         called = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
-        for index, item in enumerate(self.input):
+        for index, item in enumerate(self.items):
             if isinstance(item, CallItem):
                 called.add(item.call_id)
             elif isinstance(item, CallOutputItem) and item.call_id not in called:
@@ -280,6 +280,11 @@ class ResponseFields(ConversationFields):
                 )
 
     @property
+    def items(self) -> list[Item]:
+        """The input items; none if the input is a text."""
+        return [] if isinstance(self.input, str) else self.input
+
+    @property
     def logprobs(self) -> bool:
         """True if the answer must contain log-probabilities."""
         return LOGPROBS in (self.include or ())
@@ -289,7 +294,7 @@ class ResponseFields(ConversationFields):
         """The input as messages for chat templates, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return messages_of(self.input)
+        return messages_of(self.items)
 
     @property
     def functions(self) -> Sequence[Function]:
