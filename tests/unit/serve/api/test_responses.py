@@ -11,7 +11,9 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from specinfer.request import Delta, FinishReason
+from specinfer.serve.api.responses import ResponseStore
 from specinfer.serve.backend.work import BackendError
+from specinfer.serve.http.api_error import ApiError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     FACTS,
@@ -274,3 +276,18 @@ def test_a_finished_answer_is_not_cancelled(tokenizer: Tokenizer) -> None:
         server.responses.cancel("resp_none")
     with pytest.raises(openai.NotFoundError):
         server.responses.input_items.list("resp_" + "x" * 10_000)
+
+
+def test_the_oldest_leave_where_all_are_too_large() -> None:
+    store = ResponseStore(10, max_bytes=250)
+    for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
+        store.keep(name, {}, [{"role": "user", "content": "x" * size}])
+        if name == "c":
+            assert store.get("a").body == b"{}"
+    for gone in "abc":
+        with pytest.raises(ApiError):
+            store.get(gone)
+    assert store.get("d").body == b"{}"  # the newest stays, whatever its size
+    store.forget("d")
+    store.keep("e", {}, [])
+    assert store.conversation("e") == ()

@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of OpenAI's endpoints."""
+"""Token counts, and log-probabilities in the formats of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
-from specinfer.serve.api.reports import ChatLogprobs
+from specinfer.serve.api.reports import ChatLogprobs, Tally
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import TEMPLATE
 from tests.tiny_models import write_byte_tokenizer
@@ -81,3 +81,11 @@ def test_a_final_token_without_text_is_a_separate_chunk(tmp_path: Path) -> None:
     [whole] = server.ok("/chat/completions", **body)["choices"]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("Hi", "stop")
     assert [t["token"] for t in whole["logprobs"]["content"]] == ["H", "i", "</s>"]
+
+
+def test_cached_tokens_of_each_prompt_are_counted_once() -> None:
+    tally = Tally(30, n=2)
+    for number, cached in ((0, 4), (1, 16), (2, 0), (3, 16), (2, 8), (0, 4)):
+        tally.add(Delta("", token_ids=(1,), cached_tokens=cached), number)
+    assert tally.usage()["prompt_tokens_details"] == {"cached_tokens": 12}
+    assert tally.usage()["total_tokens"] == 36
