@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from specinfer.serve.api.answer import Answer
+from specinfer.serve.api.answer import EndpointAnswer
 from specinfer.serve.api.chat import Chat, ChatFields
 from specinfer.serve.api.completions import CompletionFields, Completions
 from specinfer.serve.api.infill import Infill, InfillFields
@@ -105,7 +105,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         )
 
     def generated(
-        path: str, kind: type[BaseModel], make: Callable[[Service, Any], Answer[Any]], done: str = ""
+        path: str, kind: type[BaseModel], make: Callable[[Service, Any], EndpointAnswer[Any]], done: str = ""
     ) -> None:
         async def answer(request: Request, fields: BaseModel) -> Response:
             made = make(service, service.with_defaults(fields))

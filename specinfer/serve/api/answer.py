@@ -1,4 +1,4 @@
-"""Answer: one request's answer, whole or as a stream; Parts: an answer as parts that open, grow and end."""
+"""EndpointAnswer: the answer to a request, whole or as a stream; Parts: an answer as parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Fields = TypeVar("_Fields", bound=SamplingFields)
 _Conversation = TypeVar("_Conversation", bound=ConversationFields)
 
 
-class Answer(ABC, Generic[_Fields]):
+class EndpointAnswer(ABC, Generic[_Fields]):
     """The answer to one request while it is generated: each delta of the engine becomes events.
 
     ApiErrors have the endpoint's field names.
@@ -221,7 +221,7 @@ class Parts(ABC):
         """Return the events that close a part."""
 
 
-class GrowingAnswer(Answer[_Conversation]):
+class GrowingAnswer(EndpointAnswer[_Conversation]):
     """The answer to a conversation as parts."""
 
     def __init__(

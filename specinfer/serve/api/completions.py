@@ -12,7 +12,7 @@ from pydantic import Field
 
 from specinfer.request import Delta, Logprobs
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.answer import Answer, Event, Prompts
+from specinfer.serve.api.answer import EndpointAnswer, Event, Prompts
 from specinfer.serve.api.reports import CompletionLogprobs, reported_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Ids, Items
@@ -61,7 +61,7 @@ class CompletionFields(SamplingFields):
                 raise ApiError("suffix needs a text prompt; give text in place of token ids", param="prompt")
 
 
-class ChoicesAnswer(Answer[_Fields]):
+class ChoicesAnswer(EndpointAnswer[_Fields]):
     """The answers to one request as a list of choices; its events are pieces of them."""
 
     prefix: ClassVar[str]  # prefix of ids

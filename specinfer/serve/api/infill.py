@@ -11,7 +11,7 @@ from pydantic import Field
 
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.answer import Answer, Event, Prompts
+from specinfer.serve.api.answer import EndpointAnswer, Event, Prompts
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Fields, Items
 from specinfer.serve.fields.sampling import SamplingFields
@@ -87,7 +87,7 @@ class InfillFields(SamplingFields):
         return self.model_copy(update=chosen).params(max_tokens=limit, **more)
 
 
-class Infill(Answer[InfillFields]):
+class Infill(EndpointAnswer[InfillFields]):
     """One infill while it is generated."""
 
     def __init__(
