@@ -29,11 +29,6 @@ ModelImpl = Literal["auto", "native", "transformers"]
 MAX_PARTS: Final = 256  # parts of a sum
 _PARTS: Final = 8  # default parts of a sum that up to as many processes share
 
-REMOVED_OPTIONS: Final = {  # removed options, and what replaces them
-    "ngram_max": "longer matches are always tried first",
-    "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -335,10 +330,8 @@ class EngineConfig:
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """Return this config with flat options changed: fields of this class and of its three parts.
 
-        Accepts the former names of options (`new_names`). Raises ConfigError for an unknown option, with the
-        nearest known name, and for a wrong value.
+        Raises ConfigError for an unknown option, with the nearest known name, and for a wrong value.
         """
-        options = new_names(options)
         top: dict[str, Any] = {}
         of_parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, value in options.items():
@@ -359,24 +352,3 @@ PARTS = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": Sc
 ENGINE_OPTIONS: dict[str, tuple[str | None, Option]] = {
     one.name: (part, one) for part, kind in ((None, EngineConfig), *PARTS.items()) for one in options_of(kind)
 }
-OLD_OPTIONS: Final = {old: one.name for _, one in ENGINE_OPTIONS.values() for old in one.about.old}
-
-
-def new_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under their present names; raises ConfigError for a removed or contradictory one.
-
-    `ngram` and `suffix` both became `lookup`, which is on if one of the two is.
-    """
-    renamed: dict[str, Any] = {}
-    for old, value in options.items():
-        if old in REMOVED_OPTIONS:
-            raise ConfigError(f"{old} is no longer an option: {REMOVED_OPTIONS[old]}; leave it out")
-        name = OLD_OPTIONS.get(old, old)
-        if name == "lookup":
-            value = renamed.get(name) or value
-        elif renamed.get(name, value) != value:
-            raise ConfigError(
-                f"{name} is {renamed[name]!r} and {value!r}, once under its former name; give it once"
-            )
-        renamed[name] = value
-    return renamed

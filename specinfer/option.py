@@ -31,7 +31,7 @@ class About:
     zero: bool = True  # True if a number of seconds may be 0
     size: bool = False  # True for a number of bytes, given on the command line like 2GB
     switch: bool = False  # True if a pair of flags switches it on and off, whatever its type
-    old: tuple[str, ...] = ()  # former names, which are still accepted
+    rare: bool = False  # True if it has no flag, and is set in a YAML file or in Python
     of_batches: bool = True  # for the server's options: True if batch files use it, too
 
 

@@ -14,7 +14,7 @@ from specinfer.speculation_config import MAX_ROWS
 class CacheConfig:
     """Options of the paged KV cache; raises ConfigError for a wrong value."""
 
-    block_size: int = option(16, "Positions in a block of the KV cache.", minimum=1)
+    block_size: int = option(16, "Positions in a block of the KV cache.", minimum=1, rare=True)
     memory: int | None = option(
         None,
         "Memory for all KV caches, like 2GB.",
@@ -27,6 +27,7 @@ class CacheConfig:
         True,
         "Share KV blocks among requests with the same prefix.",
         more="Only requests with the same `cache_salt` share them.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:

@@ -27,9 +27,6 @@ SELF = "self"  # name of the draft that is the target itself in fewer bits
 LONGEST_MATCH = 32  # tokens; comparing more does not improve a guess
 MIN_LOOKUP_MEMORY = 1 << 20  # bytes; a smaller number was probably meant as tokens
 
-# Former speculators that are now one; options, requests and metrics may still use these names.
-OLD_NAMES: Final = {"ngram": "lookup", "suffix": "lookup"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
@@ -55,6 +52,7 @@ class SpeculationConfig:
         None,
         "Reduce a draft's output layer to N common tokens, or to the token ids in a file.",
         shown="all",
+        rare=True,
     )
     draft_lora: tuple[str, ...] = option(
         (),
@@ -68,44 +66,45 @@ class SpeculationConfig:
         more="Only answers with the same `cache_salt` are searched. `auto`: on, if native kernels are "
         "available.",
         switch=True,
-        old=tuple(OLD_NAMES),
     )
-    lookup_min: int = option(1, "Minimum tokens that must match for a lookup.", minimum=1, old=("ngram_min",))
+    lookup_min: int = option(1, "Minimum tokens that must match for a lookup.", minimum=1, rare=True)
     lookup_depth: int | None = option(
         None,
         "Maximum depth of a looked-up tree, in tokens.",
         shown=f"16; {_STREAMED}",
         minimum=1,
-        old=("ngram_depth", "suffix_depth"),
+        rare=True,
     )
     lookup_nodes: int | None = option(
         None,
         "Maximum nodes of a looked-up tree, the root included.",
         shown="32; 128 where layers are streamed",
         minimum=2,
-        old=("suffix_nodes",),
+        rare=True,
     )
     lookup_memory: int = option(
         16 << 20,
         "Memory for earlier answers; 0 keeps none.",
         more="Bytes for all cache salts together, about 64 per token.",
         size=True,
-        old=("suffix_memory",),
+        rare=True,
     )
     prediction_depth: int | None = option(
         None,
         "Maximum depth of guesses from a request's prediction, in tokens.",
         shown=f"15; {_STREAMED}",
         minimum=1,
+        rare=True,
     )
     prediction_branches: int = option(
-        4, "Continuations guessed after the text differs from its prediction.", minimum=1
+        4, "Continuations guessed after the text differs from its prediction.", minimum=1, rare=True
     )
     forced_depth: int | None = option(
         None,
         "Maximum tokens guessed at once where a grammar allows only one token.",
         shown=f"16; {_STREAMED}",
         minimum=1,
+        rare=True,
     )
     expansion: Expansion | Literal["learned"] | None = option(
         None,
@@ -131,6 +130,7 @@ class SpeculationConfig:
         "measured",
         "Costs of passes: measured, updated by the time of steps; curve, fixed at start to repeat mss texts.",
         more="With `measured`, speculation switches off where it is slower ([policy.md](policy.md)).",
+        rare=True,
     )
     verifier: Verifier = option(
         "coupled",
@@ -142,6 +142,7 @@ class SpeculationConfig:
         "How drafts draw: coupled or top_k; with mss without_replacement, iid or top_k.",
         more="Combinations that are not lossless are refused.",
         shown="the verifier's own",
+        rare=True,
     )
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from specinfer.serve.config import ServeConfig
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ENGINE = [one for _, one in ENGINE_OPTIONS.values()]
 SERVER = list(options_of(ServeConfig))
+FLAGGED = [[one for one in options if not one.about.rare] for options in (ENGINE, SERVER)]
 _SHARED: Final = "Flags of a request"  # their table stands behind the commands
 _WIDTH: Final = 130  # of paragraphs, in characters
 _HELP: Final = {"--help"}  # the page's introduction has them
@@ -36,7 +37,7 @@ def table(options: Sequence[Option]) -> str:
     for one in options:
         default = one.about.shown or f"`{one.shown_default() or 'none'}`"
         text = f"{one.about.purpose} {one.about.more}".rstrip()
-        rows.append(f"| `{one.name}` | {default} | {text} |")
+        rows.append(f"| `{one.name}`{' *' if one.about.rare else ''} | {default} | {text} |")
     return "\n".join(rows)
 
 
@@ -61,7 +62,7 @@ def commands_text() -> str:
             if also:
                 link = f"[{_SHARED.lower()}](#{_SHARED.lower().replace(' ', '-')})"
                 blocks.append(f"`{path}` also has the {link}.")
-            of_engine, of_server = (_accepted(context.command, options) for options in (ENGINE, SERVER))
+            of_engine, of_server = (_accepted(context.command, options) for options in FLAGGED)
             if of_engine or of_server:
                 accepted.setdefault((of_engine, of_server), []).append(path)
     blocks += [f"## {_SHARED}", f"Commands that accept them: {_listed(sampling)}."]

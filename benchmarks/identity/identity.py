@@ -35,7 +35,7 @@ from specinfer.speculation_config import DEFAULT_EXPANSION
 
 def main() -> None:
     options = parser(__doc__, **SPECULATING, quantization="none", limit=50)
-    options.add_argument("--lookup", "--ngram", action="store_true", help="also use lookups")
+    options.add_argument("--lookup", action="store_true", help="also use lookups")
     options.add_argument(
         "--repeat",
         action=argparse.BooleanOptionalAction,

@@ -67,7 +67,7 @@ def main() -> None:
         quantization="none",
     )
     options.add_argument("--draft", help="a draft model")
-    options.add_argument("--lookup", "--ngram", action="store_true", help="use lookups")
+    options.add_argument("--lookup", action="store_true", help="use lookups")
     options.add_argument("--clients", type=natural, default=32, help="that stream at once (default 32)")
     options.add_argument("--minutes", type=float, default=5.0, help="of load (default 5)")
     options.add_argument("--replicas", type=natural, default=1, help="(default 1)")

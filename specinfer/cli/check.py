@@ -16,7 +16,6 @@ from specinfer.cli.options import (
     speculation_options,
 )
 from specinfer.errors import ConfigError, RequestError
-from specinfer.tree.draw import PAIRS
 
 SUITES = ("promise", "parameters")
 
@@ -74,7 +73,6 @@ def check(
     conversations = built_in().conversations
     if num_prompts > len(conversations):
         raise RequestError(f"--prompts is {num_prompts}; there are {len(conversations)}: ask for fewer")
-    options["verifier"] = _verifier(options["draw"])
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
         raise ConfigError("speculation is off, so there is nothing to check; add --draft or --lookup")
@@ -134,8 +132,3 @@ def check(
 
 # Both verifiers are tested, so there is none to choose.
 check.params = [parameter for parameter in check.params if parameter.name != "verifier"]
-
-
-def _verifier(draw: str | None) -> str:
-    """The verifier that takes draws of this rule."""
-    return next((verifier for verifier, pairs in PAIRS.items() if draw in pairs.draws), "coupled")

@@ -18,7 +18,7 @@ from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
 from specinfer.option import Option
-from specinfer.speculation_config import OLD_NAMES, SELF
+from specinfer.speculation_config import SELF
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -31,8 +31,8 @@ _MODEL: Final = (
     *("pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
     *("kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
 )
-_DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_lora")
-_TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
+_DRAFT: Final = ("draft_quantization", "draft_lora")
+_TREES: Final = ("max_nodes", "tree_size", "verifier")
 
 _SAMPLING = [
     click.option("--temperature", type=float, help="0 is greedy.  [the model's own, else 0.8]"),
@@ -116,10 +116,10 @@ template_option: Final = click.option(
 
 
 def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds each option to a command, in their order."""
+    """Return a decorator that adds each option that has a flag to a command, in their order."""
 
     def decorated(command: _Command) -> _Command:
-        for one in reversed(options):
+        for one in reversed([one for one in options if not one.about.rare]):
             command = _flag(one)(command)
         return command
 
@@ -152,7 +152,7 @@ def adapter_option(command: _Command) -> _Command:
 
 def speculation_options(command: _Command) -> _Command:
     """Add --draft, --lookup and the engine's options of trees."""
-    return _of_engine("drafts", *_DRAFT, "lookup", "expansion", *_TREES, "draw")(command)
+    return _of_engine("drafts", *_DRAFT, "lookup", "expansion", *_TREES)(command)
 
 
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
@@ -184,15 +184,12 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     """
     given = {name: value for name, value in options.items() if value not in (None, ())}
     model = given.pop("model")
-    named = given.get("drafts") or any(name in given for name in ("lookup", *OLD_NAMES))
-    if not named:
+    if not given.get("drafts") and "lookup" not in given:
         given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
-    for name in (*_DRAFT, "expansion", "draw"):
+    for name in (*_DRAFT, "draft_vocabulary", "expansion", "draw"):
         if name in given and not given.get("drafts"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"
-            )
+            raise ConfigError(f"{name} is for draft models, and none is named; add --draft MODEL")
     return config
 
 
@@ -252,9 +249,8 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
     }
     if one.name == "drafts":
         more["shell_complete"] = _complete_draft
-    names = (one.flag[2:], *(old.replace("_", "-") for old in one.about.old))
     if one.kind is bool or one.about.switch:
-        return click.option(*(f"--{name}/--no-{name}" for name in names), one.name, default=None, **more)
+        return click.option(f"{one.flag}/--no-{one.flag[2:]}", one.name, default=None, **more)
     if one.is_list:
         more |= {"multiple": True, "metavar": "TEXT"}
     elif one.choices:
@@ -267,7 +263,7 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
         more["type"] = one.kind
     else:
         more["metavar"] = "TEXT"
-    return click.option(*(f"--{name}" for name in names), one.name, **more)
+    return click.option(one.flag, one.name, **more)
 
 
 def _biases(given: Sequence[str]) -> Any:

@@ -16,7 +16,7 @@ import click
 
 from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, model_named
-from specinfer.config import ENGINE_OPTIONS, OLD_OPTIONS, REMOVED_OPTIONS, EngineConfig, new_names
+from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
@@ -205,7 +205,7 @@ def read_options(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds {type(found).__name__}; allowed: options, like `port: 8000`")
-    known = {"model", *OPTIONS, *OLD_OPTIONS, *REMOVED_OPTIONS, "speculative_config"}
+    known = {"model", *OPTIONS, "speculative_config"}
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
@@ -216,7 +216,7 @@ def read_options(file: Path) -> dict[str, Any]:
             raise ConfigError(f"{file} has the unknown option {key!r}; {hint}")
         if value is not None:
             options[name] = value
-    return new_names(options)
+    return options
 
 
 def speculative_config(value: object) -> dict[str, Any]:

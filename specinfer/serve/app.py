@@ -60,7 +60,7 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
         Access,
         keys=keys,
         max_body=config.max_body,
-        max_bodies=config.max_bodies_memory or 2 * config.max_body,
+        max_bodies=2 * config.max_body,
         idle_timeout=config.idle_timeout,
         origins=config.cors_origin,
         hosts=hosts,

@@ -102,24 +102,17 @@ class ServeConfig:
         more="Needs `specinfer[cluster]` ([replicas.md](replicas.md#several-machines-ray)).",
     )
     session_header: str = option(
-        "x-session-id", "Requests with the same text in this header go to one replica.", of_batches=False
+        "x-session-id",
+        "Requests with the same text in this header go to one replica.",
+        rare=True,
+        of_batches=False,
     )
 
     max_waiting: int = option(
         128, "Maximum of completions that wait for an engine; more get 429.", of_batches=False
     )
     max_n: int = option(16, "Maximum of completions of one prompt, and of prompts of one request.", minimum=1)
-    max_prompt_tokens: int | None = option(
-        None, "Maximum of tokens of one prompt; default: the context length.", shown="the context", minimum=1
-    )
     max_body: int = option(16 << 20, "Maximum of bytes of one request, like 16MB.", minimum=1024, size=True)
-    max_bodies_memory: int | None = option(
-        None,
-        "Maximum of bytes of all unanswered requests; more get 503. Default: twice --max-body.",
-        shown="twice `max_body`",
-        size=True,
-        of_batches=False,
-    )
     max_connections: int = option(
         512, "Maximum of open connections; more get 503.", minimum=1, of_batches=False
     )
@@ -134,6 +127,7 @@ class ServeConfig:
     ping_interval: float = option(
         15.0,
         "Seconds after which a quiet stream sends a comment, so that proxies keep it open; 0: never.",
+        rare=True,
         of_batches=False,
     )
     engine_timeout: float = option(
@@ -147,16 +141,15 @@ class ServeConfig:
     unknown_fields: UnknownFields = option(
         "ignore", "Unknown fields of requests: ignore logs each name once, error refuses the request."
     )
-    stored_responses: int = option(256, "Number of answers kept for previous_response_id.", of_batches=False)
+    stored_responses: int = option(
+        256, "Number of answers kept for previous_response_id.", rare=True, of_batches=False
+    )
     special_tokens_in_messages: SpecialTokens = option(
         "text", "Names of special tokens in messages of users and tools: read as text, or as the tokens."
     )
     call_format: str = option("auto", "Format of the model's tool calls; auto: the one of its chat template.")
     log_traffic: str | None = option(
         None, "File to log prompts and answers in, as training data for drafts.", shown="none"
-    )
-    log_traffic_size: int = option(
-        256 << 20, "Size in bytes at which that file is rotated.", minimum=4096, size=True
     )
     log_level: LogLevel = option("info", "Lowest level that is logged.")
     log_format: LogFormat = option("text", "json: one object a line.")
@@ -186,10 +179,5 @@ class ServeConfig:
         path = self.root_path
         if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
             raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or none")
-        if self.max_bodies_memory is not None and self.max_bodies_memory < self.max_body:
-            raise ConfigError(
-                f"max_bodies_memory is {self.max_bodies_memory}; allowed: an integer >= {self.max_body}, "
-                "which is max_body"
-            )
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")

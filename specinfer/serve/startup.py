@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from typing import Final
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
@@ -18,6 +19,8 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.tokenizer import Tokenizer
+
+_TRAFFIC_BYTES: Final = 256 << 20  # size at which the log of traffic is rotated
 
 
 @asynccontextmanager
@@ -83,7 +86,7 @@ def observers(
 
             log = TrafficLog(
                 config.log_traffic,
-                config.log_traffic_size,
+                _TRAFFIC_BYTES,
                 model=model,
                 tokenizer=tokenizer,
                 lost=metrics.traffic_log_lost.inc,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
-from specinfer.speculation_config import OLD_NAMES, SpeculationConfig
+from specinfer.speculation_config import SpeculationConfig
 
 
 class SpeculationLimits:
@@ -23,7 +23,7 @@ class SpeculationLimits:
         """Raise RequestError if the request's parameters do not fit this engine."""
         overrides = request.params.speculation
         for name in overrides.speculators or ():
-            if self._new_name(name) not in self.names:
+            if name not in self.names:
                 raise RequestError(
                     f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
                 )
@@ -52,7 +52,7 @@ class SpeculationLimits:
         params, overrides = request.params, request.params.speculation
         if not overrides.enabled:
             return []
-        named = self._named(overrides.speculators)
+        named = overrides.speculators
         knows_chance = params.knows_chance(self._config.verifier)
         return [
             (speculator, nodes)
@@ -61,14 +61,6 @@ class SpeculationLimits:
             and not (knows_chance and speculator.remembers_answers)
             and (nodes := self._max_nodes(speculator, request)) > 0
         ]
-
-    def _named(self, names: Sequence[str] | None) -> set[str] | None:
-        """Return the present names of the speculators that a request names; None: all."""
-        return None if names is None else {self._new_name(name) for name in names}
-
-    def _new_name(self, name: str) -> str:
-        """Return the present name of a speculator, unless the engine has one of the given name."""
-        return name if name in self.names else OLD_NAMES.get(name, name)
 
     def _max_nodes(self, speculator: AnySpeculator, request: Request) -> int:
         """Return the maximum nodes of a speculator: its own limit, or the engine's."""

@@ -21,7 +21,7 @@ def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:
     assert config.speculation.enabled
     assert config.speculation.lookup == "auto"
     assert config.with_options({"drafts": "a"}).speculation.lookup
-    assert not config.with_options({"ngram": False}).speculation.enabled
+    assert not config.with_options({"lookup": False}).speculation.enabled
     assert not NO_SPECULATION.enabled
 
 
@@ -51,31 +51,6 @@ def test_guesses_are_deeper_where_layers_are_streamed_unless_somebody_says_how_d
     config = EngineConfig.from_options("m", options).streamed
     meant = {"max_nodes": "auto", "lookup_depth": 48, "forced_depth": 48, "max_step_tokens": "auto"}
     assert config == EngineConfig.from_options("m", {**options, **meant})
-
-
-@pytest.mark.parametrize(
-    ("options", "meant"),
-    [
-        ({"ngram": True}, {"lookup": True}),
-        ({"suffix": True}, {"lookup": True}),
-        ({"ngram": True, "suffix": True}, {"lookup": True}),
-        ({"ngram": False, "suffix": True}, {"lookup": True}),
-        ({"suffix": True, "ngram": False}, {"lookup": True}),
-        ({"ngram": False}, {"lookup": False}),
-        ({"lookup": "auto"}, {"lookup": "auto"}),
-        ({"ngram_min": 3, "ngram_depth": 5}, {"lookup_min": 3, "lookup_depth": 5}),
-        (
-            {"suffix_depth": 9, "suffix_nodes": 10, "suffix_memory": 0},
-            {"lookup_depth": 9, "lookup_nodes": 10, "lookup_memory": 0},
-        ),
-        ({"ngram_depth": 9, "suffix_depth": 9}, {"lookup_depth": 9}),
-    ],
-)
-def test_ngrams_and_suffixes_are_old_names_of_lookups(options: dict[str, Any], meant: dict[str, Any]) -> None:
-    assert EngineConfig.from_options("m", options) == EngineConfig.from_options("m", meant)
-    assert EngineConfig(model="m", speculation=SpeculationConfig(**meant)).with_options(options) == (
-        EngineConfig.from_options("m", meant)
-    )
 
 
 @pytest.mark.parametrize(
@@ -156,15 +131,15 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
-        ({"ngram": "yes"}, "lookup is 'yes'; allowed: True, False or 'auto'"),
-        ({"ngram_min": 0}, "lookup_min is 0; allowed: an integer >= 1"),
+        ({"lookup": "yes"}, "lookup is 'yes'; allowed: True, False or 'auto'"),
+        ({"lookup_min": 0}, "lookup_min is 0; allowed: an integer >= 1"),
         ({"lookup_min": 33}, "lookup_min is 33; allowed: 1 to 32 tokens"),
         ({"lookup_nodes": 1}, "lookup_nodes is 1; allowed: an integer >= 2"),
         ({"lookup_depth": True}, "lookup_depth is True; allowed: an integer >= 1"),
-        ({"suffix_memory": -1}, "lookup_memory is -1; allowed: an integer >= 0"),
-        ({"suffix_memory": 1e9}, "lookup_memory is 1000000000.0; allowed: an integer >= 0"),
+        ({"lookup_memory": -1}, "lookup_memory is -1; allowed: an integer >= 0"),
+        ({"lookup_memory": 1e9}, "lookup_memory is 1000000000.0; allowed: an integer >= 0"),
         (
-            {"suffix_memory": 200_000},
+            {"lookup_memory": 200_000},
             "lookup_memory is 200000; allowed: 0, or 1048576 bytes and more; "
             "200000 tokens take about 12800000 bytes",
         ),

@@ -148,7 +148,7 @@ class Service:
         `answer` tokens for the answer.
         """
         self.check_sizes({param: len(prefix) + len(suffix)})
-        limit = self._max_prompt - answer
+        limit = self.facts.max_length - 1 - answer
         fitting, characters = 0, limit * _MAX_CHARACTERS  # more cannot fit, and is not tokenized
         for _, text in reversed(files):
             characters -= len(text)
@@ -279,13 +279,8 @@ class Service:
         """Number of completions in progress or waiting."""
         return self._busy
 
-    @property
-    def _max_prompt(self) -> int:
-        limit = self.facts.max_length - 1
-        return limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens)
-
     def _check_length(self, tokens: int, param: str) -> None:
-        if tokens > (limit := self._max_prompt):
+        if tokens > (limit := self.facts.max_length - 1):
             raise ApiError(
                 f"the prompt has {tokens} tokens or more; allowed: at most {limit}; shorten it",
                 param=param,

@@ -226,7 +226,7 @@ class Access:
                 self._make_room(body, whole)
             if body.is_refused:
                 raise ApiError(
-                    f"unanswered requests hold more than {self._max_bodies} bytes (--max-bodies-memory), "
+                    f"unanswered requests hold more than {self._max_bodies} bytes (twice --max-body), "
                     "and this one is the largest; retry later",
                     status=503,
                     headers={"Retry-After": "5"},

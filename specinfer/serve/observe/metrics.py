@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, SpeculationFigures
 from specinfer.serve.backend.work import CompletionObserver, Health, Work
-from specinfer.speculation_config import OLD_NAMES
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 # Each bound doubles, so the relative error of a quantile is the same on every machine.
@@ -155,8 +154,7 @@ class Metrics:
                 gauge.set(getattr(state, of))
             for gauge, of in self._by_label:
                 for label, number in getattr(state, of).items():
-                    for name in _names_of(label) if of == "guessed_tokens" else [label]:
-                        gauge.labels(self.model, name).set(number)
+                    gauge.labels(self.model, label).set(number)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
             done = state.since(self._last)  # since the last scrape
@@ -177,13 +175,7 @@ class Metrics:
             (self.accepted_by, figures.accepted_by),
         ):
             for speculator, count in counts.items():
-                for name in _names_of(speculator):
-                    counter.labels(self.model, name).inc(count)
-
-
-def _names_of(speculator: str) -> list[str]:
-    """A speculator's name and its old names, which dashboards may still use."""
-    return [speculator, *(old for old, new in OLD_NAMES.items() if new == speculator)]
+                counter.labels(self.model, speculator).inc(count)
 
 
 class Observed(CompletionObserver):

@@ -94,7 +94,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
 
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(Engine, "step", interrupted)
-    chat = ["chat", "-m", models / "draft", "--max-tokens", 20, "--ignore-eos", "--no-ngram"]
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 20, "--ignore-eos", "--no-lookup"]
     status, out, err = run(*chat)
     assert status == 0
     first, rest = out.split(" [stopped]\n")

@@ -41,9 +41,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
     "max_tokens": (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
     "min over max": (["--min-tokens", "9", "--max-tokens", "3", "hi"], "at most max_tokens (3)"),
-    "expansion without a draft": (["--expansion", "2,2", "hi"], "--expansion is for draft models"),
-    "draw without a draft": (["--draw", "top_k", "hi"], "--draw is for draft models"),
-    "wrong pair": (["--verifier", "mss", "--draw", "coupled", "hi"], "would change the distribution"),
+    "expansion without a draft": (["--expansion", "2,2", "hi"], "expansion is for draft models"),
     "verifier": (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
     "dtype": (["--dtype", "int3", "hi"], "'int3' is not one of 'auto', 'bfloat16'"),
     "quantization": (
@@ -52,7 +50,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "draft quantization without a draft": (
         ["--draft-quantization", "int8", "hi"],
-        "--draft-quantization is for draft models, and none is named; add --draft MODEL",
+        "draft_quantization is for draft models, and none is named; add --draft MODEL",
     ),
     "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
@@ -100,12 +98,12 @@ def test_generate_streams_the_text_and_reports_on_standard_error(models: Path, r
         4,
         "abcabc",
     ]
-    status, plain, err = run(*common, "--no-ngram")
+    status, plain, err = run(*common, "--no-lookup")
     assert status == 0
     assert "12 tokens" in err
     assert "tokens per step" not in err
     assert "seed 4" in err
-    guessing = ["--draft", models / "draft", "--ngram", "--tree-size", "fixed"]
+    guessing = ["--draft", models / "draft", "--lookup", "--tree-size", "fixed"]
     status, speculative, err = run(*common, *guessing)
     assert (status, speculative) == (0, plain)
     assert "tokens per step" in err

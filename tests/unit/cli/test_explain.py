@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specinfer.cli.options import build_llm
 from specinfer.runtime.cost_curve import CostCurve
 from tests.unit.cli.conftest import Run
 
 
 def test_explain_lists_speculators_and_reasons_by_step(models: Path, run: Run) -> None:
     arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--tree-size", "fixed"]
-    arguments += ["--no-ngram", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
+    arguments += ["--no-lookup", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
     status, out, err = run(*arguments)
     assert status == 0, err
     assert out.count("guessed (verified of drawn)") == 2
@@ -48,8 +50,9 @@ def test_explain_lists_expected_tokens_and_costs(
         "specinfer.runtime.executor.cost_curve",
         lambda *_, every_row, **__: of_draft if every_row else of_target,
     )
-    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--clock", "curve"]
-    arguments += ["--no-ngram", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]
+    monkeypatch.setattr("specinfer.cli.generate.build_llm", partial(build_llm, clock="curve"))
+    arguments = ["generate", "-m", models / "target", "--draft", models / "draft"]
+    arguments += ["--no-lookup", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]
     status, out, err = run(*arguments)
     assert status == 0, err
     rows = [row.groupdict() for row in EXPLAINED.finditer(out)]

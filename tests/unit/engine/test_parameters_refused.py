@@ -39,7 +39,7 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
             "stop_token_ids has token id 200, outside the model's vocabulary of 128 tokens",
         ),
         (
-            {"speculation": {"speculators": ["ngram", "eagle"]}},
+            {"speculation": {"speculators": ["lookup", "eagle"]}},
             "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, "
             "0-similar, 1-stranger",
         ),

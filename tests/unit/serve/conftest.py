@@ -63,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Tests count steps, so drafts must not come from earlier answers.
-FLAGS = ("--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixed", "--lookup-memory", "0")
+RARE = str(Path(__file__).with_name("rare.yaml"))
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixed", "--config", RARE)
 
 
 @pytest.fixture(scope="module")

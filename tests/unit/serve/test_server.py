@@ -70,8 +70,10 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
 
 
 @pytest.mark.thorough
-def test_a_stream_behind_others_begins_at_once_and_is_kept_alive(folder: Path) -> None:
-    flags = ("--max-batch-size", "1", "--ping-interval", "0.05")
+def test_a_stream_behind_others_begins_at_once_and_is_kept_alive(folder: Path, tmp_path: Path) -> None:
+    rare = tmp_path / "rare.yaml"
+    rare.write_text("lookup-memory: 0\nping-interval: 0.05\n")
+    flags = ("--max-batch-size", "1", "--config", str(rare))
     with Served(folder, *FLAGS, *flags) as served:
         url = f"{served.url}/v1/completions"
         with httpx.stream("POST", url, json={**LONG, "n": 8, "stream": True}, timeout=60) as first:

@@ -69,13 +69,10 @@ EVERYBODY = ("lookup", "draft1", "draft2")
     [
         (request(), EVERYBODY, 1 + 2 * DRAFT + LOOKUP),
         (request(False), (), 1),
-        (request({"enabled": False, "speculators": ["ngram"]}), (), 1),
+        (request({"enabled": False, "speculators": ["lookup"]}), (), 1),
         (request({"speculators": ["lookup"]}), ("lookup",), 1 + LOOKUP),
-        # By its old names, too.
-        (request({"speculators": ["ngram"]}), ("lookup",), 1 + LOOKUP),
-        (request({"speculators": ["suffix", "ngram"]}), ("lookup",), 1 + LOOKUP),
         # In the engine's order, whatever the request's.
-        (request({"speculators": ["draft2", "ngram"]}), ("lookup", "draft2"), 1 + DRAFT + LOOKUP),
+        (request({"speculators": ["draft2", "lookup"]}), ("lookup", "draft2"), 1 + DRAFT + LOOKUP),
         (request({"max_nodes": 7}), EVERYBODY, 7),
         (request({"max_nodes": 1}), EVERYBODY, 1),
         (request({"expansion": "1,1,1", "speculators": "draft1"}), ("draft1",), 1 + 3),
@@ -107,7 +104,7 @@ def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() 
     ("speculation", "line"),
     [
         (
-            {"speculators": ["ngram", "eagle"]},
+            {"speculators": ["lookup", "eagle"]},
             "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, draft1, "
             "draft2",
         ),

@@ -37,9 +37,9 @@ def test_verified_and_accepted_tokens_are_counted_by_speculator() -> None:
     assert {
         name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
     } == {
-        **dict.fromkeys([("verified_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 8),
+        ("verified_tokens_total", "lookup"): 8,
         ("verified_tokens_total", "draft"): 9,
-        **dict.fromkeys([("accepted_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 1),
+        ("accepted_tokens_total", "lookup"): 1,
         ("accepted_tokens_total", "draft"): 4,
     }
 
@@ -52,8 +52,7 @@ def test_proposed_tokens_and_speculation_state_come_from_the_engine() -> None:
         )
         assert found["speculation_on",] == on
         assert found["guessed_tokens", "draft"] == 0
-        for name in ("lookup", "ngram", "suffix"):  # the latter two are its old names
-            assert found["guessed_tokens", name] == guessed
+        assert found["guessed_tokens", "lookup"] == guessed
 
 
 def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
