@@ -16,7 +16,7 @@ import click
 
 from specinfer.errors import IntegrityError, UserError, lack_of_memory
 
-# Headings of --help, each with commands and their help; every command is in a module of its name.
+# Headings of --help, each with commands and their help.
 GROUPS: Final = {
     "Answers": {
         "serve": "Serve a model to OpenAI clients.",
@@ -36,7 +36,6 @@ GROUPS: Final = {
         "bench": "Time a model without and with speculation.",
         "check": "Test that speculation does not change the output.",
         "doctor": "Print versions, CPU, kernels and speeds, for a bug report.",
-        "view": "Show the token trees of a trace file in a browser.",
     },
 }
 TRY: Final = """\
@@ -46,7 +45,6 @@ specinfer serve my-model.gguf      the same for OpenAI clients and the browser
 specinfer bench my-model.gguf      its speed without and with speculation
 specinfer --help                   all commands"""
 COMMANDS: Final = {name: words for commands in GROUPS.values() for name, words in commands.items()}
-_MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in other modules
 BUG: Final = 70  # exit status of an internal error, as in sysexits.h
 INTERRUPTED: Final = 130  # exit status after Ctrl-C: 128 + SIGINT, as in shells
 
@@ -60,8 +58,8 @@ class _LazyGroup(click.Group):
             if close := get_close_matches(cmd_name, COMMANDS, n=1):
                 ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]!r}?")
             return None
-        name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"specinfer.cli.{_MODULES.get(name, name)}"), name)
+        module = "serve" if cmd_name == "run-batch" else cmd_name
+        command: click.Command = getattr(import_module(f"specinfer.cli.{module}"), cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,18 +1,15 @@
-"""Listeners, the callbacks of an engine's steps; TreeEvent, their input; and trace files of these events.
+"""Listeners, the callbacks of an engine's steps, and TreeEvent, their input.
 
 Viewers depend only on the JSON form, which is stable.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from specinfer.errors import UserError
 from specinfer.plan import StepPlan
 from specinfer.speculate.decision import Decision
 from specinfer.tokenizer import Tokenizer
@@ -63,78 +60,6 @@ class TreeEvent:
             if "\ufffd" in text and not tokenizer.is_special(token)
         }
         return {"texts": texts, "next_text": last} | ({"bytes": parts} if parts else {})
-
-
-def read_trace(path: Path) -> bytes:
-    """Return the contents of a trace file; raises UserError with the line number of an invalid line."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    steps = 0
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line, parse_constant=_refuse)
-            wrong = complaint(event)
-        except (ValueError, RecursionError):
-            wrong = "it is not JSON"
-        if wrong:
-            raise UserError(
-                f"{path}, line {number}: {wrong}; give a file that `specinfer generate --trace FILE` wrote, "
-                "or the page saved"
-            )
-        steps += 1
-    if not steps:
-        raise UserError(f"{path} has no steps; give a file that `specinfer generate --trace FILE` wrote")
-    return data
-
-
-def complaint(event: Any) -> str:
-    """Return why a JSON value is not a tree event, or "" if it is one."""
-    if not isinstance(event, dict):
-        return "it is no JSON object"
-    tokens, parents = event.get("token_ids"), event.get("parents")
-    if not _are(tokens, int) or not tokens:
-        return "token_ids is no list of integers"
-    if not _are(parents, int) or len(parents) != len(tokens):
-        return "parents is no list of as many integers as token_ids"
-    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
-        return "parents is no tree: the first is -1, and each other one an earlier node"
-    path = event.get("path")
-    if not _are(path, int) or any(not 0 < node < len(tokens) for node in path):
-        return "path is no list of nodes"
-    if any(parents[node] != before for before, node in zip([0, *path], path, strict=False)):
-        return "path does not lead down the tree from its root"
-    if not _is(event.get("next_token"), int) or not _is(event.get("step"), int):
-        return "step and next_token are integers"
-    names = event.get("proposed_by")
-    if not isinstance(names, list) or len(names) != len(tokens) or not all(_are(some, str) for some in names):
-        return "proposed_by is no list of lists of names, one for each node"
-    for name, kind in (("texts", str), ("likelihoods", (int, float))):
-        if name in event and (not _are(event[name], kind) or len(event[name]) != len(tokens)):
-            return f"{name} has not one value for each node"
-    seconds, parts = event.get("seconds", {}), event.get("bytes", {})
-    if not isinstance(seconds, dict) or not _are([*seconds.values()], (int, float)):
-        return "seconds is no object of numbers"
-    if not isinstance(parts, dict) or not _are([*parts.values()], str):
-        return "bytes is no object of texts"
-    if not isinstance(event.get("next_text", ""), str) or not isinstance(event.get("request_id", ""), str):
-        return "next_text and request_id are texts"
-    return ""
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # Python reads NaN and infinities, browsers do not
-
-
-def _is(value: object, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _are(values: object, kind: type | tuple[type, ...]) -> TypeGuard[list[Any]]:
-    return isinstance(values, list) and all(_is(value, kind) for value in values)
 
 
 class Listeners:

@@ -32,8 +32,6 @@ const list = new ConversationList(
   { list: at("list"), menu: at("menu"), confirm: at("confirm") },
 );
 const deleted = new Set(); // ids of conversations; an answer of one may still end
-// `specinfer view` serves a trace without a model; its address has the trace's name.
-const viewed = new URLSearchParams(location.search).get("trace");
 
 const page = {
   element: at("messages"),
@@ -279,18 +277,10 @@ addEventListener("drop", (event) => {
 });
 
 mark();
-if (viewed === null) {
-  mode("chat");
-  onchange();
-  met = meet();
-  composer.open(null);
-  composer.focus();
-  await show();
-  await list.refresh();
-} else {
-  document.body.classList.add("viewer");
-  document.title = `${viewed} - specinfer`;
-  const response = await fetch("trace.jsonl").catch(() => null);
-  if (response?.ok) showTrace(viewed, await response.text());
-  else complain("The trace cannot be read: `specinfer view` is no longer running.");
-}
+mode("chat");
+onchange();
+met = meet();
+composer.open(null);
+composer.focus();
+await show();
+await list.refresh();

@@ -1,17 +1,14 @@
-"""Trace files on the page: opened from disk, dropped, saved, and shown by `specinfer view`."""
+"""Trace files on the page: opened from disk and saved."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specinfer.engine.trace import read_trace
-from specinfer.serve.http.page_server import TraceServer
 from tests.scripted_server import says_in_steps, steps_of
 from tests.unit.serve.page.asking import Serving, ask
 
@@ -28,26 +25,20 @@ def trace(text: str, request: str = "0", **more: Any) -> str:
 
 
 @pytest.fixture
-def viewing() -> Iterator[Callable[[str], str]]:
-    """Shows a trace as `specinfer view` does; the page's address."""
-    servers: list[tuple[TraceServer, threading.Thread]] = []
+def view(page: Page, serving: Serving, tmp_path: Path) -> Callable[[str], None]:
+    """Opens a trace on the page of a server."""
 
-    def start(text: str) -> str:
-        server = TraceServer(text.encode(), "of the fox.jsonl")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        servers.append((server, thread))
-        return server.url
+    def opened(text: str) -> None:
+        file = tmp_path / "of the fox.jsonl"
+        file.write_text(text)
+        page.goto(serving(says_in_steps("unused")).url, wait_until="networkidle")  # it listens to #file then
+        page.set_input_files("#file", file)
 
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return opened
 
 
-def test_a_trace_is_shown_with_its_first_tree(page: Page, viewing: Callable[[str], str]) -> None:
-    page.goto(viewing(trace(TEXT)))
+def test_a_trace_is_shown_with_its_first_tree(page: Page, view: Callable[[str], None]) -> None:
+    view(trace(TEXT))
     page.wait_for_selector("#inspector h2")
     assert page.locator(".answer .tokens").inner_text() == TEXT
     assert page.locator("#trace-name").inner_text() == "of the fox.jsonl"
@@ -61,33 +52,32 @@ def test_a_trace_is_shown_with_its_first_tree(page: Page, viewing: Callable[[str
 
 
 def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
-    page: Page, viewing: Callable[[str], str]
+    page: Page, view: Callable[[str], None]
 ) -> None:
     turns = [
         {"name": "lookup", "reason": "guessed", "drawn": 7, "verified": 3, "levels": 7},
         {"name": "draft", "reason": "not worth its cost", "drawn": 0, "verified": 0, "levels": 0},
     ]
-    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "expected_tokens": 2.188})))
+    view(trace(TEXT, decision={"speculators": turns, "expected_tokens": 2.188}))
     reasons = page.get_by_text("2.19 tokens expected; lookup: 3 of 7 verified; draft: not worth its cost")
     reasons.wait_for()
-    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "expected_tokens": None})))
+    view(trace(TEXT, decision={"speculators": turns, "expected_tokens": None}))
     page.get_by_text("lookup: 3 of 7 verified; draft: not worth its cost", exact=True).wait_for()
-    page.get_by_label("Temperature").wait_for(state="hidden")
 
 
 def test_answers_of_several_requests_stand_one_below_the_other(
-    page: Page, viewing: Callable[[str], str]
+    page: Page, view: Callable[[str], None]
 ) -> None:
     lines = [trace("One. Yes.", "a").splitlines(), trace("Two. No.", "b").splitlines()]
     mixed = [line for pair in zip(*lines, strict=False) for line in pair]
-    page.goto(viewing("\n".join([*mixed, *lines[0][len(mixed) // 2 :]]) + "\n"))
+    view("\n".join([*mixed, *lines[0][len(mixed) // 2 :]]) + "\n")
     page.wait_for_selector("#inspector h2")
     assert page.locator(".answer .tokens").all_inner_texts() == ["One. Yes.", "Two. No."]
     assert page.locator(".who").all_inner_texts() == ["Answer 1", "Answer 2"]
 
 
 def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
-    page: Page, viewing: Callable[[str], str]
+    page: Page, view: Callable[[str], None]
 ) -> None:
     face = "\U0001f600".encode()
     event = {
@@ -98,11 +88,11 @@ def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
         "path": [1],
         "next_token": 7,
     }
-    page.goto(viewing(json.dumps(event)))
+    view(json.dumps(event))
     page.wait_for_selector("#inspector h2")
     assert page.locator(".answer .tokens").inner_text().strip() == "#6 #7"
     texts = {"texts": ["a", "\ufffd"], "next_text": "\ufffd"}
-    page.goto(viewing(json.dumps(event | texts | {"bytes": {"6": face[:2].hex(), "7": face[2:].hex()}})))
+    view(json.dumps(event | texts | {"bytes": {"6": face[:2].hex(), "7": face[2:].hex()}}))
     page.wait_for_selector("#inspector h2")
     assert page.locator(".answer .tokens").inner_text() == "\U0001f600"
 
@@ -133,5 +123,5 @@ def test_the_page_saves_valid_traces(page: Page, serving: Serving, tmp_path: Pat
         page.get_by_role("button", name="Save trace").click()
     saved = tmp_path / download.value.suggested_filename
     download.value.save_as(saved)
-    events = [json.loads(line) for line in read_trace(saved).splitlines()]
+    events = [json.loads(line) for line in saved.read_text(encoding="utf-8").splitlines()]
     assert events == [tree for _, tree in steps_of(TEXT)]
