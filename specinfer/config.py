@@ -34,7 +34,7 @@ _PARTS: Final = 8  # default parts of a sum that up to as many processes share
 class EngineConfig:
     """Options of one engine: its target model, its speculators and its memory.
 
-    The fields are documented in docs/options.md. Raises ConfigError for a value outside its range and for
+    The fields are documented in docs/reference.md. Raises ConfigError for a value outside its range and for
     values that contradict each other.
     """
 

@@ -61,7 +61,7 @@ class LLM:
         progress: receives the progress of downloading, compiling and loading. By default a terminal shows a
             bar; `NoProgress()` (specinfer.progress) shows nothing.
         **options: fields of EngineConfig, SpeculationConfig, CacheConfig and SchedulerConfig under the names
-            of docs/options.md, such as `kv_cache_memory="2GB"` or `lookup=False`. They override those of an
+            of docs/reference.md, such as `kv_cache_memory="2GB"` or `lookup=False`. They override those of an
             EngineConfig given as `model`.
 
     Raises:

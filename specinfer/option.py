@@ -1,6 +1,6 @@
 """Options: fields of frozen config classes with their description and their allowed values.
 
-Validation, command line flags, keys of YAML files and the tables of docs/options.md are derived from them.
+Validation, command line flags, keys of YAML files and the tables of docs/reference.md are derived from them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MIN_LOOKUP_MEMORY = 1 << 20  # bytes; a smaller number was probably meant as tok
 class SpeculationConfig:
     """Options of speculation: speculators, tree shape and size, and verifier.
 
-    The fields are documented in docs/options.md. Raises ConfigError for a value outside its range and for
+    The fields are documented in docs/reference.md. Raises ConfigError for a value outside its range and for
     values that contradict each other.
     """
 

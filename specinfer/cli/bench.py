@@ -24,15 +24,13 @@ from specinfer.speculation_config import NO_SPECULATION
 @click.command(cls=Command)
 @click.option("--dataset", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations.")
-@click.option("--batch-size", type=int, default=1, show_default=True, help="Requests in a batch.")
+@click.option("--batch-size", type=int, default=1, help="Requests in a batch.")
 @template_option
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of the first request; then + 1 each."
-)
+@click.option("--max-tokens", type=int, default=128, help="Longest answer, in tokens.")
+@click.option("--seed", type=int, default=0, help="Seed of the first request; then + 1 each.")
 @click.option(
     "--json", "--out", "json_file", type=FILE, metavar="FILE", help="Write all figures; -: print them."
 )

@@ -24,13 +24,12 @@ SUITES = ("promise", "parameters")
 @click.option(
     "--suite",
     default=SUITES[0],
-    show_default=True,
     help="promise: equal texts and equal laws; parameters: equal texts under each sampling parameter.",
 )
-@click.option("--prompts", "num_prompts", type=int, default=8, show_default=True, help="Texts of each kind.")
-@click.option("--max-tokens", type=int, default=48, show_default=True, help="Length of each text.")
+@click.option("--prompts", "num_prompts", type=int, default=8, help="Texts of each kind.")
+@click.option("--max-tokens", type=int, default=48, help="Length of each text.")
 @click.option("--samples", type=int, show_default="48", help="Sampled texts for each test of a law.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Requests in a batch.")
+@click.option("--batch-size", type=int, default=8, help="Requests in a batch.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write verdicts and figures to a file.")
 @model_options
 @adapter_option

@@ -18,7 +18,7 @@ class Command(click.Command):
     """A click command that takes its model as first word or as --model."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        more.setdefault("context_settings", {}).setdefault("max_content_width", _WIDTH)
+        more["context_settings"] = {"max_content_width": _WIDTH, "show_default": True}
         super().__init__(*arguments, **more)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

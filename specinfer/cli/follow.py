@@ -43,7 +43,6 @@ _ENDS: Final = {
     "--local-ranks",
     type=click.IntRange(1),
     default=1,
-    show_default=True,
     help="Ranks of this host, from --rank on.",
 )
 def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks: int) -> None:

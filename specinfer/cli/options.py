@@ -133,7 +133,7 @@ def model_named(default: str | None = DEFAULT_MODEL) -> Callable[[_Command], _Co
         "--model",
         "-m",
         default=default,
-        show_default=True if default else DEFAULT_MODEL,
+        show_default=DEFAULT_MODEL,
         shell_complete=complete_model,
         help="The same as MODEL.",
     )

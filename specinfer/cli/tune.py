@@ -33,7 +33,7 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     help='Rows with "prompt" or "turns"; repeatable.',
 )
 @click.option("--traffic", type=FILE, metavar="LOG", help="Log of a server (--log-traffic), as prompts.")
-@click.option("--minutes", type=float, default=30.0, show_default=True, metavar="M", help="Total time.")
+@click.option("--minutes", type=float, default=30.0, metavar="M", help="Total time.")
 @click.option(
     "--collect-minutes",
     type=float,
@@ -46,7 +46,6 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     "--kind",
     type=click.Choice(("block", "eagle", "ssm")),
     default="block",
-    show_default=True,
     help="block: a head with one pass for all levels; eagle: one pass a level; ssm: a small model.",
 )
 @click.option(
@@ -60,7 +59,6 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     "--depth",
     type=click.IntRange(2, 16),
     default=5,
-    show_default=True,
     help="Levels that it guesses.",
 )
 @click.option(
@@ -74,7 +72,6 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     "--members",
     type=click.IntRange(1, MAX_MEMBERS),
     default=1,
-    show_default=True,
     help="Drafts of a pool, which share the time.",
 )
 @click.option(
@@ -83,12 +80,11 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     show_default="--chat, if there is a template",
     help="Use the chat template, or the bare prompt.",
 )
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Longest answer.")
+@click.option("--max-tokens", type=click.IntRange(2), default=256, help="Longest answer.")
 @click.option(
     "--seed",
     type=int,
     default=0,
-    show_default=True,
     help="Seed of prompts, answers, weights and batches.",
 )
 @model_options

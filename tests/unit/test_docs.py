@@ -44,11 +44,12 @@ def test_the_readme_has_at_most_600_words() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 600
 
 
-@pytest.mark.parametrize("name", ["options.md", "commands.md"])
-def test_the_tables_of_options_and_flags_are_made_of_the_code(name: str) -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "options_page.py"))
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert tool["written"](name) == page, "run python tools/options_page.py"
+def test_the_reference_is_made_of_the_code() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "reference.py"))
+    pages = [page.read_text(encoding="utf-8") for page in tool["DOCS"].glob("*.md")]
+    made = [part for page in pages for part in re.findall(r"<!-- made: ([\w ]+) -->", page)]
+    assert sorted(made) == sorted(tool["PARTS"])
+    assert [tool["written"](page) for page in pages] == pages, "run python tools/reference.py"
 
 
 def test_the_computed_table_of_offloading_is_the_plans() -> None:

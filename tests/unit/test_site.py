@@ -51,16 +51,6 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     assert loading == []
 
 
-def test_tables_of_the_reference_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from reference_tables import TABLES, with_tables
-
-    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
-    assert sum(text.count("<!-- table: ") for text in texts) == len(TABLES)
-    for text in texts:
-        assert with_tables(text) == text, "python tools/reference_tables.py"
-
-
 def test_every_page_is_in_the_navigation(site: Path) -> None:
     named = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}

@@ -1,6 +1,6 @@
 """FieldPolicy: translates and checks the fields of a request for the endpoint.
 
-The policy applies to every body before validation (docs/http.md):
+The policy applies to every body before validation (docs/reference.md):
 
 1. `null` means absent everywhere, and 2.0 is the integer 2.
 2. Names of other servers are translated, unless the endpoint has a field of that name.
@@ -245,7 +245,7 @@ def _check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
         allowed = " or ".join(map(json.dumps, neutral if neutral is not _NONE else _NONE[:1]))
         raise ApiError(
             f"{name} is {shown(value)}, and this endpoint does not support it"
-            f"{f'; allowed: {allowed}' if allowed else ''}; remove it (docs/http.md has alternatives)",
+            f"{f'; allowed: {allowed}' if allowed else ''}; remove it (docs/reference.md has alternatives)",
             param=name,
         )
 

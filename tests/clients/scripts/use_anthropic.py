@@ -93,7 +93,7 @@ def tokens_are_counted() -> None:
 
 @check
 def the_block_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
     [block] = re.findall(r"^```python\n(import anthropic\n.*?)^```$", page, re.M | re.S)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(block.replace("http://127.0.0.1:8000", ROOT), {})

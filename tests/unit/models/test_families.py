@@ -11,7 +11,7 @@ from specinfer.errors import ModelError
 from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-DOCS = Path(__file__).parents[3] / "docs" / "options.md"
+DOCS = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def test_the_docs_list_every_family() -> None:

@@ -41,7 +41,7 @@ def test_the_examples_of_filling_in_are_refused_by_a_model_that_cannot(served: S
 
 @pytest.mark.thorough
 def test_the_table_names_the_paths_there_are(served: Served) -> None:
-    page = (DOCS / "http.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(/[\w/-]*)`", "".join(re.findall(r"^\| (`/.*?) \|", page, re.M))))
     described = set(served.get("/openapi.json").json()["paths"])
     described = {path for path in described if "{" not in path} - {"/v1/embeddings"}

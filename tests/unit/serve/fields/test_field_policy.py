@@ -34,7 +34,7 @@ LLAMA_CPP: dict[str, Any] = {
 
 def documented_names() -> set[str]:
     """Return the names in code type on the page of the HTTP API."""
-    page = (Path(__file__).parents[4] / "docs" / "http.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "reference.md").read_text(encoding="utf-8")
     return set(re.findall(r"`([\w.]+)`", page))
 
 
