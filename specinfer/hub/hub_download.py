@@ -148,15 +148,14 @@ def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path,
         files = _list_files(source.repository, source.revision)
         if source.file not in files:
             raise SourceUnavailableError(f"{source.repository} no longer has the file {source.file}")
-        progress.start(entry.size, f"downloading {entry.name}")
-        with _hub_errors(source.repository, source.revision):
+        label = f"downloading {entry.name}"
+        with progress.showing(entry.size, label), _hub_errors(source.repository, source.revision):
             path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
         with disk_errors(target.parent):
             install_file(path, entry, target)
     except (ModelNotFoundError, GatedModelError) as error:  # removed or gated since the entry was written
         raise SourceUnavailableError(str(error)) from error
     finally:
-        progress.finish()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -175,12 +174,8 @@ def _fetch(
 
     missing = sum(size for name, size in files.items() if _cached_file(repository, revision, name) is None)
     require_space(Path(constants.HF_HUB_CACHE), missing, repository)
-    progress.start(missing, f"downloading {repository}")
-    try:
-        with _hub_errors(repository, revision):
-            return {name: _download(repository, revision, name, progress) for name in files}
-    finally:
-        progress.finish()
+    with progress.showing(missing, f"downloading {repository}"), _hub_errors(repository, revision):
+        return {name: _download(repository, revision, name, progress) for name in files}
 
 
 def _download(

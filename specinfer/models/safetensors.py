@@ -261,9 +261,8 @@ def _entry(
         case _:
             raise ModelFileError(f"{path}: the entry of tensor {name!r} is damaged; get the file again")
     if kind not in dtypes:
-        by = quantized_tensor(name)
         raise ModelFileError(
-            f"{path}: tensor {name!r} is of type {kind[:20]}{f', as written by {by}' if by else ''}; "
+            f"{path}: tensor {name!r} is of type {kind[:20]}; "
             f"supported: {', '.join(dtypes)}. A quantized model needs quantization_config in config.json."
         )
     dtype, shape = dtypes[kind], tuple(extents)
@@ -288,10 +287,10 @@ def _bare_names(
     """
     path = next(iter(entries.values())).path if entries else "the folder"
     for name in entries:
-        if (by := quantized_tensor(name)) is not None:
+        if quantized_tensor(name):
             raise ModelFileError(
-                f"{path} is quantized, but config.json does not declare it: tensor {name!r} was written "
-                f"by {by}, which is not supported; {INSTEAD}"
+                f"{path} is quantized, but config.json does not declare it: tensor {name!r} is not of a "
+                f"plain model; {INSTEAD}"
             )
     root, dot, anchor = family.embeddings.partition(".")
     root += dot

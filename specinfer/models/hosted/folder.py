@@ -74,8 +74,10 @@ class HostedFolder:
         if quantized is not None:
             entries = dequantized(path, quantized, stored)
         for name in entries:
-            if (by := quantized_tensor(name)) is not None and name not in model.state_dict():
-                raise ModelFileError(f"{path} is quantized by {by} (tensor {name!r}), which is not supported")
+            if quantized_tensor(name) and name not in model.state_dict():
+                raise ModelFileError(
+                    f"{path} is quantized (tensor {name!r}), which config.json does not declare"
+                )
         self._checkpoint = ParameterFiles(path, entries, model)
         self.tied = skeleton.head_is_tied and f"{skeleton.head_path}.weight" not in self._checkpoint.shapes
         self._tensors = dict(_tensors(skeleton, self.tied))

@@ -68,7 +68,7 @@ def dequantized(
     pieces = Pieces(folder, tensors)
     found = _READERS[method](settings, pieces)
     for name, tensor in pieces.rest.items():
-        if tensor.dtype not in FLOATS or quantized_tensor(name) is not None:
+        if tensor.dtype not in FLOATS or quantized_tensor(name):
             raise ModelFileError(
                 f"{tensor.path}: tensor {name!r} belongs to no matrix quantized by {method}; the model is "
                 f"damaged or incomplete: get it again, or {INSTEAD}"

