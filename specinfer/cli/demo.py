@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -113,9 +112,8 @@ def demo() -> None:
         comparisons = []
         for number, prompt in enumerate(PROMPTS, 1):
             click.secho(f"{number}. {prompt.name}", bold=True)
-            show_text(prompt.question, mark="> ")
-            click.echo()
-            answer(speculative, prompt, Wrapped(_INDENT))
+            click.echo(_wrapped(prompt.question, "> ") + "\n")
+            answer(speculative, prompt, show=True)
             # The answer above has warmed both up; they take turns, so that a slow moment affects both.
             pairs = [(answer(plain, prompt), answer(speculative, prompt)) for _ in range(ROUNDS)]
             comparisons.append(DemoComparison(pairs))
@@ -125,50 +123,8 @@ def demo() -> None:
         sys.exit(1)
 
 
-class Wrapped:
-    """Prints streamed text in indented lines of at most _WIDTH characters, broken at spaces."""
-
-    def __init__(self, indent: str, mark: str = "") -> None:
-        self._indent = indent + mark
-        self._width = min(_WIDTH, shutil.get_terminal_size().columns) - len(self._indent)
-        self._spaces = ""  # not printed yet
-        self._word = ""  # the last one, which may be incomplete
-        self._column = 0
-
-    def write(self, text: str) -> None:
-        """Print the complete words of the text so far."""
-        for character in text:
-            if character not in " \n":
-                self._word += character
-                continue
-            self._print_word()
-            self._spaces += " "
-            if character == "\n":
-                self._newline()
-        sys.stdout.flush()
-
-    def close(self) -> None:
-        """Print the last word and end the line."""
-        self._print_word()
-        self._newline()
-
-    def _print_word(self) -> None:
-        if not self._word:
-            return
-        if self._column and self._column + len(self._spaces + self._word) > self._width:
-            self._newline()
-        words = self._spaces + self._word
-        click.echo(words if self._column else self._indent + words, nl=False)
-        self._column += len(words)
-        self._spaces = self._word = ""
-
-    def _newline(self) -> None:
-        click.echo()
-        self._spaces, self._column = "", 0
-
-
-def answer(llm: LLM, prompt: Prompt, shown: Wrapped | None = None) -> RequestOutput:
-    """The finished answer to a prompt, printed as it is generated if `shown` is given."""
+def answer(llm: LLM, prompt: Prompt, *, show: bool = False) -> RequestOutput:
+    """The finished answer to a prompt, printed as it is generated with `show`."""
     from specinfer.sampling_params import SamplingParams
 
     # The salt is new for each answer, so that lookup finds nothing in the answers of earlier rounds.
@@ -177,19 +133,19 @@ def answer(llm: LLM, prompt: Prompt, shown: Wrapped | None = None) -> RequestOut
     )
     last = None
     for last in llm.stream_chat([{"role": "user", "content": prompt.question}], params):
-        if shown is not None:
-            shown.write(last.new_text)
+        if show:
+            click.echo(last.new_text, nl=False)
+            sys.stdout.flush()
     assert last is not None, "an answer has at least one step"
-    if shown is not None:
-        shown.close()
+    if show:
+        click.echo()
     return last
 
 
-def show_text(text: str, mark: str) -> None:
-    """Print a text in indented lines that begin with `mark`."""
-    wrapped = Wrapped(_INDENT, mark)
-    wrapped.write(text)
-    wrapped.close()
+def _wrapped(text: str, mark: str = "") -> str:
+    """Return a text in indented lines that begin with `mark`."""
+    indent = _INDENT + mark
+    return click.wrap_text(text, _WIDTH, indent, indent, preserve_paragraphs=True)
 
 
 def show_comparison(prompt: Prompt, comparison: DemoComparison) -> None:
@@ -203,8 +159,7 @@ def show_comparison(prompt: Prompt, comparison: DemoComparison) -> None:
     click.echo()
     for name, steps, rate in rows:
         click.echo(f"{_INDENT}{name:<20}{steps:>17}{rate:>20}")
-    show_text(reason(prompt, comparison), mark="")
-    click.echo()
+    click.echo(_wrapped(reason(prompt, comparison)) + "\n")
 
 
 def reason(prompt: Prompt, comparison: DemoComparison) -> str:

@@ -1,8 +1,6 @@
-"""`specinfer demo`: figures, reasons and wrapped text."""
+"""`specinfer demo`."""
 
 from __future__ import annotations
-
-import pytest
 
 from specinfer.cli import demo
 from specinfer.cli.options import DEFAULT_MODEL
@@ -14,18 +12,6 @@ QUESTION = demo.PROMPTS[0]
 
 def test_the_head_is_the_default_models() -> None:
     assert SHIPPED_HEADS[demo.HEAD] == DEFAULT_MODEL
-
-
-def test_streamed_text_is_wrapped_at_spaces_and_keeps_the_indentation_of_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "16")
-    wrapped = demo.Wrapped("  ", "> ")
-    for piece in ("one two th", "ree four ", "five\n\n", "def f():\n    return ", "1"):
-        wrapped.write(piece)
-    wrapped.close()
-    lines = ["  > one two", "  > three four", "  > five", "", "  > def f():", "  >     return 1"]
-    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_no_round_finds_its_answer_in_the_round_before() -> None:
