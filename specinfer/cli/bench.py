@@ -31,9 +31,7 @@ from specinfer.speculation_config import NO_SPECULATION
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass.")
 @click.option("--max-tokens", type=int, default=128, help="Longest answer, in tokens.")
 @click.option("--seed", type=int, default=0, help="Seed of the first request; then + 1 each.")
-@click.option(
-    "--json", "--out", "json_file", type=FILE, metavar="FILE", help="Write all figures; -: print them."
-)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write all figures; -: print them.")
 @model_options
 @adapter_option
 @speculation_options

@@ -47,19 +47,8 @@ _SAMPLING = [
     click.option("--presence-penalty", type=float, default=0.0, help="On tokens of the answer; -2 to 2."),
     click.option("--frequency-penalty", type=float, default=0.0, help="On each occurrence; -2 to 2."),
     click.option("--repetition-penalty", type=float, help="On prompt and answer; 1: none."),
-    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a logit; repeatable."),
-    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Forbid a text; repeatable."),
-    click.option(
-        "--allowed-token-id",
-        "allowed_token_ids",
-        multiple=True,
-        type=int,
-        metavar="ID",
-        help="Sample from these tokens alone; repeatable.",
-    ),
 ]
 _FORM = [
-    click.option("--json-object", is_flag=True, help="Answer with a JSON object."),
     click.option("--json-schema", type=FILE, metavar="FILE", help="Answer with JSON of this schema."),
     click.option("--regex", metavar="REGEX", help="The whole answer matches."),
     click.option("--choice", multiple=True, metavar="TEXT", help="Answer with one of these; repeatable."),
@@ -67,26 +56,14 @@ _FORM = [
 ]
 _END = [
     click.option("--max-tokens", type=int, help="Longest answer, in tokens.  [256; in a chat: no limit]"),
-    click.option("--min-tokens", type=int, default=0, help="Shortest answer, in tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-    click.option(
-        "--stop-token-id",
-        "stop_token_ids",
-        multiple=True,
-        type=int,
-        metavar="ID",
-        help="End at this token; repeatable.",
-    ),
     click.option("--ignore-eos", is_flag=True, help="Continue past the end-of-text token."),
-]
-_SPECULATION = [
     click.option("--prediction", type=FILE, metavar="FILE", help="Predicted answer, used as a draft."),
-    click.option("--speculation", metavar="JSON", help='For this request: false, or {"max_nodes": 8, ...}.'),
 ]
 _PLAIN = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "regex"),
-    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("regex", "max_tokens", "stop", "ignore_eos"),
 )
 
 
@@ -194,8 +171,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def sampling_options(command: _Command) -> _Command:
-    """Add the options of one request: sampling, structured output, length and speculation."""
-    for option in reversed([*_SAMPLING, *_FORM, *_END, *_SPECULATION]):
+    """Add the options of one request: sampling, structured output and length."""
+    for option in reversed([*_SAMPLING, *_FORM, *_END]):
         command = option(command)
     return command
 
@@ -207,17 +184,12 @@ def sampling_fields(options: dict[str, Any], **more: Any) -> dict[str, Any]:
     """
     from specinfer.sampling_params import SamplingParams
 
-    grammar, prediction = options.pop("grammar"), options.pop("prediction")
     values = {
         **{name: options.pop(name) for name in _PLAIN},
         **more,
-        "logit_bias": _biases(options.pop("logit_bias")),
-        "allowed_token_ids": options.pop("allowed_token_ids") or None,
         "choice": options.pop("choice") or None,
-        "response_format": _response_format(options.pop("json_object"), options.pop("json_schema")),
-        "grammar": None if grammar is None else _read("grammar", grammar),
-        "prediction": None if prediction is None else _read("prediction", prediction),
-        "speculation": _speculation(options.pop("speculation")),
+        "response_format": _response_format(options.pop("json_schema")),
+        **{name: _read(name, options.pop(name)) for name in ("grammar", "prediction")},
     }
     given = {name: value for name, value in values.items() if value is not None}
     SamplingParams(**given)  # checks them before a model is loaded
@@ -266,46 +238,20 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
     return click.option(one.flag, one.name, **more)
 
 
-def _biases(given: Sequence[str]) -> Any:
-    biases: dict[str, float] = {}
-    for text in given:
-        token, _, bias = text.partition("=")
-        try:
-            biases[token] = float(bias)
-        except ValueError:
-            raise RequestError(
-                f"logit bias is {text!r}; allowed: a token id = a number, like 42=-5"
-            ) from None
-    return biases or None
-
-
-def _response_format(json_object: bool, schema: Path | None) -> dict[str, Any] | None:
-    if json_object and schema is not None:
-        raise click.UsageError("--json-object and --json-schema are given; give one of them")
-    if json_object:
-        return {"type": "json_object"}
-    if schema is None:
+def _response_format(schema: Path | None) -> dict[str, Any] | None:
+    text = _read("JSON schema", schema)
+    if schema is None or text is None:
         return None
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": schema.stem, "schema": _parsed(f"{schema}", _read("JSON schema", schema))},
-    }
-
-
-def _speculation(text: str | None) -> Any:
-    return None if text is None else _parsed("--speculation", text)
-
-
-def _parsed(where: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise RequestError(f"{where} is not JSON at line {error.lineno}: {error.msg}") from None
+        raise RequestError(f"{schema} is not JSON at line {error.lineno}: {error.msg}") from None
+    return {"type": "json_schema", "json_schema": {"name": schema.stem, "schema": parsed}}
 
 
-def _read(what: str, path: Path) -> str:
+def _read(what: str, path: Path | None) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RequestError(f"cannot read the {what} from {path}: {reason}") from None

@@ -40,7 +40,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "top_p 1.5": (["--top-p", "1.5", "hi"], "top_p is 1.5"),
     "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
     "max_tokens": (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
-    "min over max": (["--min-tokens", "9", "--max-tokens", "3", "hi"], "at most max_tokens (3)"),
     "expansion without a draft": (["--expansion", "2,2", "hi"], "expansion is for draft models"),
     "verifier": (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
     "dtype": (["--dtype", "int3", "hi"], "'int3' is not one of 'auto', 'bfloat16'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from specinfer.cli.options import engine_config, flags
+from specinfer.cli.options import engine_config, flags, sampling_fields, sampling_options
 from specinfer.cli.serve import OPTIONS, _print_address, configs, read_options, serve, speculative_config
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
@@ -48,6 +49,38 @@ def test_the_flags_are_these() -> None:
         flag for p in serve.get_params(context) for flag in (*p.opts, *p.secondary_opts) if flag[:2] == "--"
     }
     assert sorted(found) == FLAGS.split()
+
+
+def test_every_flag_sets_its_option() -> None:
+    for one in (one for one in OPTIONS.values() if not one.about.rare):
+        number = "7" if one.kind in (int, float) and not one.about.switch else "text"
+        value = [] if one.kind is bool or one.about.switch else [one.choices[-1] if one.choices else number]
+        said = CliRunner().invoke(config_of, [one.flag, *value])
+        assert list(ast.literal_eval(said.output)) == [one.name], (one.flag, said.output)
+
+
+def test_the_flags_of_a_request_set_its_parameters(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"type": "object"}')
+    numbers = "temperature top_k top_p min_p seed presence_penalty frequency_penalty repetition_penalty"
+    given = dict.fromkeys(numbers.split(), 1) | {"max_tokens": 7, "stop": ("end",)}
+    flags = " ".join(f"--{name.replace('_', '-')} 1" for name in numbers.split())
+    flags += f" --max-tokens 7 --stop end --prediction {tmp_path / 'file'}"
+    schema = {"name": "file", "schema": {"type": "object"}}
+    for form, field in {
+        "--ignore-eos": {"ignore_eos": True},
+        "--regex a": {"regex": "a"},
+        "--choice a --choice b": {"choice": ("a", "b")},
+        f"--grammar {tmp_path / 'file'}": {"grammar": '{"type": "object"}'},
+        f"--json-schema {tmp_path / 'file'}": {
+            "response_format": {"type": "json_schema", "json_schema": schema}
+        },
+    }.items():
+        command = click.command()(sampling_options(lambda **_: None))
+        options = command.make_context("generate", f"{flags} {form}".split()).params
+        assert sampling_fields(options) == {"ignore_eos": False} | given | field | {
+            "prediction": '{"type": "object"}'
+        }, form
+        assert options == {}, form
 
 
 def test_every_field_of_a_config_is_an_option() -> None:
