@@ -10,7 +10,7 @@ from typing import Any, Final
 import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from promql_parser import AggModifierType, AggregateExpr, Expr, VectorSelector
+from promql_parser import Expr, VectorSelector
 
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
@@ -56,54 +56,25 @@ def resolved(text: str) -> str:
 def faults(query: str, legend: str, series: Series) -> list[str]:
     """Series and labels that the server does not export; raises ValueError for invalid PromQL."""
     found: list[str] = []
+    labels = {"le"}  # of the series selected so far
 
     def visit(node: Expr) -> None:
         if isinstance(node, VectorSelector):
-            labels = series.get(node.name or "")
-            if labels is None:
-                found.append(f"no series {node.name}")
-            else:
-                found.extend(
-                    f"no label {one.name} of {node.name}"
-                    for one in node.matchers.matchers
-                    if one.name not in labels
-                )
-        elif isinstance(node, AggregateExpr) and node.modifier is not None:
-            assert node.modifier.type == AggModifierType.By
-            for name in selected(node):
-                missing = set(node.modifier.labels) - series.get(name, set())
-                found.extend(f"no label {label} of {name}" for label in sorted(missing))
+            name = node.name or ""
+            if name not in series:
+                found.append(f"no series {name}")
+            labels.update(series.get(name, ()))
+            wrong = {one.name for one in node.matchers.matchers} - series.get(name, set())
+            found.extend(f"no label {label} of {name}" for label in wrong)
 
-    tree = promql_parser.parse(resolved(query))
-    promql_parser.walk(tree, visit)
-    grouped = grouping(tree)
-    found += [
-        f"no label {label} in the result"
-        for label in re.findall(r"\{\{(\w+)\}\}", legend)
-        if label not in grouped
-    ]
-    return found
-
-
-def selected(node: Expr) -> list[str]:
-    """Names of the series below an expression."""
-    names: list[str] = []
-
-    def visit(below: Expr) -> None:
-        if isinstance(below, VectorSelector):
-            names.append(below.name or "")
-
-    promql_parser.walk(node, visit)
-    return names
-
-
-def grouping(node: Expr) -> set[str]:
-    """Labels of an expression's result: those by which its outermost aggregations group."""
-    if isinstance(node, AggregateExpr):
-        return set() if node.modifier is None else set(node.modifier.labels)
-    if isinstance(node, promql_parser.BinaryExpr):
-        return grouping(node.lhs) & grouping(node.rhs)
-    return set()
+    promql_parser.walk(promql_parser.parse(resolved(query)), visit)
+    grouped = {
+        label for group in re.findall(r"\bby ?\(([^)]*)\)", query) for label in re.findall(r"\w+", group)
+    }
+    assert "without" not in query
+    found += [f"no label {label} in {query}" for label in sorted(grouped - labels)]
+    shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
+    return found + [f"no label {label} in the result" for label in sorted(shown - grouped)]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -107,14 +107,6 @@ def test_its_steps_give_a_server(tmp_path: Path) -> None:
         subprocess.run([python, *command[1:]], check=True, timeout=30)
 
 
-def test_the_units_command_is_understood() -> None:
-    unit = (DEPLOY / "specinfer.service").read_text(encoding="utf-8")
-    [command] = re.findall(r"^ExecStart=(.*)$", unit, re.M)
-    _, name, *arguments = shlex.split(command)
-    assert name == "serve"
-    assert understood(arguments)["log_format"] == "json"
-
-
 def test_torchrun_fails_when_a_rank_cannot_follow(tmp_path: Path) -> None:
     unit = (DEPLOY / "specinfer-follow.service").read_text(encoding="utf-8")
     [parts] = re.findall(r"^# Without systemd: torchrun (.*)\n# +(.*)$", unit, re.M)
@@ -170,7 +162,7 @@ def test_kubernetes_probes_and_waits_for_answers() -> None:
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
-def test_compose_passes_options_that_exist_and_waits_for_answers() -> None:
+def test_compose_waits_for_answers() -> None:
     [compose] = yaml_documents("compose.yaml")
     service = compose["services"]["specinfer"]
     understood(service["command"])
@@ -178,7 +170,10 @@ def test_compose_passes_options_that_exist_and_waits_for_answers() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) >= ServeConfig().grace + SHUTDOWN
 
 
-def test_the_images_options_exist() -> None:
+def test_the_options_of_the_image_and_the_unit_exist() -> None:
     words = dict(steps("Dockerfile"))
     assert understood(json.loads(words["CMD"])) == {"host": "0.0.0.0"}
     assert words["EXPOSE"] == str(ServeConfig().port)
+    unit = (DEPLOY / "specinfer.service").read_text(encoding="utf-8")
+    [command] = re.findall(r"^ExecStart=\S+ serve (.*)$", unit, re.M)
+    assert understood(shlex.split(command))["log_format"] == "json"

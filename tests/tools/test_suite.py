@@ -17,17 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_smokes_exist_and_only_make_test_runs_them() -> None:
     assert len(SMOKES) == 8
-    collect = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-    ]
+    words = "-m pytest --collect-only -p no:cacheprovider -p no:xdist -m"
+    collect = [sys.executable, *words.split()]
     tests = [f"tests/{test}" for test in SMOKES.values()]
     [quick] = [
         line.split(":= ")[1] for line in (ROOT / "Makefile").read_text().splitlines() if "QUICK :=" in line

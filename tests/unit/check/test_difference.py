@@ -33,8 +33,8 @@ IDENTICAL, ROUNDING, LAW = TextPromise.IDENTICAL, TextPromise.ROUNDING, TextProm
 class Fixed:
     """A target that always gives the same logits, and remembers after what."""
 
-    def __init__(self, logits: Sequence[float], dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model = SimpleNamespace(dtype=dtype)
+    def __init__(self, logits: Sequence[float], device: str = "cpu") -> None:
+        self.model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device))
         self.logits = np.array(logits, dtype=np.float32)
         self.asked: list[list[int]] = []
 
@@ -43,23 +43,27 @@ class Fixed:
         return np.stack([self.logits] * len(texts))
 
 
-def answer(*tokens: int, seed: int = 0) -> RequestOutput:
+def answer(*tokens: int, seed: int = 0, text: str = "", drafted: int = 3) -> RequestOutput:
     return RequestOutput(
         request_id="r",
         prompt_token_ids=(9, 8),
-        answer=Answer([""], tokens),
+        answer=Answer([text], tokens),
         finish_reason=None,
         seed=seed,
-        figures=SpeculationFigures(),
+        figures=SpeculationFigures(drafted_tokens=drafted, accepted_tokens=min(drafted, 1)),
         timing=Timing(0.0, None, None),
         new_text="",
     )
 
 
-def difference(logits: Sequence[float], expected: Sequence[int], got: Sequence[int], **options: Any) -> Any:
-    params = options.pop("params", GREEDY)
-    seed = options.pop("seed", 0)
-    target: Any = Fixed(logits, **options)
+def difference(
+    logits: Sequence[float],
+    expected: Sequence[int],
+    got: Sequence[int],
+    params: SamplingParams = GREEDY,
+    seed: int = 0,
+) -> Any:
+    target: Any = Fixed(logits)
     return find_difference(target, params, answer(*expected, seed=seed), answer(*got, seed=seed))
 
 

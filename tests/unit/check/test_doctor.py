@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specinfer.check import doctor
-from specinfer.check.doctor import LevelFact, find_kernels, level_facts, machine_facts, pass_bytes, pass_cost
+from specinfer.check.doctor import level_facts, pass_bytes, pass_cost
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
@@ -73,28 +73,6 @@ def test_what_became_of_each_level(
 ) -> None:
     pretend(monkeypatch, "x86-64", features, wanted)
     assert standings(used, refused) == dict(zip(X86, expected.split(", "), strict=True))
-
-
-# ---- kernels ----
-
-
-def test_kernels_that_cannot_be_built_are_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, "x86-64", V3)
-    monkeypatch.setattr("specinfer.kernels.build._PACKAGED", tmp_path)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = find_kernels()
-    assert (found.library, found.runs) == (None, "torch")
-    facts = machine_facts(found, None)
-    json.dumps(asdict(facts))
-    assert facts.kernels_fault is not None
-    assert facts.kernels_fault.startswith("no C++ compiler: no-such-compiler not found")
-    assert facts.levels[-1] == LevelFact("avx2", "AVX2", "refused", facts.kernels_fault)
-    assert facts.variables == {"OMP_NUM_THREADS": "1", "CXX": "no-such-compiler"}
-    assert (facts.library, facts.library_from, facts.memory_bytes_per_second) == (None, None, None)
-    assert (facts.threads, facts.allowed_cpus >= facts.usable_cores >= 1) == (1, True)
-    assert set(facts.versions) == {"specinfer", "python", "torch", "numpy"}
 
 
 # ---- speeds ----

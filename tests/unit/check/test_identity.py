@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from specinfer.check.difference import Verdict
 from specinfer.check.identity import check_repetition, compare_texts
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
-from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
+from specinfer.request import RequestOutput
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, runner_of, write_tiny
+from tests.unit.check.test_difference import GREEDY, Fixed, answer
 
-GREEDY = SamplingParams(temperature=0)
 LOGITS = [16.0, 16.25, 3.0]  # in bfloat16 a tie between 0 and 1; 2 is far from both
 SAME, EXPLAINED, UNEXPLAINED = (1, 1), (1, 0), (1, 2)  # beside (1, 1)
 
 
-class Fixed:
-    """A target on some device that always gives the same logits."""
-
-    def __init__(self, device: str) -> None:
-        self.model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device))
-
-    def logits_after(self, texts: Sequence[Sequence[int]]) -> Any:
-        return np.stack([np.array(LOGITS, dtype=np.float32)] * len(texts))
-
-
-def answer(tokens: Sequence[int], text: str = "", drafted: int = 3, cached: int = 0) -> RequestOutput:
-    return RequestOutput(
-        request_id="r",
-        prompt_token_ids=(9, 8),
-        answer=Answer([text], tokens),
-        finish_reason=FinishReason.LENGTH,
-        seed=0,
-        figures=SpeculationFigures(drafted_tokens=drafted, accepted_tokens=min(drafted, 1)),
-        timing=Timing(0.0, None, None),
-        cached_tokens=cached,
-    )
-
-
 def compared(device: str, *texts: Sequence[int]) -> Verdict:
     """Return the verdict on these texts, each expected to be (1, 1)."""
-    target: Any = Fixed(device)
-    return compare_texts("n", target, GREEDY, [answer(SAME)] * len(texts), [answer(text) for text in texts])
+    target: Any = Fixed(LOGITS, device)
+    return compare_texts("n", target, GREEDY, [answer(*SAME)] * len(texts), [answer(*one) for one in texts])
 
 
 @pytest.mark.parametrize(
@@ -76,20 +50,16 @@ def test_rounding_excuses_a_difference_only_where_identical_texts_are_not_promis
     assert found.details["promised"] == ("identical" if device == "cpu" else "rounding")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_same_tokens_in_other_words_fail_everywhere(device: str) -> None:
-    target: Any = Fixed(device)
-    found = compare_texts("n", target, GREEDY, [answer(SAME, "a")], [answer(SAME, "b")])
-    assert not found.passed
-    assert "1 differ in text but not in tokens, text 1 first" in found.words
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_nothing_was_guessed_nothing_was_tested(device: str) -> None:
-    target: Any = Fixed(device)
-    found = compare_texts("n", target, GREEDY, [answer(SAME)], [answer(SAME, drafted=0)])
-    assert not found.passed
-    assert "nothing was guessed, so nothing was tested" in found.words
+def test_other_words_for_the_same_tokens_and_texts_without_guesses_fail_everywhere() -> None:
+    for device in ("cpu", "cuda"):
+        for got, words in (
+            (answer(*SAME, text="b"), "1 differ in text but not in tokens, text 1 first"),
+            (answer(*SAME, drafted=0), "nothing was guessed, so nothing was tested"),
+        ):
+            target: Any = Fixed(LOGITS, device)
+            found = compare_texts("n", target, GREEDY, [answer(*SAME)], [got])
+            assert not found.passed, (device, words)
+            assert words in found.words, device
 
 
 # ---- the same request twice ----

@@ -33,15 +33,12 @@ def pair(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models: target, draft, other (another vocabulary), empty, cut.gguf, text.gguf."""
+    """A folder of models: target, draft, other (another vocabulary); and latin1.txt."""
     folder = tmp_path_factory.mktemp("models")
     target = write_tiny_llama(folder / "target", vocab_size=128, tokenizer=True, max_context=64)
     write_similar_llama(target, folder / "draft")
     write_tiny_llama(folder / "other", vocab_size=200, tokenizer=True)
     write_byte_tokenizer(folder / "other", 200)
-    (folder / "empty").mkdir()
-    (folder / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\x01" * 40)
-    (folder / "text.gguf").write_text("a poem, not a model")
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     return folder
 

@@ -27,22 +27,13 @@ from tests.unit.cli.conftest import Run
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown model": (["-m", "smollm3", "hi"], "did you mean 'smollm2-135m'"),
     "no such path": (["-m", "{models}/nothing.gguf", "hi"], "there is no file or folder"),
-    "folder without config": (["-m", "{models}/empty", "hi"], "it has no config.json"),
-    "truncated GGUF": (["-m", "{models}/cut.gguf", "hi"], "cut short or damaged"),
-    "not a GGUF": (["-m", "{models}/text.gguf", "hi"], "is not a GGUF file"),
     "empty prompt": ([""], "the prompt is empty"),
     "prompt longer than the context": (["x" * 100], "the prompt has 100 tokens; allowed: at most 63"),
     "expansion": (["--expansion", "1,0,x", "hi"], "expansion is '1,0,x'; allowed: integers >= 1"),
-    "expansion of zero": (["--expansion", "1,0", "hi"], "expansion is '1,0'"),
     "temperature": (["--temperature", "-1", "hi"], "temperature is -1.0; allowed: a finite number >= 0"),
-    "temperature, nan": (["--temperature", "nan", "hi"], "temperature is nan"),
-    "top_p 0": (["--top-p", "0", "hi"], "top_p is 0.0; allowed: a number in (0, 1]"),
-    "top_p 1.5": (["--top-p", "1.5", "hi"], "top_p is 1.5"),
-    "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
     "max_tokens": (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
     "expansion without a draft": (["--expansion", "2,2", "hi"], "expansion is for draft models"),
     "verifier": (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
-    "dtype": (["--dtype", "int3", "hi"], "'int3' is not one of 'auto', 'bfloat16'"),
     "quantization": (
         ["--quantization", "int3", "hi"],
         "'--quantization': 'int3' is not one of 'auto'",
@@ -51,11 +42,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--draft-quantization", "int8", "hi"],
         "draft_quantization is for draft models, and none is named; add --draft MODEL",
     ),
-    "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
     "prompt of two words": (["hi", "there"], "give one of them; put the prompt in quotes"),
-    "prompt of three words": (["hi", "there", "you"], "(you); put the prompt in quotes"),
     "memory without a unit": (["--memory", "8", "hi"], "memory is '8', which means bytes; write 8GB or 8MB"),
     "memory too small": (["--memory", "9MB", "hi"], "--memory (memory) is 9.00 MiB, and "),
     "no such option": (["--warp", "9", "hi"], "--warp"),
@@ -85,18 +74,8 @@ def test_bad_input_is_one_line_and_status_2(models: Path, run: Run, case: str) -
 
 
 def test_generate_streams_the_text_and_reports_on_standard_error(models: Path, run: Run) -> None:
-    common = [
-        "generate",
-        "-m",
-        models / "target",
-        "--max-tokens",
-        12,
-        "--temperature",
-        1,
-        "--seed",
-        4,
-        "abcabc",
-    ]
+    sampled = ("--max-tokens", 12, "--temperature", 1, "--seed", 4)
+    common = ["generate", "-m", models / "target", *sampled, "abcabc"]
     status, plain, err = run(*common, "--no-lookup")
     assert status == 0
     assert "12 tokens" in err

@@ -18,17 +18,7 @@ from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.thorough
 
-SMALL = (
-    "--dtype",
-    "float32",
-    "--kv-cache-memory",
-    "16MB",
-    "--max-context",
-    "64",
-    "--max-tokens",
-    "8",
-    "--raw",
-)
+SMALL = "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw"
 
 
 def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
@@ -36,7 +26,7 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     log = tmp_path / "traffic.jsonl"
     log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)) + "bad\n")
     out = tmp_path / "head"
-    options = ["tune", "--model", str(target), "--out", str(out), "--traffic", str(log), *SMALL]
+    options = ["tune", "--model", str(target), "--out", str(out), "--traffic", str(log), *SMALL.split()]
     options += ["--vocabulary", "32", "--depth", "3", "--minutes"]
     mistyped = [option.replace("traffic.jsonl", "trafic.jsonl") for option in options]
     done = CliRunner().invoke(cli, [*mistyped, "0.01"])
@@ -66,23 +56,18 @@ def test_prompts_and_traffic_are_one_too_many(tmp_path: Path) -> None:
     assert "both given" in str(done.exception)
 
 
-def test_a_pool_of_small_models_is_made_and_used(tmp_path: Path) -> None:
+def test_a_pool_of_small_models_is_made(tmp_path: Path) -> None:
     target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
     log = tmp_path / "traffic.jsonl"
     log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)))
     pool = tmp_path / "pool"
-    options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL, "--minutes", "0.01"]
+    options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL.split(), "--minutes", "0.01"]
     small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2"]
     done = CliRunner().invoke(cli, [*options, *small, "--out", str(pool)])
     assert done.exit_code == 0, done.output
     assert "member 2 of 2 learns from" in done.output
     assert f"--draft {pool}" in done.stdout
     assert pool_members(pool)[0] == pool / "member1"
-    asked = ["generate", "--model", str(target), "--max-tokens", "8", "--temperature", "0", "2 * 3"]
-    small_engine = ["--dtype", "float32", "--kv-cache-memory", "16MB", "--max-context", "64"]
-    texts = [CliRunner().invoke(cli, [*asked, *small_engine, *more]) for more in ([], ["--draft", str(pool)])]
-    assert [text.exit_code for text in texts] == [0, 0], texts[1].output
-    assert texts[0].stdout == texts[1].stdout
 
 
 def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:

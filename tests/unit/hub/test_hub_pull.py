@@ -282,32 +282,18 @@ def test_missing_gated_and_unsupported_repositories_have_different_errors(hub):
     assert hub.served == []
 
 
-def test_without_a_network_the_cached_copy_is_used(hub, monkeypatch):
-    cached = resolve("org/model")
-    hub.close()
-    assert resolve("org/model") == cached
-    with pytest.raises(DownloadError, match="cannot be reached for org/other"):
-        resolve("org/other")
-
-
-def test_without_a_network_a_cached_file_is_used(hub, tmp_path):
-    data = write_gguf(tmp_path / "m.gguf").read_bytes()
-    hub.repositories["org/ggufs"] = {"a.Q4_0.gguf": data, "b.Q8_0.gguf": data}
-    cached = resolve("org/ggufs:a.Q4_0.gguf")
-    hub.close()
-    assert resolve("org/ggufs:a.Q4_0.gguf") == cached
-    with pytest.raises(DownloadError, match=r"cannot be reached for org/ggufs"):
-        resolve("org/ggufs:b.Q8_0.gguf")
-
-
-def test_without_a_network_a_model_of_which_a_part_is_cached_is_not_used(hub, tmp_path):
+def test_without_a_network_what_is_cached_whole_is_used(hub, tmp_path):
     data = write_gguf(tmp_path / "m.gguf").read_bytes()
     parts = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    hub.repositories["org/ggufs"] = {parts[0]: data, parts[1]: data}
+    hub.repositories["org/ggufs"] = dict.fromkeys(("a.Q4_0.gguf", "b.Q8_0.gguf", *parts), data)
+    cached = {name: resolve(name) for name in ("org/model", "org/ggufs:a.Q4_0.gguf")}
     resolve(f"org/ggufs:{parts[0]}").path.with_name(parts[1]).unlink()
     hub.close()
-    with pytest.raises(DownloadError, match=r"cannot be reached for org/ggufs"):
-        resolve(f"org/ggufs:{parts[0]}")
+    for name, files in cached.items():
+        assert resolve(name) == files
+    for name in ("org/other", "org/ggufs:b.Q8_0.gguf", f"org/ggufs:{parts[0]}"):
+        with pytest.raises(DownloadError, match=f"cannot be reached for {name.partition(':')[0]}"):
+            resolve(name)
 
 
 def test_offline_uses_only_the_cache(hub, monkeypatch):

@@ -1,51 +1,18 @@
-"""Heads of EAGLE's kind are collected for, trained, kept and used as block heads are."""
+"""Rows of an EAGLE head in training are those at inference."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.eagle import EagleHead
 from specinfer.models.open_model import open_model
-from specinfer.tune.dataset import Corpus, TunedText, block_batch
-from specinfer.tune.evaluation import held_out_texts, measure
+from specinfer.tune.dataset import TunedText, block_batch
 from specinfer.tune.head_draft import EagleHeadDraft
 from specinfer.tune.head_kinds import EagleKind
 from specinfer.tune.initial_head import new_head
-from specinfer.tune.prompts import read_prompts
-from specinfer.tune.training import read_checkpoint
-from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import ticking, tuning_of
-
-pytestmark = pytest.mark.thorough
 
 SHAPE = EagleKind(depth=3, vocabulary=48)
-
-
-@pytest.fixture(scope="module")
-def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("eagle") / "head"
-    config = tuning_of(target, out, minutes=3.0, kind=SHAPE)
-    Tuning(config, clock=ticking()).run(read_prompts([prompts]), [prompts.name])
-    return out
-
-
-def test_it_learns_and_is_exported_as_it_was_measured(tuned: Path, target: Path) -> None:
-    kept = read_checkpoint(tuned / "work" / "checkpoint.safetensors")
-    history = kept.state.history
-    assert history[-1]["loss"] < 0.9 * history[0]["loss"]  # type: ignore[operator]
-    opened = open_model(target)
-    exported = HeadFolder(tuned, opened.config).module(opened)
-    assert isinstance(exported, EagleHead)
-    assert '"eagle3"' in (tuned / "config.json").read_text()
-    assert "EAGLE-3 head" in (tuned / "README.md").read_text()
-    texts = held_out_texts(Corpus(tuned / "work" / "shards"))
-    found = measure(EagleHeadDraft(exported, torch.ones_like(kept.tensors["scale"])), texts)
-    assert found.tokens_per_pass == pytest.approx(kept.state.best, abs=0.1)  # bfloat16 on disk
-    assert found.tokens_per_pass > 1.05
 
 
 def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:

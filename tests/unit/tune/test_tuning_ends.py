@@ -1,4 +1,4 @@
-"""Tunings that are killed, gone on with, out of time or disk, or refused."""
+"""Tunings that are gone on with, out of time or disk, or refused."""
 
 from __future__ import annotations
 
@@ -22,34 +22,12 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.unit.tune.conftest import KilledError, dies_at, ticking, tuning_of, write_prompts
+from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.runs import SHAPE, run
 
 pytestmark = pytest.mark.thorough
 
 _CHECKPOINT = "work/checkpoint.safetensors"
-
-
-def test_who_is_killed_goes_on_from_the_last_checkpoint(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=3.0, max_tokens=24)
-    many = write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])
-
-    with pytest.raises(KilledError):
-        run(config, many, dies_at(45))  # while it collects
-    shards = sorted((config.work / "shards").glob("*.safetensors"))
-    assert shards
-    assert not (config.out / "config.json").exists()
-    again = replace(config, resume=True)
-    with pytest.raises(KilledError):
-        run(again, many, dies_at(110))  # while it trains
-    assert set(shards) <= set((config.work / "shards").glob("*.safetensors"))
-    kept = read_checkpoint(config.out / _CHECKPOINT).state
-    assert kept.steps > 0
-    _, lines = run(again, many)
-    after = read_checkpoint(config.out / _CHECKPOINT).state
-    assert after.history[: len(kept.history)] == kept.history
-    assert after.steps > kept.steps
-    assert any(f"{after.steps} steps" in line for line in lines)
 
 
 def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Path, tmp_path: Path) -> None:
