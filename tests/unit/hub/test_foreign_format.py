@@ -71,9 +71,6 @@ def test_the_line_on_pickled_weights_converts_them(
 
 QUANTIZED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "torchao", "quant_type": {}}, "torchao"),
-    ({"quant_method": "hqq"}, "hqq"),
-    ({"quant_method": "exl2", "bits": 4.5}, "exl2"),
-    ({"quant_method": "exl3"}, "exl3"),
     ({"quant_method": "intel/auto-round", "bits": 4}, r"intel/auto-round \(4 bits\)"),
     ({"quant_method": "tomorrow's"}, "tomorrow's"),
     ({"group_size": 64, "bits": 4}, r"an unnamed method \(4 bits\)"),

@@ -34,13 +34,7 @@ class FakeHub:
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self):
-                self.answer()
-
             def do_GET(self):
-                self.answer()
-
-            def answer(self):
                 path = self.path.partition("?")[0]
                 if path.startswith("/api/models/"):
                     repository = "/".join(path.split("/")[3:5])
@@ -49,48 +43,39 @@ class FakeHub:
                     repository = "/".join(path.split("/")[1:3])
                     revision = path.split("/")[4]
                 if repository in hub.gated:
-                    return self.error(403, "GatedRepo")
+                    return self.reply(403, code="GatedRepo")
                 if repository not in hub.repositories:
-                    return self.error(404, "RepoNotFound")
+                    return self.reply(404, code="RepoNotFound")
                 if revision not in ("main", COMMIT):
-                    return self.error(404, "RevisionNotFound")
+                    return self.reply(404, code="RevisionNotFound")
                 files = hub.repositories[repository]
                 if path.startswith("/api/"):
                     siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-                    return self.send({"id": repository, "sha": COMMIT, "siblings": siblings})
+                    found = {"id": repository, "sha": COMMIT, "siblings": siblings}
+                    return self.reply(200, json.dumps(found).encode())
                 name = "/".join(path.split("/")[5:])
-                return self.file(name, files[name]) if name in files else self.error(404, "EntryNotFound")
-
-            def file(self, name, data):
+                if name not in files:
+                    return self.reply(404, code="EntryNotFound")
                 if self.command == "GET":
                     hub.served.append(name)
-                self.send_response(200)
-                self.send_header("ETag", hashlib.sha1(data).hexdigest())
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command == "GET":
-                    if name in hub.break_once:
-                        hub.break_once.remove(name)
-                        self.wfile.write(data[: len(data) // 2])
-                        self.wfile.flush()
-                        self.close_connection = True
-                        return
-                    self.wfile.write(data)
+                return self.reply(200, files[name], breaks=name in hub.break_once, name=name)
 
-            def send(self, value):
-                body = json.dumps(value).encode()
-                self.send_response(200)
+            do_HEAD = do_GET
+
+            def reply(self, status, body=b"", code="", breaks=False, name=""):
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                self.send_header("ETag", hashlib.sha1(body).hexdigest())
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("X-Error-Code", code)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
-
-            def error(self, status, code):
-                self.send_response(status)
-                self.send_header("X-Error-Code", code)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                if self.command == "GET" and breaks:
+                    hub.break_once.remove(name)
+                    self.close_connection = True
+                    body = body[: len(body) // 2]
+                if self.command == "GET":
+                    self.wfile.write(body)
 
             def log_message(self, *args):
                 """Quiet."""

