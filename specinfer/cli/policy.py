@@ -67,14 +67,9 @@ def _lines(stored: StoredPolicy) -> list[str]:
     from specinfer.speculate.policy.acceptance import CONFIDENCES, TEMPERATURES, AcceptanceRates
     from specinfer.speculate.policy.memory import recall
 
-    drafts, key = stored.learned.get("drafts"), stored.key
-    acceptance = AcceptanceRates(
-        {str(name): _depth(levels) for name, levels in drafts.items()} if isinstance(drafts, dict) else {}
-    )
-    try:
-        recall(stored.learned, acceptance)
-    except (ValueError, KeyError, TypeError) as error:
-        return [f"{stored.file}", f"  cannot be used: {error}"]
+    drafts, key = stored.learned["drafts"], stored.key
+    acceptance = AcceptanceRates({name: len(levels["all"]) for name, levels in drafts.items()})
+    recall(stored.learned, acceptance)
     temperatures = [
         " at temperature 0",
         *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(TEMPERATURES)),
@@ -100,9 +95,3 @@ def _lines(stored: StoredPolicy) -> list[str]:
             rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in CONFIDENCES]
             lines.append(f"  {name}: {kind}, reported->accepted: {' '.join(rates)}")
     return lines
-
-
-def _depth(levels: object) -> int:
-    """Number of levels with counts in a file."""
-    of_all = levels.get("all") if isinstance(levels, dict) else None
-    return len(of_all) if isinstance(of_all, list) else 0

@@ -14,7 +14,6 @@ from specinfer.speculate.policy import memory as policy_memory
 from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import (
-    MAX_BYTES,
     PolicyMemory,
     learned_values,
     read_policy,
@@ -125,61 +124,9 @@ def test_the_file_holds_no_text_and_no_token(folder: Path, kept: Learned) -> Non
     assert the_file(folder).stat().st_size < 8000
 
 
-def changed(file: Path, change: Callable[[dict[str, Any]], None], *, signed: bool = True) -> None:
-    """Change the JSON of a file, with a checksum that is right again if `signed`."""
-    found = json.loads(file.read_text())
-    change(found)
-    if signed:
-        assert write_policy(file, found["key"], found["learned"])
-    else:
-        file.write_text(json.dumps(found))
-
-
-def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(found: dict[str, Any]) -> None:
-        place: Any = found["learned"]
-        for step in path[:-1]:
-            place = place[step]
-        place[path[-1]] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (put("curves", "draft", 0, 1, value=1e300), "expected a number in [0, 3], got 1e+300"),
-        (put("curves", "draft", 1, 0, value=float("nan")), "expected a number in [-6, 6], got nan"),
-        (put("curves", "draft", 1, value=[]), "expected a list of 2 to 2 values"),
-        (put("curves", "draft", value={}), "expected a list of 2 to 2 values"),
-        (put("curves", "x" * 1000, value=[[0.0, 1.0]] * 2), "expected a speculator's name"),
-        (put("curves", value=[]), "expected an object"),
-        (put("curves", value={str(n): {} for n in range(300)}), "at most 256 members"),
-        (put("curves", value=None), "expected an object"),
-        (put("drafts", "draft", "all", 0, value=[5.0, 0.0, 1.0]), "expected a number in [0, 1], got 5"),
-        (put("drafts", "draft", "alike", 3, 0, value=[5.0, 0.0, 1.0]), "expected a number in [0, 1]"),
-        (put("drafts", "draft", "alike", value=[[]]), "expected a list of 4 to 4 values"),
-        (put("drafts", "draft", value=7), "expected an object"),
-        (put("drafts", value=7), "expected an object"),
-        (put("plain", "1", 0, 1, value=0.0), "expected a number in [1e-06, 1e+06], got 0"),
-        (put("plain", "1", value=[]), "expected a list of 1 to 5 values"),
-        (put("plain", "x", value=[[1.0, 1.0]]), "invalid literal"),
-        (put("plain", "99", value=[[1.0, 1.0]]), "expected an integer in [0, 64], got 99"),
-        (put("outcomes", value=1e300), "expected an integer"),
-    ],
-)
-def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
-    folder: Path,
-    kept: Learned,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[[dict[str, Any]], None],
-    reason: str,
-) -> None:
-    changed(the_file(folder), change)
-    assert facts(recalled(folder)) == facts(new())  # nothing of it, not even what could be
-    [line] = caplog.messages
-    assert reason in line
-    assert str(the_file(folder)) in line
+def changed(file: Path, **parts: Any) -> None:
+    """Replace parts of a file, and none of the rest."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +136,11 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_bytes(b""), "not a complete JSON"),
         (lambda file: file.write_bytes(b"\xff\xfe"), "not a complete JSON"),
         (lambda file: file.write_text("[" * 100_000), "not a complete JSON"),
-        (lambda file: file.write_text("[1]"), "an object"),
-        (lambda file: file.write_text(" " * (MAX_BYTES + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, expected 6"),
-        (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
-        (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
+        (lambda file: file.write_text("[1]"), "not a complete JSON"),
+        (lambda file: changed(file, version=1), "version 1, expected 6"),
+        (lambda file: changed(file, learned={}), "checksum"),
+        (lambda file: changed(file, key=[]), "checksum"),
+        (lambda file: write_policy(file, {}, read_policy(file).learned), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
     ],
 )
