@@ -88,7 +88,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
             f"  levels     {name}{temperature}: accepted at level 1, 2, ... "
             + " ".join(f"{rate.any:.2f}" for rate in counts.rates())
             for temperature, counts in counted
-            if not temperature or any(counts.tries)
+            if not temperature or any(map(any, counts.counts))
         ]
     for name, curves in acceptance.curves.items():
         for kind, curve in zip(("others", "first choices"), curves, strict=True):

@@ -19,7 +19,7 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from specinfer.sampling_params import GREEDY_BELOW
-from specinfer.tree import Draw, TokenTree
+from specinfer.tree import TokenTree
 from specinfer.tree.draw import as_runs
 from specinfer.tree.token_tree import next_nodes
 
@@ -71,25 +71,24 @@ class LevelCounts:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.firsts, self.others, self.tries = [0.0] * depth, [0.0] * depth, [0.0] * depth
+        # For each level: right first guesses, right other guesses, and tries.
+        self.counts = [[0.0, 0.0, 0.0] for _ in range(depth)]
 
     def learn(self, level: int, choice: int | None) -> None:
         """Count which guess at `level` was right, or None; level 0 has the root's children."""
         if level == 0:  # also fades levels that are not tried now
             self.fade(_LEVEL_MEMORY)
         if level < self.depth:
-            self.firsts[level] += choice == 0
-            self.others[level] += bool(choice)
-            self.tries[level] += 1
+            firsts, others, tries = self.counts[level]
+            self.counts[level] = [firsts + (choice == 0), others + bool(choice), tries + 1]
 
     def fade(self, kept: float) -> None:
         """Multiply all counts by `kept`."""
-        for counts in (self.firsts, self.others, self.tries):
-            counts[:] = [count * kept for count in counts]
+        self.counts = [[count * kept for count in level] for level in self.counts]
 
     def rate(self, level: int, usual: LevelRate, prior: float) -> LevelRate:
         """Return the rate of one level, with the rate `usual` as a prior that weighs `prior` tries."""
-        firsts, others, tries = self.firsts[level], self.others[level], self.tries[level]
+        firsts, others, tries = self.counts[level]
         missed = 1 - usual.first
         behind = usual.other / missed if missed > 0 else 0.0
         first = (firsts + prior * usual.first) / (tries + prior)
@@ -104,14 +103,9 @@ class LevelCounts:
             rates.append(above)
         return rates
 
-    def to_json(self) -> list[list[float]]:
-        """Return for each level the counts of right first guesses, of right other guesses, and of tries."""
-        return [list(level) for level in zip(self.firsts, self.others, self.tries, strict=True)]
-
-    def recall(self, levels: Sequence[Sequence[float]]) -> None:
-        """Load the result of `to_json`, for at most as many levels as there are."""
-        for level, (firsts, others, tries) in enumerate(levels[: self.depth]):
-            self.firsts[level], self.others[level], self.tries[level] = firsts, others, tries
+    def recall(self, counts: Sequence[list[float]]) -> None:
+        """Load `counts` of earlier runs, for at most as many levels as there are."""
+        self.counts = [*counts[: self.depth], *self.counts[len(counts) :]]
 
 
 class DraftLevels:
@@ -189,23 +183,11 @@ class AcceptanceRates:
         self.curves: dict[str, tuple[Curve, Curve]] = {}
         self._tables: dict[str, list[float]] = {}  # cache of both curves' rates, by confidence
 
-    def rates(self, draws: Sequence[Draw]) -> list[float]:
-        """Return the acceptance probability of each draw, given that its parent is accepted, [len(draws)].
-
-        A speculator's first draw below a node is its first choice there.
-        """
-        rates, seen = list[float](), set[tuple[str, int]]()
-        for draw in draws:
-            choice = draw.speculator, draw.parent
-            at = bisect_left(_EDGES, draw.confidence)
-            rates.append(self._of(draw.speculator)[at if choice in seen else at + _FIRST])
-            seen.add(choice)
-        return rates
-
     def node_rates(self, tree: TokenTree) -> list[float]:
         """Return the acceptance probability of every node, given that its parent is accepted, [num_nodes].
 
-        The root's is 1. A node that several speculators propose has the highest of their probabilities.
+        The root's is 1. A speculator's first draw below a node is its first choice there. A node that several
+        speculators propose has the highest of their probabilities.
         """
         rates = [0.0] * len(tree.token_ids)
         chosen: dict[str, set[int]] = {}
@@ -227,8 +209,8 @@ class AcceptanceRates:
         """Learn from all guesses below accepted nodes, verified or not, as the next token is known there."""
         becomes = next_nodes(tree, committed)
         chosen: dict[str, set[int]] = {}
-        numbers: dict[tuple[str, int], int] = {}  # last draw's number, by draft and parent
-        right: dict[tuple[str, int], int] = {}  # number of the draw that was right
+        # By draft and parent: 0 if its first choice was right, 1 if another was, else None.
+        right: dict[tuple[str, int], int | None] = {}
         for run in as_runs(tree.draws).runs:
             name, above = run.speculator, chosen.setdefault(run.speculator, set())
             leveled, (other, first) = name in self.levels, self._curves(name)
@@ -240,15 +222,13 @@ class AcceptanceRates:
                 odds = bisect_left(_EDGES, run.confidences[i]) - MAX_LOG_ODDS
                 (other if parent in above else first).learn(odds, became)
                 self.outcomes += 1
+                if leveled and right.setdefault((name, parent)) is None and became:
+                    right[name, parent] = int(parent in above)
                 above.add(parent)
-                if leveled:
-                    number = numbers[name, parent] = numbers.get((name, parent), -1) + 1
-                    if became:
-                        right.setdefault((name, parent), number)
-        if numbers:
+        if right:
             levels = {node: level for level, node in enumerate(becomes)}
-            for name, parent in numbers:
-                self.levels[name].learn(levels[parent], right.get((name, parent)), temperature)
+            for (name, parent), choice in right.items():
+                self.levels[name].learn(levels[parent], choice, temperature)
 
     def expect_self_draft(self, name: str) -> None:
         """Start the curves of a `self` draft with a prior: it is right more often than its confidences."""

@@ -16,6 +16,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.acceptance import AcceptanceRates, DraftLevels, LevelRate
 from specinfer.speculate.policy.choose import StepCosts, best_count, path_probabilities
 from specinfer.tree import TokenTree
+from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import pinned_nodes
 from specinfer.tree.token_tree import Expansion, child_of
 
@@ -78,7 +79,6 @@ class GrowingGuesses:
         self._room = max_nodes - 1
         self._places = [0]  # index of each of the draft's nodes in `others`, or -1
         self._probabilities = [1.0]  # acceptance probabilities of the draft's nodes
-        self._drawn = 0  # number of its draws that were added
         # Acceptance probabilities of its samples, and of its other nodes that `others` lacks.
         self._sampled, self._dropped = list[float](), list[float]()
         self._weigh()
@@ -90,23 +90,19 @@ class GrowingGuesses:
 
     def grow(self, tree: TokenTree) -> None:
         """Add the new nodes of the draft's tree."""
-        draws = tree.draws[self._drawn :]
-        self._drawn += len(draws)
         probabilities, places, others = self._probabilities, self._places, self._others
-        for draw, rate in zip(draws, self._acceptance.rates(draws), strict=True):
-            node, above = draw.node, places[draw.parent]
-            if node < len(places):  # a repeated sample of the same token
-                continue
-            place = -1
-            if above >= 0:
+        rates, sampled = self._acceptance.node_rates(tree), any_sampled(tree.draws)
+        for node in range(len(places), tree.num_nodes):
+            parent, rate, place = tree.parents[node], rates[node], -1
+            if (above := places[parent]) >= 0:
                 found = child_of(others.token_ids, others.parents, above, tree.token_ids[node])
                 place = -1 if found is None else found
             if place >= 0:
                 rate = self._rates[place] = max(rate, self._rates[place])
-            likely = rate * probabilities[draw.parent]
+            likely = rate * probabilities[parent]
             places.append(place)
             probabilities.append(likely)
-            if draw.rule.is_sampled:
+            if sampled:
                 self._sampled.append(likely)
             elif place < 0:
                 self._dropped.append(likely)

@@ -102,7 +102,7 @@ def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
             for name, curves in acceptance.curves.items()
         },
         "drafts": {
-            name: {"all": levels.all.to_json(), "alike": [alike.to_json() for alike in levels.alike]}
+            name: {"all": levels.all.counts, "alike": [alike.counts for alike in levels.alike]}
             for name, levels in acceptance.levels.items()
         },
         "plain": {

@@ -93,7 +93,7 @@ def test_levels_are_counted_where_all_above_held_the_text(level: int) -> None:
     rates = [rate.first for rate in acceptance.levels["draft"].rates(0.0)]
     assert [rate > 0.9 for rate in rates[:level]] == [True] * level
     assert rates[level] < 0.1
-    assert acceptance.levels["draft"].all.tries[level + 1 :] == [0.0] * (2 - level)
+    assert acceptance.levels["draft"].all.counts[level + 1 :] == [[0.0] * 3] * (2 - level)
 
 
 def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> None:
