@@ -120,12 +120,4 @@ def path_probabilities(rates: Sequence[float], parents: Sequence[int]) -> list[f
     return products
 
 
-def depth(parents: Sequence[int], node: int) -> int:
-    """Return the number of levels from the root down to a node."""
-    levels = 0
-    while node:
-        node, levels = parents[node], levels + 1
-    return levels
-
-
 NOTHING: Final = StepCosts([math.inf], 0, 0, 0.0, 0.0)  # before the first step

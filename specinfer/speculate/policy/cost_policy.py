@@ -11,6 +11,7 @@ others; otherwise every guess would look worth its time in such a long step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -26,7 +27,6 @@ from specinfer.speculate.policy.choose import (
     StepCosts,
     best_count,
     choose,
-    depth,
     fastest,
     path_probabilities,
 )
@@ -80,12 +80,11 @@ class CostPolicy(SpeculationPolicy):
         self._models = (target, *(draft.costs for draft in drafts.values()))
         self._starts = {name: DraftStarts(draft, acceptance.levels[name]) for name, draft in drafts.items()}
         self._entries: Sequence[PlanEntry] = ()  # this step's tree entries
-        self._numbers: dict[str, int] = {}  # their indices, by request id
-        self._trees: Sequence[TokenTree] = ()  # all guesses of each, from which the policy learns
+        self._guessed: dict[str, tuple[PlanEntry, TokenTree]] = {}  # the guesses to learn from, by request id
         self._step = 0, 0  # number of requests, and rows without guesses
         self._costs = NOTHING  # costs of the step, if speculation is on
         self._row = 0.0  # seconds of another row of the target's pass in a step without prefill
-        self._growing: list[GrowingGuesses] = []  # one per tree entry, while a draft grows
+        self._growing: dict[str, GrowingGuesses] = {}  # by request id, while a draft grows
         self._tokens, self._nodes = 0.0, 0  # expected tokens of the step so far, and its worthwhile nodes
         self._refused: set[str] = set()  # drafts that could guess in the step but start for no request
         self._off_reason: str | None = None  # why speculation is off in this step
@@ -148,8 +147,7 @@ class CostPolicy(SpeculationPolicy):
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
-        self._numbers = {entry.request.request_id: n for n, entry in enumerate(trees)}
-        self._trees, self._refused, self._off_reason, self._costs = (), set(), None, NOTHING
+        self._guessed, self._refused, self._off_reason, self._costs = {}, set(), None, NOTHING
         rows = sum([entry.end - entry.start for entry in entries])
         self._step = len(entries), rows
         context = sum([entry.end for entry in entries]) / max(1, len(entries))
@@ -189,40 +187,36 @@ class CostPolicy(SpeculationPolicy):
         """
         if speculator not in self._drafts:
             return [True] * len(entries)
-        draft, costs = self._drafts[speculator], self._costs
-        self._growing = [
-            GrowingGuesses(tree, self.acceptance, entry.max_nodes, all_stay=has_own_size(entry))
+        costs = self._drafts[speculator].costs
+        self._growing = {
+            entry.request.request_id: GrowingGuesses(
+                tree, self.acceptance, entry.max_nodes, all_stay=has_own_size(entry)
+            )
             for entry, tree in zip(self._entries, guessed, strict=True)
-        ]
+        }
         self._expect()
-        step = StepWithoutDraft(costs, self._tokens, self._nodes, self._row)
-        starts = [True] * len(entries)
+        starts, late = [True] * len(entries), list[tuple[int, int]]()
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
-            asked = [entries[i] for i in free]
-            growing = {
-                n: self._growing[self._numbers[entry.request.request_id]]
-                for n, entry in enumerate(asked)
-                if entry.max_nodes > 1
-            }
-            worth = self._starts[speculator].select(asked, [unread[i] for i in free], growing, step)
+            worth = self._starts[speculator].select(
+                [entries[i] for i in free],
+                [unread[i] for i in free],
+                self._growing,
+                StepWithoutDraft(self._costs, self._tokens, self._nodes, self._row),
+            )
             for i, start in zip(free, worth, strict=True):
-                starts[i] = start
-        late = list[tuple[int, int]]()
-        for i in free:
-            entry = entries[i]
-            # For a prompt, only what this step computes.
-            reads = unread[i] - (len(entry.token_ids) - entry.end)
-            if starts[i] and reads > entry.end - entry.start + USUAL_UNREAD:
-                late.append((reads, i))
-        if late and self.guard is not None:
-            affordable = self.guard.allowance
-            for left, i in sorted(late):
-                affordable -= draft.costs.expected(left)
-                starts[i] = affordable >= 0
+                starts[i], entry = start, entries[i]
+                # For a prompt, only what this step computes.
+                reads = unread[i] - (len(entry.token_ids) - entry.end)
+                if start and reads > entry.end - entry.start + USUAL_UNREAD:
+                    late.append((reads, i))
+        affordable = math.inf if self.guard is None else self.guard.allowance
+        for reads, i in sorted(late):
+            affordable -= costs.expected(reads)
+            starts[i] = affordable >= 0
         drawing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
         if drawing:
-            self._spend(draft.costs.table(drawing)[drawing])
+            self._spend(costs.table(drawing)[drawing])
         elif any(entry.max_nodes > 1 for entry in entries):
             self._refused.add(speculator)
         return starts
@@ -242,29 +236,25 @@ class CostPolicy(SpeculationPolicy):
         if speculator not in self._drafts:
             return list(ends)
         draft, levels = self._drafts[speculator], self.acceptance.levels[speculator]
-        own = [has_own_size(entry) for entry in entries]
-        grown = [self._growing[self._numbers[entry.request.request_id]] for entry in entries]
+        grown = [self._growing[entry.request.request_id] for entry in entries]
         for growing, tree in zip(grown, trees, strict=True):
             growing.grow(tree)
         self._expect()
         price = self._costs.price(self._tokens, self._nodes)
         level_price = self._tokens * draft.costs.expected(1) / self._costs.seconds(self._nodes)
         gains, bound, wide = list[float](), 0, 0
-        for entry, growing, tree, of_tree, stays in zip(entries, grown, trees, ends, own, strict=True):
-            if stays:
+        for entry, growing, tree, of_tree in zip(entries, grown, trees, ends, strict=True):
+            if growing.all_stay:
                 bound += len(of_tree)
                 continue
-            rates, deepest = levels.rates(entry.request.params.temperature), levels.all.depth - 1
-            brought = list[float]()
-            level = 0
-            for end in of_tree:
-                level = depth(tree.parents, end)
-                brought.append(growing.gain(end, rates[min(level, deepest)], price))
-                wide += draft.width(level) if growing.samples else 1
+            depths, deepest = tree.depths(), levels.all.depth
+            rates = levels.rates(entry.request.params.temperature)
+            brought = [growing.gain(end, rates[min(depths[end], deepest - 1)], price) for end in of_tree]
+            wide += sum([draft.width(depths[end]) if growing.samples else 1 for end in of_tree])
             if self._divides_budget and brought:
-                room, each = entry.max_nodes - tree.num_nodes, children_each(tree)
-                wanted = useful_levels(max(brought), rates[min(level, deepest)].first, level_price)
-                brought = keep_largest(brought, int(room / (each * min(wanted, levels.all.depth - level))))
+                room, each, level = entry.max_nodes - tree.num_nodes, children_each(tree), depths[of_tree[-1]]
+                wanted = useful_levels(max(brought), rates[min(level, deepest - 1)].first, level_price)
+                brought = keep_largest(brought, int(room / (each * min(wanted, deepest - level))))
             gains += brought
         passes = draft.costs.table(bound + len(gains))[bound:]
         each = wide / len(gains) if gains else 1.0  # target rows per end
@@ -274,8 +264,8 @@ class CostPolicy(SpeculationPolicy):
         self._spend(passes[sum(goes_on)])
         answer = iter(goes_on)
         return [
-            [*of_tree] if stays else [end for end in of_tree if next(answer)]
-            for of_tree, stays in zip(ends, own, strict=True)
+            [*of_tree] if growing.all_stay else [end for end in of_tree if next(answer)]
+            for of_tree, growing in zip(ends, grown, strict=True)
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -283,10 +273,11 @@ class CostPolicy(SpeculationPolicy):
 
         Requests with a size of their own keep all nodes within it.
         """
-        self._trees, chosen = trees, list(trees)
+        chosen = list(trees)
         guessed = [n for n, tree in enumerate(trees) if len(tree.token_ids) > 1]
+        self._guessed = {self._entries[n].request.request_id: (self._entries[n], trees[n]) for n in guessed}
         if guessed:
-            candidates = [self._candidates(self._entries[n], trees[n]) for n in guessed]
+            candidates = [self._candidates(entry, tree) for entry, tree in self._guessed.values()]
             for n, nodes in zip(guessed, choose(candidates, self._costs), strict=True):
                 chosen[n] = keep(trees[n], nodes)
         if self.guard is not None:
@@ -308,12 +299,10 @@ class CostPolicy(SpeculationPolicy):
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent was accepted, verified or not, and from the step's seconds."""
-        if self._trees:
-            for outcome in report.outcomes:
-                number = self._numbers.pop(outcome.request_id, None)
-                if number is not None and len(self._trees[number].token_ids) > 1:
-                    temperature = self._entries[number].request.params.temperature
-                    self.acceptance.learn(self._trees[number], outcome.committed, temperature)
+        for outcome in report.outcomes:
+            if (guessed := self._guessed.pop(outcome.request_id, None)) is not None:
+                entry, tree = guessed
+                self.acceptance.learn(tree, outcome.committed, entry.request.params.temperature)
         if report.seconds:
             for name in self._refused:
                 self._starts[name].refused()
@@ -323,7 +312,7 @@ class CostPolicy(SpeculationPolicy):
     def _expect(self) -> None:
         """Update the expected tokens of the step with the guesses so far, and its worthwhile nodes."""
         tokens, nodes, droppable = self._costs.tokens, 0, list[float]()
-        for growing in self._growing:
+        for growing in self._growing.values():
             tokens, nodes = tokens + growing.tokens, nodes + growing.nodes
             if growing.all_stay:
                 tokens, nodes = tokens + sum(growing.droppable), nodes + len(growing.droppable)

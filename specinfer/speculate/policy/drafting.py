@@ -205,12 +205,12 @@ class DraftStarts:
         self,
         entries: Sequence[PlanEntry],
         unread: Sequence[int],
-        growing: Mapping[int, GrowingGuesses],
+        growing: Mapping[str, GrowingGuesses],
         step: StepWithoutDraft,
     ) -> list[bool]:
         """Return for which entries the first level makes the step faster, or later steps for prefill entries.
 
-        `growing` has the other speculators' guesses, by index, for entries with a node budget above 1.
+        `growing` has the other speculators' guesses, by request id, for entries with a tree.
         """
         costs, tokens, nodes, _ = step
         without, price = costs.seconds(nodes), costs.price(tokens, nodes)
@@ -222,7 +222,7 @@ class DraftStarts:
             if entry.max_nodes <= 1:
                 starts[i] = self._reads(entry, reading[i], len(entries), tokens / without, step.row)
         for i in drawing:
-            brings, part = self._gain(entries[i], growing[i], price)
+            brings, part = self._gain(entries[i], growing[entries[i].request.request_id], price)
             if brings * without > reading[i] * part * tokens:
                 gains[i], shares[i] = brings, reading[i] * part
         first = sorted(gains, key=gains.__getitem__, reverse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,55 +23,22 @@ from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import Expansion, single_node
 from tests.unit.speculate.policy.priced import entry, unlearning
 
-NOBODY = single_node(7)  # guesses below this root
-
-
-class Known(AcceptanceRates):
-    """Acceptance rates of one draft, by which others' guesses are as likely as a test says."""
-
-    def __init__(self) -> None:
-        super().__init__({"draft": 1})
-        self.rate = 0.9
-
-    def node_rates(self, tree: TokenTree) -> list[float]:
-        return [1.0, *(tree.num_nodes - 1) * [self.rate]]
-
 
 class Starting:
     """When a draft starts whose pass takes `level` seconds, and `row` more for each row; a step takes 1 s."""
 
     def __init__(self, level: float, row: float) -> None:
         curve = CostCurve((1, 1000), (level, level + 999 * row))
-        self.acceptance = Known()
+        self.acceptance = AcceptanceRates({"draft": 1})
         self.levels = self.acceptance.levels["draft"]
         self.starts = DraftStarts(PricedDraft(unlearning("draft", curve), Expansion((1,))), self.levels)
 
-    def which(
-        self,
-        entries: Sequence[PlanEntry],
-        unread: Sequence[int],
-        tree: TokenTree = NOBODY,
-        rate: float = 0.9,
-        row: float = 0.0,
-    ) -> list[bool]:
-        """For which requests it starts, where others have guessed `tree` for each, and bring no token."""
-        self.acceptance.rate = rate
-        count = len(entries)
-        growing = {
-            n: GrowingGuesses(tree, self.acceptance, one.max_nodes, all_stay=False)
-            for n, one in enumerate(entries)
-            if one.max_nodes > 1
-        }
-        step = StepWithoutDraft(StepCosts([1.0], 0, 0, 0.0, float(count)), float(count), 0, row)
-        return self.starts.select(entries, unread, growing, step)
-
-
-def starts(
-    who: Starting, one: PlanEntry, unread: int, tree: TokenTree = NOBODY, rate: float = 0.9, row: float = 0.0
-) -> bool:
-    """Whether it starts for one request."""
-    [start] = who.which([one], [unread], tree, rate, row)
-    return start
+    def for_one(self, one: PlanEntry, unread: int) -> bool:
+        """Whether it starts for one request, where others have guessed nothing."""
+        growing = GrowingGuesses(single_node(7), self.acceptance, one.max_nodes, all_stay=False)
+        step = StepWithoutDraft(StepCosts([1.0], 0, 0, 0.0, 1.0), 1.0, 0, row=0.0)
+        [start] = self.starts.select([one], [unread], {one.request.request_id: growing}, step)
+        return start
 
 
 def predicted(one: PlanEntry) -> PlanEntry:
@@ -100,7 +66,7 @@ def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(
     reading: float, room: int, plain: bool, with_prediction: bool
 ) -> None:
     def reads(one: PlanEntry) -> bool:
-        return starts(Starting(0.01, reading / 500), one, unread=500)
+        return Starting(0.01, reading / 500).for_one(one, unread=500)
 
     assert (reads(prompt(room)), reads(predicted(prompt(room)))) == (plain, with_prediction)
 
@@ -110,7 +76,8 @@ def test_a_draft_starts_for_the_temperatures_at_which_it_was_right() -> None:
     for _ in range(40):
         who.levels.learn(0, 0, 0.0)
         who.levels.learn(0, None, 1.5)
-    assert [starts(who, entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)] == [True, False]
+    starts = [who.for_one(entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)]
+    assert starts == [True, False]
 
 
 @pytest.mark.parametrize(
