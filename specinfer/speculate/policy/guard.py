@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Final, NamedTuple
 
@@ -158,12 +158,8 @@ class Guard:
 
     @property
     def overhead(self) -> float:
-        """Seconds of a plain step outside its pass."""
-        return (
-            _median(self._overheads)
-            if self._known and self._overheads
-            else max(0.0, self._plain - self._pass)
-        )
+        """Seconds of recent steps outside passes and guesses."""
+        return _median(self._overheads) if self._overheads else 0.0
 
     def begin(self, names: Collection[str], requests: int, rows: int, own_size: bool) -> str | None:
         """Start a step; returns why speculation is off for it, or None if it is on.
@@ -183,8 +179,7 @@ class Guard:
         self._memory_cost = self._memory_cost_of(max(1, rows))
         self._slowness = self._target.slowness(max(1, requests))
         if self._known:
-            self._plain = self._pass - self._memory_cost_of(max(1, requests))
-            self._plain += _median(self._overheads) if self._overheads else 0.0
+            self._plain = self._pass - self._memory_cost_of(max(1, requests)) + self.overhead
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
@@ -218,7 +213,6 @@ class Guard:
         self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
     ) -> None:
         """Learn the time of passes, and count the seconds that the step has won or lost."""
-        guesses, reading, guessing = 0.0, 0.0, 0.0
         if self._measured:
             seconds = sum(stages.values())
             guessing = sum([stages.get(stage, 0.0) for stage in GUESSING_STAGES])
@@ -226,8 +220,10 @@ class Guard:
                 self._overheads.append(seconds - guessing - sum([stages.get(s, 0.0) for s in TARGET_STAGES]))
                 self._plain *= self._learn(stages, passes)
         else:
-            guesses, reading = self._seconds_by_costs(passes)
-            seconds = self._pass + guesses
+            priced = [one for one in passes if one.speculator in self._drafts and one.rows > 0]
+            passes = [replace(one, seconds=self._drafts[one.speculator].expected(one.rows)) for one in priced]
+            guessing = sum([one.seconds for one in passes])
+            seconds = self._pass + self._seconds_of_nodes() + guessing
         if self._off_reason is not None:
             self._allowance.count_plain(seconds)
             if self._undisturbed:
@@ -238,13 +234,12 @@ class Guard:
             return
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
         saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
-        spent = guesses
-        if self._measured:
-            reading = sum([one.seconds for one in passes if self._reads(one)])
+        reading = sum([one.seconds for one in passes if self._reads(one)])
+        if self._known or not self._measured or self._prompts or not (self._nodes or passes):
+            # Prompts take their time without guesses, too, as does a step that got no guesses.
+            spent = self._seconds_of_nodes() + guessing
+        else:
             spent = seconds - self._plain
-            if self._known or self._prompts or not (self._nodes or passes):
-                # Prompts take their time without guesses, too, as does a step that got no guesses.
-                spent = self._seconds_of_nodes() + guessing
         spent += self._memory_cost
         if self._prompts:
             reading += self._memory_cost
@@ -276,16 +271,6 @@ class Guard:
         """Return whether a draft's pass read texts, beyond the tokens that are read in every step."""
         return one.level == 0 and one.rows > USUAL_UNREAD * max(1, self._requests)
 
-    def _seconds_by_costs(self, passes: Sequence[LevelPass]) -> tuple[float, float]:
-        """Return the seconds of guesses by the cost models, and the part of these for reading."""
-        guesses, reading = self._seconds_of_nodes(), 0.0
-        for one in passes:
-            if (model := self._drafts.get(one.speculator)) is not None and one.rows > 0:
-                seconds = model.expected(one.rows)
-                guesses += seconds
-                reading += seconds if self._reads(one) else 0.0
-        return guesses, reading
-
     def _seconds_of_nodes(self) -> float:
         """Return the additional seconds of the target's pass for the verified guesses."""
         if not self._nodes:
@@ -313,8 +298,7 @@ class Guard:
             return 1.0
         self._turn += 1
         one = passes[self._turn % len(passes)]
-        model = self._drafts.get(one.speculator)
-        if model is None or one.rows < 1 or self._reads(one):
+        if (model := self._drafts.get(one.speculator)) is None or one.rows < 1 or self._reads(one):
             return 1.0
         of_draft = one.seconds / model.expected(one.rows)
         model.learn(one.rows, one.seconds)
