@@ -22,7 +22,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Final, NamedTuple
 
 from specinfer.models.draft_memory import DraftMemory
@@ -40,7 +39,7 @@ PLAIN_FIRST: Final = 5  # plain steps of a batch size before speculation is on t
 _PLAIN_EVERY: Final = 200  # later, one step in this number is plain
 _PLAIN_SOON: Final = 8  # likewise, while the time of passes seems changed
 _CHANGED: Final = 0.1  # relative change of the time of passes
-_FRESH: Final = 3  # plain steps needed after such a change
+_FEW: Final = 3  # plain steps needed after such a change
 _GIVEN_UP: Final = 128  # steps without guesses before layers get a draft's memory
 KEPT: Final = 5  # recent multiples whose median is used
 
@@ -68,44 +67,34 @@ class SelfDraft(NamedTuple):
 
 @dataclass(slots=True)
 class PlainSteps:
-    """Recent plain steps of one class of batch sizes: their seconds as multiples of the cost model's."""
+    """Recent plain steps of one class of batch sizes: their seconds as multiples of the cost model's.
 
-    # (slowness, multiple): estimated time of passes relative to the curve, and seconds relative to the model.
-    seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    Passes may seem slower or faster than at these steps. Then either the machine has changed, and the
+    multiple is the same, or only passes with guesses have, and the model is wrong about plain ones. So some
+    steps are soon plain again, and their multiples replace the others.
+    """
+
+    multiples: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     count: int = 0  # steps
     since: int = 0  # steps since the last plain one
-    asked_at: float = 0.0  # slowness for which `enough` and `multiple` hold; 0: none
-    enough: bool = False  # True if there are enough plain steps at this slowness
-    multiple: float = 1.0
-
-    def look_up(self, slowness: float) -> PlainSteps:
-        """Update `enough` and `multiple` for this slowness and return self; needs at least one plain step.
-
-        Passes may seem slower or faster than at the last plain steps. Then either the machine has changed,
-        and the multiple is the same, or only passes with guesses have, and the model is wrong about plain
-        ones. Until a few plain steps decide this, the smallest possible multiple is used.
-        """
-        if self.asked_at != slowness:  # a cache, as the slowness stays the same for many steps
-            last = takewhile(lambda seen: abs(slowness / seen[0] - 1) <= _CHANGED, reversed(self.seen))
-            fresh = [multiple for _, multiple in last]
-            known = _median([multiple for _, multiple in self.seen])
-            self.enough = len(fresh) >= _FRESH
-            self.multiple = _median(fresh) if self.enough else min([known, *fresh])
-            self.asked_at = slowness
-        return self
+    slowness: float = 1.0  # estimated time of passes relative to the curve, at the last plain step
 
     def due(self, slowness: float) -> bool:
         """Return whether a step should be plain, because the measurements do not suffice."""
-        if self.count < PLAIN_FIRST or self.since >= _PLAIN_EVERY:
-            return True
-        return self.since >= _PLAIN_SOON and bool(self.seen) and not self.look_up(slowness).enough
+        few = len(self.multiples) < _FEW or self._changed(slowness)
+        return self.count < PLAIN_FIRST or self.since >= (_PLAIN_SOON if few else _PLAIN_EVERY)
 
     def learn(self, slowness: float, multiple: float) -> None:
         """Count a plain step, and record its multiple if it is a positive number."""
         self.count, self.since = self.count + 1, 0
+        if self._changed(slowness):
+            self.multiples.clear()
         if 0 < multiple < math.inf:
-            self.seen.append((slowness, multiple))
-            self.asked_at = 0.0
+            self.slowness = slowness
+            self.multiples.append(multiple)
+
+    def _changed(self, slowness: float) -> bool:
+        return abs(slowness / self.slowness - 1) > _CHANGED
 
 
 class Guard:
@@ -176,8 +165,8 @@ class Guard:
         if not (self._allowance.guessing or own_size) and self._off_steps >= max(_GIVEN_UP, self._on_steps):
             self._give_to_layers()
         self._pass = self._target.expected(max(1, requests))
-        self._memory_cost = self._memory_cost_of(max(1, rows))
         self._slowness = self._target.slowness(max(1, requests))
+        self._memory_cost = self._memory_cost_of(max(1, rows))
         if self._known:
             self._plain = self._pass - self._memory_cost_of(max(1, requests)) + self.overhead
         else:
@@ -261,11 +250,11 @@ class Guard:
     def _multiple(self, requests: int) -> float:
         """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1."""
         wanted = requests.bit_length()
-        seen = [size for size, plain in self.plain_steps.items() if plain.seen]
+        seen = [size for size, plain in self.plain_steps.items() if plain.multiples]
         if not seen:
             return 1.0
         nearest = min(seen, key=lambda size: abs(size - wanted))
-        return self.plain_steps[nearest].look_up(self._slowness).multiple
+        return _median(self.plain_steps[nearest].multiples)
 
     def _reads(self, one: LevelPass) -> bool:
         """Return whether a draft's pass read texts, beyond the tokens that are read in every step."""

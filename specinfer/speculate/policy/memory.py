@@ -24,7 +24,7 @@ from specinfer.speculate.policy.guard import KEPT, PLAIN_FIRST, Guard, PlainStep
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 6  # version of the file; incremented when its numbers change their meaning
+VERSION: Final = 7  # version of the file; incremented when its numbers change their meaning
 EVERY: Final = 2000  # steps between writes
 MIN_OUTCOMES: Final = 500  # new outcomes needed for a write
 
@@ -106,7 +106,7 @@ def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
             for name, levels in acceptance.levels.items()
         },
         "plain": {
-            str(size): [*map(list, plain.seen)] for size, plain in guard.plain_steps.items() if plain.seen
+            str(size): [*plain.multiples] for size, plain in guard.plain_steps.items() if plain.multiples
         },
     }
 
@@ -123,9 +123,8 @@ def recall(learned: Mapping[str, Any], acceptance: AcceptanceRates, guard: Guard
                 counts.recall(of_class)
     acceptance.outcomes = learned["outcomes"]
     if guard is not None:
-        for size, seen in learned["plain"].items():
-            steps = deque(((slowness, multiple) for slowness, multiple in seen), maxlen=KEPT)
-            guard.plain_steps[int(size)] = PlainSteps(steps, count=PLAIN_FIRST)
+        for size, multiples in learned["plain"].items():
+            guard.plain_steps[int(size)] = PlainSteps(deque(multiples, maxlen=KEPT), count=PLAIN_FIRST)
 
 
 def policies_dir() -> Path:
