@@ -19,17 +19,16 @@ The allowance is the maximum loss. The usual loss is smaller: every 64 steps wit
 steps at first, and for twice as many each time, up to 4096. It is on sooner for a new request or another
 batch size, if the allowance suffices. A trial may lose 4 plain steps.
 
-If plain steps take seconds and their cost is known (guard.py), the tolerance is smaller: the allowance starts
-at 2 plain steps and holds at most 8, and a step counts for at most 8. So from the start the loss is at most
-1.5% of S and 10 plain steps, and over any steps 16 of them. Giving a draft's memory to layers of its target
-is charged, too, once.
+If plain steps take seconds and their cost is known (guard.py), the tolerance is 5 plain steps in place of 32:
+the loss is at most 1.5% of S and 10 plain steps. Giving a draft's memory to layers of its target is charged,
+too, once.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,33 +39,26 @@ TRIALS: Final = 0.01  # part of the time of plain steps that trials may take
 _SURE: Final = 1.645  # standard errors of the one-sided 95% test
 
 
-class Tolerance(NamedTuple):
-    """Limits of losses, in plain steps, and the length of the first pause."""
-
-    # For one request; for more, divided by the root of their number.
-    first: float  # initial allowance
-    credit: float  # maximum allowance
-    max_step: float  # maximum that one step counts for
-    trial: float  # maximum loss of a trial
-    enough: float  # allowance needed for a trial; with less it would end at its first miss
-    pause: int  # steps of the first pause
-
-
-DEFAULT_TOLERANCE: Final = Tolerance(
-    first=32.0, credit=32.0, max_step=32.0, trial=4.0, enough=0.5, pause=WINDOW
-)
-KNOWN_COST_TOLERANCE: Final = Tolerance(first=2.0, credit=8.0, max_step=8.0, trial=0.5, enough=0.25, pause=16)
+DEFAULT_TOLERANCE: Final = 32.0  # plain steps
+KNOWN_COST_TOLERANCE: Final = 5.0
+_TRIAL: Final = 8  # a trial may lose this part of the tolerance
+_ENOUGH: Final = 64  # and needs an allowance of this part, as with less it would end at its first miss
+_PAUSE: Final = 2  # steps of the first pause, for each plain step of the tolerance
 
 
 class Allowance:
     """The seconds that speculation may still lose, and whether it is on."""
 
-    def __init__(self, tolerance: Tolerance = DEFAULT_TOLERANCE) -> None:
+    def __init__(self, tolerance: float = DEFAULT_TOLERANCE) -> None:
+        """Make an allowance of at most `tolerance` plain steps, divided by the root of the requests.
+
+        A step counts for at most as many.
+        """
         self._tolerance = tolerance
         self.seconds = math.inf  # limited when the first step begins
         self.guessing = True  # True if speculation is on
         self._floor = 0.0  # speculation is switched off below these seconds
-        self._pause = tolerance.pause  # length of the next pause, in steps
+        self._pause = self._first_pause = round(_PAUSE * tolerance)  # length of the next pause, in steps
         self._left = 0  # remaining steps of this pause
         self._trial = False
         self._size = 0  # batch size, rounded to a power of two
@@ -84,26 +76,24 @@ class Allowance:
             new: True if one of them was not in the step before.
         """
         self._plain = plain
-        tolerance = self._tolerance
-        limit = tolerance.credit if math.isfinite(self.seconds) else tolerance.first
-        self.seconds = min(self.seconds, limit * plain / math.sqrt(max(1, requests)))
+        self.seconds = min(self.seconds, self._tolerance * plain / math.sqrt(max(1, requests)))
         size, before = requests.bit_length(), self._size
         self._size = size
         if not self.guessing:
             if new:
                 self._left = 0
             elif size != before:
-                self._left = min(self._left, tolerance.pause)
-            if self._left <= 0 and self.seconds >= tolerance.enough * plain:
+                self._left = min(self._left, self._first_pause)
+            if self._left <= 0 and self.seconds >= self._tolerance / _ENOUGH * plain:
                 self.guessing = self._trial = True
-                self._floor = max(0.0, self.seconds - tolerance.trial * plain)
+                self._floor = max(0.0, self.seconds - self._tolerance / _TRIAL * plain)
                 self._window, self._won = [], 0.0
         return self.guessing
 
     def count_plain(self, seconds: float) -> None:
         """Count a step of `seconds` in which speculation was off."""
         self._left -= 1
-        self.seconds += TRIALS * min(seconds, self._tolerance.max_step * self._plain)
+        self.seconds += TRIALS * min(seconds, self._tolerance * self._plain)
 
     def charge(self, seconds: float) -> None:
         """Subtract seconds that giving a draft's memory away has cost."""
@@ -124,7 +114,7 @@ class Allowance:
         self._reading += read
         part = self._reading / WINDOW
         self._reading -= part
-        max_seconds = self._tolerance.max_step * plain
+        max_seconds = self._tolerance * plain
         lost = min(spent, max_seconds) + part
         self.seconds += saved - lost + LOSS * min(seconds, max_seconds)
         won = (saved - lost) / plain
@@ -146,7 +136,7 @@ class Allowance:
         if self._won >= 0:
             self._trial = False
             self._floor = 0.0
-            self._pause = self._tolerance.pause
+            self._pause = self._first_pause
         self._window, self._won = [], 0.0
 
     def _stop(self) -> None:

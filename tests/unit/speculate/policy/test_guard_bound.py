@@ -35,7 +35,7 @@ STREAMED = CostCurve((1, 240, 480), (1.2, 1.2, 2.4))  # passes that wait for the
 SELF_DRAFT = CostCurve((1, 64), (0.25, 0.5))
 FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
 STEPS: Final = 800
-BOUND: Final = 1 + LOSS + TRIALS + (DEFAULT_TOLERANCE.credit + DEFAULT_TOLERANCE.max_step) / STEPS
+BOUND: Final = 1 + LOSS + TRIALS + 2 * DEFAULT_TOLERANCE / STEPS
 NEVER, POOR, GOOD = 0.0, 0.3, 0.85  # how often a guess is right; .43 is what this draft needs
 _slow = random.Random(3)
 NEIGHBOUR = [_slow.choice((1.0, 1.0, 2.0, 3.0)) for _ in range(1000)]  # how slow the machine is, in turn
@@ -182,7 +182,7 @@ LIES: dict[str, dict[str, Any]] = {
 def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
     curves = {"curve": STREAMED, "draft_curve": SELF_DRAFT} | LIES[lie]
     engine = simulation(hits, known=True, careful=careful, **curves)
-    plain = 1 + KNOWN_COST_TOLERANCE.first + KNOWN_COST_TOLERANCE.max_step
+    plain = 1 + 2 * KNOWN_COST_TOLERANCE
     for _ in range(40):  # ten steps each, so that the bound is checked often
         engine.run(10)
         assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
