@@ -312,22 +312,6 @@ def test_what_failed_is_tried_again_after_longer_and_longer_pauses(caplog: pytes
     assert (ensemble.failures["flaky"], len(caplog.records)) == (3, 3)
 
 
-class Broken(SpeculationPolicy):
-    """A policy that fails when it is to choose."""
-
-    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        raise ZeroDivisionError
-
-
-def test_a_policy_that_fails_costs_no_guesses(caplog: pytest.LogCaptureFixture) -> None:
-    ensemble = Ensemble([Levels("good", [5], [0.9])], vocab=99, policy=Broken())
-    for _ in range(2):
-        (tree,) = ensemble.propose(plans.plan(entry(9)))
-        assert tree.token_ids == (7, 5)
-        ensemble.observe(StepReport([plans.outcome(5)]))
-    assert len(caplog.records) == 1
-
-
 class RaisingPolicy(SpeculationPolicy):
     """Raises at one question."""
 

@@ -11,11 +11,10 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.acceptance import AcceptanceRates
-from specinfer.speculate.policy.choose import fastest, path_probabilities
+from specinfer.speculate.policy.choose import path_probabilities
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests.plans import outcome, plan
@@ -89,63 +88,6 @@ def test_a_step_that_was_cut_short_teaches_nothing() -> None:
     policy.observe(StepReport([outcome(finished=True), outcome(1, 2, request_id="another")]))
     policy.begin_step(plan(entry()))
     assert policy.choose_nodes([UNSURE])[0].num_nodes == 1
-
-
-def best_subset(
-    probabilities: Sequence[float], parents: Sequence[int], tokens: float, seconds: Sequence[float]
-) -> float:
-    """The highest tokens per second of any set of nodes that has every node's parent."""
-    rates = [tokens / seconds[0]]
-    for n in range(1, len(probabilities) + 1):
-        rates.extend(
-            (tokens + sum(probabilities[i] for i in nodes)) / seconds[n]
-            for nodes in combinations(range(len(probabilities)), n)
-            if all(parents[node] == -1 or parents[node] in nodes for node in nodes)
-        )
-    return max(rates)
-
-
-def test_no_other_choice_of_nodes_would_be_faster() -> None:
-    random = np.random.default_rng(5)
-    parents = [-1, 0, 0, -1, 3, 4, 4]
-    for _, curve in product(range(40), (FREE, DEAR, HALF, CostCurve((1, 4, 12), (1.0, 1.1, 3.0)))):
-        probabilities: list[float] = []
-        for parent in parents:
-            probabilities.append(float(random.uniform(0, 1 if parent < 0 else probabilities[parent])))
-        seconds = 0.2 + curve.seconds(2 + np.arange(len(probabilities) + 1))
-        kept = np.array(fastest(probabilities, 2.0, seconds.tolist()))
-        assert all(kept[parents[i]] for i in np.flatnonzero(kept) if parents[i] >= 0), (
-            "what is kept are trees"
-        )
-        rate = (2.0 + float(np.array(probabilities)[kept].sum())) / seconds[kept.sum()]
-        assert rate == pytest.approx(best_subset(probabilities, parents, 2.0, seconds.tolist()))
-
-
-def test_nodes_beyond_a_requests_own_are_the_least_likely_ones() -> None:
-    policy = sized(FREE)
-    asked = [replace(entry("a"), max_nodes=4), replace(entry("b"), max_nodes=2), entry("c")]
-    crowded = merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])
-    policy.begin_step(plan(*asked))
-    few, one, all_of_them = policy.choose_nodes([crowded] * 3)
-    assert sorted(few.token_ids) == [7, 10, 11, 20]
-    assert one.token_ids == (7, 20)
-    assert all_of_them is crowded
-
-
-@pytest.mark.parametrize("max_nodes", [2, 3, 5])
-def test_who_asks_for_a_size_gets_the_best_of_all_guesses(max_nodes: int) -> None:
-    policy = sized(DEAR)
-    wish = SpeculationParams(max_nodes=max_nodes)
-    policy.begin_step(plan(replace(entry(overrides=wish), max_nodes=max_nodes)))
-    (tree,) = policy.choose_nodes([merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])])
-    assert sorted(tree.token_ids) == sorted([7, 20, 10, 11, 12][:max_nodes])
-
-
-def other_way(*confidences: float) -> TokenTree:
-    builder = TreeBuilder(root=7)
-    for node, confidence in enumerate(confidences):
-        builder.add(node, 20 + node, "other", confidence=confidence)
-    return builder.build()
 
 
 def test_of_all_trees_within_the_requests_nodes_the_fastest_are_chosen() -> None:

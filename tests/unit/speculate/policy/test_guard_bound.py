@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -37,6 +38,7 @@ FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
 STEPS: Final = 800
 BOUND: Final = 1 + LOSS + TRIALS + 2 * DEFAULT_TOLERANCE / STEPS
 NEVER, POOR, GOOD = 0.0, 0.3, 0.85  # how often a guess is right; .43 is what this draft needs
+LOSING = NEVER, POOR  # a guard has to act on; with good guesses the bound holds without one
 _slow = random.Random(3)
 NEIGHBOUR = [_slow.choice((1.0, 1.0, 2.0, 3.0)) for _ in range(1000)]  # how slow the machine is, in turn
 
@@ -50,12 +52,12 @@ CLOCKS: dict[str, Callable[[float], float]] = {
     "stalled": stalls(400, 10_000),
     "four times too quick": lambda now: 4 * now,
 }
-CURVES = {
-    "four times": {"target": 4.0, "draft": 1.0},
-    "a quarter": {"target": 0.25, "draft": 1.0},
-    "both a quarter": {"target": 0.25, "draft": 0.25},
-    "the draft's a quarter": {"target": 1.0, "draft": 0.25},
-    "the draft's four times": {"target": 1.0, "draft": 4.0},
+CURVES = {  # factors of the target's and of the draft's
+    "four times": (4.0, 1.0),
+    "a quarter": (0.25, 1.0),
+    "both a quarter": (0.25, 0.25),
+    "the draft's a quarter": (1.0, 0.25),
+    "the draft's four times": (1.0, 4.0),
 }
 
 
@@ -96,23 +98,19 @@ def simulation(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_clocks_that_lie(clock: str, hits: float) -> None:
-    assert simulation(hits, reading=CLOCKS[clock]).run(STEPS) < BOUND
+def test_clocks_that_lie(clock: str) -> None:
+    for hits in LOSING:
+        assert simulation(hits, reading=CLOCKS[clock]).run(STEPS) < BOUND, hits
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("careful", [False, True])
-@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("curve", CURVES)
-def test_curves_that_are_off(curve: str, hits: float, careful: bool) -> None:
-    factors = CURVES[curve]
-    curves = {
-        "curve": scaled(TARGET, factors["target"]),
-        "draft_curve": scaled(DRAFT, factors["draft"]),
-    }
-    assert simulation(hits, careful=careful, **curves).run(STEPS) < BOUND
+def test_curves_that_are_off(curve: str) -> None:
+    of_target, of_draft = CURVES[curve]
+    curves = {"curve": scaled(TARGET, of_target), "draft_curve": scaled(DRAFT, of_draft)}
+    for hits, careful in product(LOSING, (False, True)):
+        assert simulation(hits, careful=careful, **curves).run(STEPS) < BOUND, (hits, careful)
 
 
 DRAFTS: dict[str, float | Callable[[int], float]] = {
@@ -145,11 +143,10 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("careful", [False, True])
-@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_traffic_of_all_kinds(traffic: str, hits: float, careful: bool) -> None:
-    assert simulation(hits, careful=careful, **TRAFFIC[traffic]).run(STEPS) < BOUND
+def test_traffic_of_all_kinds(traffic: str) -> None:
+    for hits, careful in product(LOSING, (False, True)):
+        assert simulation(hits, careful=careful, **TRAFFIC[traffic]).run(STEPS) < BOUND, (hits, careful)
 
 
 @pytest.mark.thorough
@@ -175,19 +172,19 @@ LIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
 @pytest.mark.parametrize("lie", LIES)
-def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
+def test_plain_steps_that_are_believed(lie: str, hits: float) -> None:
     curves = {"curve": STREAMED, "draft_curve": SELF_DRAFT} | LIES[lie]
-    engine = simulation(hits, known=True, careful=careful, **curves)
-    plain = 1 + 2 * KNOWN_COST_TOLERANCE
-    for _ in range(40):  # ten steps each, so that the bound is checked often
-        engine.run(10)
-        assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
-    if hits == GOOD and lie not in ("rows are dear", "a disk that is slow by the minute"):
-        assert engine.machine.now < 0.85 * engine.plain, "nobody was held back for long"
+    lost = 1.25 * (1 + 2 * KNOWN_COST_TOLERANCE)
+    for careful in (False, True):
+        engine = simulation(hits, known=True, careful=careful, **curves)
+        for _ in range(40):  # ten steps each, so that the bound is checked often
+            engine.run(10)
+            assert engine.machine.now - engine.plain < LOSS * engine.machine.now + lost, careful
+        if hits == GOOD and lie not in ("rows are dear", "a disk that is slow by the minute"):
+            assert engine.machine.now < 0.85 * engine.plain, "nobody was held back for long"
 
 
 @dataclass
@@ -275,6 +272,5 @@ def test_without_the_guard_the_bound_is_broken() -> None:
 def test_speculation_comes_back_where_it_gains_again() -> None:
     """A draft that was never right for long, and always is by now, with new requests coming."""
     engine = simulation(lambda step: float(step > 1500), length=40)
-    engine.run(1500)
-    engine.run(300)
+    engine.run(1800)
     assert engine.run(300) < 0.6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from specinfer import SamplingParams
@@ -14,8 +13,8 @@ from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.allowance import WINDOW
 from specinfer.speculate.policy.guard import PLAIN_FIRST, GuardState
-from specinfer.speculate.policy.policy import LevelPass, StepReport
-from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
 from tests.unit.speculate.policy.priced import Reckless
@@ -43,25 +42,6 @@ class Asked(Speculator):
             trees.append(builder.build())
         return trees
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        pass
-
-
-class Noting(Reckless):
-    """Verifies all guesses, and notes the plans that speculators see."""
-
-    def __init__(self, target: CostModel, draft: CostModel, *, measured: bool) -> None:
-        super().__init__(target, draft, measured=measured)
-        self.plans: list[StepPlan] = []
-
-    def begin_step(self, plan: StepPlan) -> StepPlan:
-        self.plans.append(super().begin_step(plan))
-        return self.plans[-1]
-
-    def state(self) -> GuardState:
-        assert self.guard is not None
-        return self.guard.state()
-
 
 def entry(name: str = "r", *, overrides: SpeculationParams | None = None, **fields: Any) -> PlanEntry:
     params = SamplingParams(temperature=0, speculation=overrides)
@@ -75,7 +55,7 @@ class Driven:
         self.guesser = Asked()
         self.target = CostModel("target", CURVE, learns=measured)
         self.draft = CostModel("draft", CostCurve((1, 100), (0.25, 1.0)), learns=measured)
-        self.policy = Noting(self.target, self.draft, measured=measured)
+        self.policy = Reckless(self.target, self.draft, measured=measured)
         self.ensemble = Ensemble([self.guesser], vocab=99, policy=self.policy, clock=lambda: 0.0)
 
     def step(
@@ -85,7 +65,6 @@ class Driven:
         propose: float = 0.0,
         tokens: int = 1,
         plain: float = 1.0,
-        passes: Sequence[LevelPass] = (),
     ) -> list[str]:
         """Run one step that takes `seconds` if a speculator guesses; return its requests."""
         self.guesser.asked = []
@@ -96,15 +75,18 @@ class Driven:
         if not self.guesser.asked and math.isfinite(seconds) and seconds > 0:
             stages = {"propose": 0.0, "target_forward": plain}
         outcomes = [plans.outcome(*range(tokens), request_id=e.request.request_id) for e in plan.tree_entries]
-        self.ensemble._passes.extend(passes)
         self.ensemble.observe(StepReport(outcomes, stages))
         return self.guesser.asked
+
+    def state(self) -> GuardState:
+        assert self.policy.guard is not None
+        return self.policy.guard.state()
 
     def until_off(self, *entries: PlanEntry, **took: float) -> int:
         """Steps that lose, until the guard has had enough."""
         for step in range(1000):
             self.step(*entries, **took)
-            if not self.policy.state().guessing:
+            if not self.state().guessing:
                 return step
         raise AssertionError("never off")
 
@@ -113,7 +95,7 @@ def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
     driven = Driven()
     asked = [driven.step() for _ in range(8)]
     assert asked == PLAIN_FIRST * [[]] + 3 * [["r"]]
-    assert driven.policy.state().off_steps == PLAIN_FIRST
+    assert driven.state().off_steps == PLAIN_FIRST
 
 
 def test_nobody_is_asked_while_speculation_is_off() -> None:
@@ -122,7 +104,7 @@ def test_nobody_is_asked_while_speculation_is_off() -> None:
         driven.step(seconds=1.0)
     assert driven.until_off(propose=0.5) <= WINDOW
     assert [driven.step() for _ in range(60)] == 60 * [[]]
-    assert driven.policy.state().off_steps == 60 + PLAIN_FIRST
+    assert driven.state().off_steps == 60 + PLAIN_FIRST
 
 
 def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
@@ -142,7 +124,7 @@ def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
     driven.guesser.knows = False
     for _ in range(4 * WINDOW):
         driven.step(seconds=1.5)
-    assert driven.policy.state().guessing
+    assert driven.state().guessing
     assert driven.until_off(propose=0.5) < 4 * WINDOW
 
 
@@ -153,5 +135,5 @@ def test_with_no_clock_the_curves_decide() -> None:
         steps.append(
             [driven.step(seconds=seconds, propose=seconds, tokens=1 + n // 40 % 2) for n in range(500)]
         )
-        assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
+        assert driven.state().factors == {"target": 1.0, "draft": 1.0}
     assert steps[0] == steps[1]
