@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from specinfer.plan import PlanEntry, StepPlan
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests import plans
@@ -62,3 +67,15 @@ class Levels(LevelSpeculator):
 
     def tree(self, entry: int) -> TokenTree:
         return self._builders[entry].build()
+
+
+def passes_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The token ids that each request has in each pass that follows, as they come."""
+    launch, passes = runner.launch, list[list[list[int]]]()
+
+    def noting(rows: Sequence[Rows]) -> Flight:
+        passes.append([[*part.token_ids] for part in rows])
+        return launch(rows)
+
+    monkeypatch.setattr(runner, "launch", noting)
+    return passes

@@ -9,8 +9,6 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
-from specinfer.runtime.batch import Rows
-from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
@@ -21,6 +19,7 @@ from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.engines import Tiny, write_tiny
 from tests.plans import outcome
+from tests.unit.speculate.guessers import passes_of
 
 TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -127,16 +126,9 @@ def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest
     first = guesses(model, entry(TEXT))
     committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
     model.observe([outcome(*committed)])
-    passes: list[list[Rows]] = []
-    launch = model._runner.launch
-
-    def counted(rows: list[Rows]) -> Flight:
-        passes.append(list(rows))
-        return launch(rows)
-
-    monkeypatch.setattr(model._runner, "launch", counted)
+    passes = passes_of(model._runner, monkeypatch)
     guesses(model, entry([*TEXT, *committed]))
-    assert [list(part.token_ids) for part in passes[0]] == [[first.token_ids[3], 17]]
+    assert passes[0] == [[first.token_ids[3], 17]]
 
 
 def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> None:
@@ -148,41 +140,34 @@ def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> Non
     assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
 
 
-def lengths_of_passes(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The rows each request has in each pass that follows, as they come."""
-    launch, lengths = model._runner.launch, list[list[int]]()
-
-    def measured(rows: list[Rows]) -> Flight:
-        lengths.append([len(part.token_ids) for part in rows])
-        return launch(rows)
-
-    monkeypatch.setattr(model._runner, "launch", measured)
-    return lengths
+def lengths(passes: list[list[list[int]]]) -> list[list[int]]:
+    """The number of rows that each request has in each pass."""
+    return [[*map(len, rows)] for rows in passes]
 
 
 def test_a_prompt_is_read_in_step_with_the_target(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = draft(tiny, 2, 2)
-    lengths = lengths_of_passes(model, monkeypatch)
+    passes = passes_of(model._runner, monkeypatch)
     for start, end in [(0, 5), (5, 10), (10, 12)]:  # the last chunk ends in the root alone
         nodes = int(end == len(TEXT))
         assert propose(model, entry(TEXT, start=start, end=end, max_nodes=nodes, max_depth=0)) == nodes * [
             TokenTree((TEXT[-1],), (-1,))
         ]
-    assert lengths == [[5], [5], [2]]
+    assert lengths(passes) == [[5], [5], [2]]
     text = [*TEXT, 17]
     assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
-    assert lengths[3:] == [[1], [2]]
+    assert lengths(passes[3:]) == [[1], [2]]
 
 
-@pytest.mark.parametrize(("max_rows", "passes"), [(1, 12), (5, 3), (11, 2), (12, 1)])
+@pytest.mark.parametrize(("max_rows", "steps"), [(1, 12), (5, 3), (11, 2), (12, 1)])
 def test_a_long_text_is_read_over_several_steps(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, passes: int
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, steps: int
 ) -> None:
     model = draft(tiny, 2, 2, max_rows=max_rows)
-    lengths = lengths_of_passes(model, monkeypatch)
-    trees = [guesses(model, entry(TEXT)) for _ in range(passes)]
-    assert max(length for length, *_ in lengths[:-1]) == max_rows  # the last pass is the frontier
-    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (passes - 1)
+    passes = passes_of(model._runner, monkeypatch)
+    trees = [guesses(model, entry(TEXT)) for _ in range(steps)]
+    assert max(lengths(passes[:-1])) == [max_rows]  # the last pass is the frontier
+    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (steps - 1)
     assert trees[-1].token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
 
 
@@ -204,20 +189,13 @@ def test_a_request_that_ended_is_forgotten_and_its_id_may_come_again(tiny: Tiny)
 A, B, C = b"98 76", b"98 76 54 32", b"98 76 54 32 10 11 12"  # hashes of TEXT's blocks of 4
 
 
-def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
+def read(tiny: Tiny, model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
     """The rows of a step's first pass; its guesses equal those of a draft that runs everything."""
-    passes: list[list[int]] = []
-    launch = model._runner.launch
     with monkeypatch.context() as patch:
-        patch.setattr(model._runner, "launch", lambda r: (passes.append(r[0].token_ids), launch(r))[1])
+        passes = passes_of(model._runner, patch)
         tree = guesses(model, step)
-    assert tree.token_ids == guesses(draft_of(model), step).token_ids
-    return list(passes[0])
-
-
-def draft_of(model: DraftModel) -> DraftModel:
-    runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Shape(Expansion((2, 2)), DrawRule.POINT_MASS), max_rows=64)
+    assert tree.token_ids == guesses(draft(tiny, 2, 2), step).token_ids
+    return passes[0][0]
 
 
 def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
@@ -235,7 +213,9 @@ def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
         ("parts in block 1", [*TEXT[:6], 3, 3, 3], (A, b"other"), [5, 4, 3, 3, 3]),
         ("reuse is off", TEXT[:10], (), TEXT[:10]),
     ]:
-        assert read(model, monkeypatch, entry(text, request_id=name, block_hashes=hashes)) == expected, name
+        assert (
+            read(tiny, model, monkeypatch, entry(text, request_id=name, block_hashes=hashes)) == expected
+        ), name
 
 
 def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
@@ -247,6 +227,8 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
         model.observe([outcome(text[-1])])
     model.observe([outcome(finished=True)])
     other = [3, 1, 4, 1, 5, 9]
-    assert read(model, monkeypatch, entry(other, request_id="o", block_hashes=(b"3 1 4 1",))) == other
+    assert read(tiny, model, monkeypatch, entry(other, request_id="o", block_hashes=(b"3 1 4 1",))) == other
     model.observe([outcome(request_id="o", finished=True)])
-    assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
+    assert (
+        read(tiny, model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
+    )

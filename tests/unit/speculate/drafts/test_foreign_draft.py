@@ -15,8 +15,6 @@ from specinfer import SamplingParams
 from specinfer.errors import ConfigError
 from specinfer.models.weights import load_model
 from specinfer.plan import PlanEntry
-from specinfer.runtime.batch import Rows
-from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft, common_length
@@ -32,6 +30,7 @@ from tests.foreign import byte_level, write_foreign_llama
 from tests.operations import lines_run
 from tests.plans import outcome
 from tests.tiny_models import write_tiny_llama
+from tests.unit.speculate.guessers import passes_of
 
 TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -81,17 +80,11 @@ def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
 
 def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEntry) -> list[list[int]]:
     """Return the rows of a step's first pass, as bytes."""
-    passes: list[list[Rows]] = []
-    launch, table = model._runner.launch, model._tokens.draft.token_bytes
-
-    def counted(rows: list[Rows]) -> Flight:
-        passes.append(list(rows))
-        return launch(rows)
-
+    table = model._tokens.draft.token_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(model._runner, "launch", counted)
+        passes = passes_of(model._runner, patch)
         guesses(model, *entries)
-    return [[*b"".join(table[i] for i in part.token_ids)] for part in passes[0]]
+    return [[*b"".join(table[i] for i in token_ids)] for token_ids in passes[0]]
 
 
 class Last(SpeculationPolicy):
@@ -108,13 +101,10 @@ class Last(SpeculationPolicy):
 
 
 def test_only_ends_that_are_chosen_are_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = draft(folder, 3, 2, 1), list[int]()
-    launch = model._runner.launch
-    monkeypatch.setattr(
-        model._runner, "launch", lambda parts: (rows.append(len(parts[0].token_ids)), launch(parts))[1]
-    )
+    model = draft(folder, 3, 2, 1)
+    passes = passes_of(model._runner, monkeypatch)
     Ensemble([model], vocab=64, policy=Last()).propose(plans.plan(entry(TEXT)))
-    assert rows[1:] == [1] * 9
+    assert [len(token_ids) for [token_ids] in passes[1:]] == [1] * 9
 
 
 @pytest.mark.few(6)

@@ -80,14 +80,20 @@ def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -
 
 
 def both(
-    head: BlockModel, vocabulary: DraftVocabulary | None, sampling: dict[str, Any], **of: int
+    head: BlockModel,
+    vocabulary: DraftVocabulary | None,
+    sampling: dict[str, Any],
+    no_number: int | None = None,
+    **of: int,
 ) -> list[tuple[TokenTree, TokenTree]]:
-    """Trees of the same guesses, native and plain."""
+    """Trees of the same guesses, native and plain; the row `no_number` of the logits has NaN."""
     settled = {"count": 3, "levels": 4, **of}
     nodes = settled.pop("nodes", 32)
     rows = settled["count"] * settled["levels"]
     read_TD = torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rows)).to(head.dtype)
     logits_TU = 3 * head.logits(read_TD)
+    if no_number is not None:
+        logits_TU[no_number, 5] = torch.nan
     assert head.kernels.library is not None
     native = NativeTrees("head", head, vocabulary, head.kernels.library)
     grown = []
@@ -130,19 +136,13 @@ def assert_same(native: TokenTree, plain: TokenTree) -> None:
 def test_the_trees_are_those_of_the_twin(
     folder: Path, name: str, sampling: dict[str, Any], dtype: torch.dtype, quantization: Quantization
 ) -> None:
-    nodes = set[int]()
-    for native, plain in both(*loaded(folder, name, dtype, quantization), sampling):
+    pairs = both(*loaded(folder, name, dtype, quantization), sampling)
+    for native, plain in pairs:
         assert_same(native, plain)
-        nodes.add(native.num_nodes)
         rule = DrawRule.COUPLED if sampling["temperature"] else DrawRule.POINT_MASS
         assert {draw.rule for draw in native.draws} == {rule}
-    assert max(nodes) == 33
-    assert (
-        len(
-            {native.token_ids[1:] for native, _ in both(*loaded(folder, name, dtype, quantization), sampling)}
-        )
-        > 1
-    )
+    assert max(native.num_nodes for native, _ in pairs) == 33
+    assert len({native.token_ids[1:] for native, _ in pairs}) > 1
 
 
 @pytest.mark.parametrize(
@@ -157,19 +157,10 @@ def test_small_trees_and_many_are_the_same(folder: Path, of: dict[str, int]) -> 
 
 @pytest.mark.parametrize("row", [0, 2])
 def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
-    head, vocabulary = loaded(folder, "pairs", torch.float32, "none")
-    read_TD = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
-    logits_TU = head.logits(read_TD)
-    logits_TU[row, 5] = torch.nan
-    assert head.kernels.library is not None
-    native = NativeTrees("head", head, vocabulary, head.kernels.library)
-    grown = []
-    for trees in (native, PlainTrees("head", head, vocabulary)):
-        asked = guessed({"temperature": 0}, 1, 4)
-        trees.grow(asked, logits_TU, 32)
-        grown.append(asked[0].growth.tree())
-    assert_same(*grown)
-    assert max(grown[0].depths()) == row
+    head = loaded(folder, "pairs", torch.float32, "none")
+    [(native, plain)] = both(*head, {"temperature": 0}, no_number=row, count=1)
+    assert_same(native, plain)
+    assert max(native.depths()) == row
 
 
 def test_rows_that_are_not_there_are_refused(folder: Path) -> None:
