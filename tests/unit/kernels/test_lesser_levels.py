@@ -18,6 +18,7 @@ If registers are as wide as at the next lesser level, only tests of quantized pr
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -96,7 +97,6 @@ def quantized_products(native: Kernels, folder: Path) -> None:
         test_quantized.test_one_large_activation_leaves_the_others_their_bits(products, kind)
         for value in (NAN, INFINITY):
             test_quantized.test_what_is_not_finite_stays_so(products, kind, value)
-        test_quantized.test_a_weight_that_is_no_number_gives_none(products, kind)
     for kind, wide in product(FILE_BLOCKS, (False, True)):
         for dtype in DTYPES:
             test_file_blocks.test_native_products_and_twins_give_the_same_bits(products, kind, wide, dtype)
@@ -158,7 +158,6 @@ def reads_of_logits(native: Kernels, folder: Path) -> None:
     for values in NONE:
         without_largest(scan, values, 17)
     test_sampling.test_the_race_over_named_ids_is_the_twins(scan)
-    test_sampling.test_one_racer_is_left_but_for_ties(scan)
 
 
 def attention(native: Kernels, folder: Path) -> None:
@@ -172,10 +171,6 @@ def attention(native: Kernels, folder: Path) -> None:
         test_backends.test_batches(backend, rows, window)
     for extras, window in product(test_backends.OTHERWISE, (None, 3, 100)):
         test_backends.test_caps_biases_and_sinks(backend, extras, window)
-    for extras in test_backends.OTHERWISE:
-        test_backends.test_caps_biases_and_sinks_in_bfloat16(backend, extras)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        test_backends.test_norms_of_whole_rows(backend, 14, 2, 20, dtype, tolerance)
     test_backends.test_nan_propagates(backend)
     for dtype, extras in product(DTYPES, (test_independence.USUAL, test_independence.OTHERWISE)):
 
@@ -207,7 +202,6 @@ def layers(native: Kernels, folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             test_layers.test_the_bits_are_those_of_op_by_op(family, weights, own, patch)
     for name in SWITCHED:
-        test_switches.test_native_and_pytorch_are_the_same_model(name)
         for weights in test_layers.FORMATS:
             with pytest.MonkeyPatch.context() as patch:
                 test_switches.test_one_call_has_the_bits_of_op_by_op(name, weights, patch)
@@ -221,6 +215,15 @@ ALL: Final[tuple[Part, ...]] = (
     *(reads_of_logits, attention, rows_of_a_model, layers),
 )
 ONLY: Final[dict[str, tuple[Part, ...]]] = {"avxvnni": (quantized_products, layers)}
+
+
+def test_every_test_that_runs_again_exists() -> None:
+    """On a CPU without a lesser level nothing else would miss one."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module.startswith("test_"):
+                assert hasattr(globals()[module], name), f"{module}.{name}"
 
 
 @pytest.mark.slow  # a library is compiled
