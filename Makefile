@@ -50,7 +50,7 @@ serve: $(KERNELS) ## serve that model to OpenAI clients at http://127.0.0.1:8000
 test: lint types ## lint, types, quick tests and smokes: at most 6 minutes on 2 cores
 	$(BIN)/python -m pytest -m "$(QUICK)" $(SHARED_OUT) logical $(ARGS)
 
-test-all: prose ## the tests that `make test` leaves out, and the English: 25 minutes on 2 cores
+test-all: prose ## the tests that `make test` leaves out, and the English: 18 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not ($(QUICK))" $(SHARED_OUT) $(ONE_MORE) $(ARGS)
 
 test-gpu: $(DEV) ## what runs on a CUDA card; writes a page to benchmarks/results (under 10 minutes)
