@@ -191,6 +191,15 @@ def test_who_may_guess_where_no_draft_is_named(
         assert found == guessing
 
 
+def test_layers_are_streamed_for_native_kernels_on_a_cpu_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "process_bytes", lambda: 1 << 30)
+    for options, says in (({"kernels": "torch"}, "with PyTorch's: choose"), ({"device": "cuda"}, "cuda")):
+        with pytest.raises((ConfigError, CapacityError), match=says):
+            resident(folder / "target", memory=1 << 30, offload="auto", **options)
+
+
 def test_an_llm_that_is_closed_reads_no_more_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
