@@ -110,19 +110,24 @@ class BatchAnswers:
 
     def _read(self) -> None:
         """Read the answers in the file, and remove the others."""
-        removed = False
+        again, whole = False, 0
         for number, raw in enumerate(self._raw_lines(), start=1):
             record = _record(raw)
             if record is None and not _is_torn(raw):
                 raise UserError(
                     f"line {number} of {self._path} is not the answer of a batch; give another file"
                 )
-            if record is None or _is_sent_again(record):
-                removed = True
+            if record is None:
+                break  # the last line
+            whole += len(raw)
+            if _is_sent_again(record):
+                again = True
             else:
                 self._add(record)
-        if removed:
+        if again:
             self._rewrite()
+        else:
+            os.ftruncate(self._file, whole)  # also where the disk is full
 
     def _rewrite(self) -> None:
         with NewFile(self._path, mode=0o666 & os.fstat(self._file).st_mode) as new:
