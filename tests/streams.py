@@ -23,6 +23,7 @@ class ScriptedSource:
         self.size = len(data)
         self.direct = True
         self.offsets: list[int] = []  # offsets of reads, in order of their start
+        self.sizes: list[int] = []  # bytes of reads that ended
         self.delay = 0.0  # seconds of each read
         self.faults: list[BaseException] = []  # exceptions of the next reads
         self.permanent: BaseException | None = None
@@ -42,6 +43,7 @@ class ScriptedSource:
         if self.permanent is not None:
             raise self.permanent
         view[:] = self.data[offset : offset + len(view)]
+        self.sizes.append(len(view))
 
     def check(self) -> None:
         if self.changed is not None:

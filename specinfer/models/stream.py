@@ -73,7 +73,8 @@ class _Piece(NamedTuple):
 class StreamReaders:
     """State shared by reader threads and the thread that computes; it may outlive the stream.
 
-    Readers read pieces of records in the order in which these were begun.
+    Readers read pieces of records in the order in which these were begun. A thread that begins a read may not
+    be interrupted, as the engine's never is: pieces that were not queued would be waited for.
     """
 
     def __init__(self, source: StreamSource, piece: int, readers: int) -> None:
@@ -152,23 +153,24 @@ class StreamReaders:
         while (piece := self._pieces.get()) is not None:
             error: BaseException | None = None
             # A piece of a record that was dropped is not read.
-            if not self._closed and self._wanted[piece.slot] is piece.read:
+            is_read = not self._closed and self._wanted[piece.slot] is piece.read
+            if is_read:
                 try:
                     self._source.read_into(piece.memory, piece.offset)
                     self._source.check()
                 except BaseException as met:  # raised where it matters, by the thread that computes
                     error = met
-            self._arrive(piece, error)
+            self._arrive(piece, error, is_read=is_read)
             del piece, error  # so that this thread does not keep the memory alive
 
-    def _arrive(self, piece: _Piece, error: BaseException | None) -> None:
+    def _arrive(self, piece: _Piece, error: BaseException | None, *, is_read: bool) -> None:
         slot, read = piece.slot, piece.read
         with self._news:
             read.left -= len(piece.memory)
-            if error is None:
-                self.read_bytes += len(piece.memory)
-            else:
+            if error is not None:
                 read.failed, read.error = True, error
+            elif is_read:
+                self.read_bytes += len(piece.memory)
             if not read.left:
                 if self._wanted[slot] is not read:
                     self._queue(slot)

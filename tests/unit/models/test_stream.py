@@ -82,6 +82,7 @@ def test_a_record_given_up_in_mid_read_does_not_overwrite_the_next_one(buffers: 
         for _ in range(60):
             number = chance.randrange(5)
             assert taken(stream, number, records[number]) == bytes_of(source, records[number])
+    assert stream.read_bytes == sum(source.sizes), "pieces of a record that was given up were not read"
 
 
 def test_a_fault_is_raised_once_by_a_take_that_waits_and_one_of_reading_ahead_is_repaired() -> None:
