@@ -23,7 +23,7 @@ from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, inst
 from specinfer.hub.foreign_format import foreign_files
 from specinfer.hub.gguf_choice import choose_gguf, other_tags
 from specinfer.hub.gguf_header import first_parts, part_names
-from specinfer.hub.model_files import PICKLES, TEMPLATES, instead, weight_files
+from specinfer.hub.model_files import TEMPLATES, has_pickles, instead, weight_files
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
         if any(name.endswith(".gguf") for name in files):
             return fetch_gguf(repository, revision, None, progress)
         own = [name for name in files if "/" not in name]
-        if "config.json" in selected and any(name.endswith(PICKLES) for name in own):
+        if "config.json" in selected and has_pickles(own):
             raise ModelError(
                 f"{repository} has no *.safetensors; {instead(own)}; then give a folder with "
                 "the result and its config.json"

@@ -141,6 +141,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_pickles(files: Iterable[str]) -> bool:
+    """Return whether some of the files are pickled weights of the model."""
+    return any(name.endswith(PICKLES) and not name.startswith(_ELSEWHERE) for name in files)
+
+
 def instead(files: Iterable[str]) -> str:
     """Return advice for a folder with these files and without weights under the expected names."""
     files = sorted(name for name in files if "/" not in name and not name.startswith(_ELSEWHERE))

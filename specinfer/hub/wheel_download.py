@@ -5,6 +5,7 @@ pip downloads a wheel, with its configured registry and its own retries; this mo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -71,7 +72,7 @@ def _download(requirement: str, scratch: Path, progress: Progress, pip: Sequence
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                if (size := max(map(_size, scratch.rglob("*")), default=0)) > written:
+                if (size := _largest(scratch)) > written:
                     progress.advance(size - written)
                     written = size
         except BaseException:
@@ -83,11 +84,14 @@ def _download(requirement: str, scratch: Path, progress: Progress, pip: Sequence
     return wheel
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # pip may remove temporary files meanwhile
-        return 0
+def _largest(folder: Path) -> int:
+    """Return the bytes of the largest file; pip may remove files and folders meanwhile."""
+    largest = 0
+    for place, _, names in os.walk(folder):  # which skips a folder that is gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                largest = max(largest, os.stat(os.path.join(place, name)).st_size)
+    return largest
 
 
 def _pip_error(requirement: str, output: str, scratch: Path) -> DownloadError:

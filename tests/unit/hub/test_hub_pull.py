@@ -264,6 +264,9 @@ def test_missing_gated_and_unsupported_repositories_have_different_errors(hub):
         hub.repositories["org/old"] = {"config.json": b"{}", name: b"x", "README.md": b"x"}
         with pytest.raises(ModelError, match=rf"no \*\.safetensors; convert {name} to safetensors"):
             resolve("org/old")
+    hub.repositories["org/elsewhere"] = {"config.json": b"{}", "openvino_model.bin": b"x"}
+    with pytest.raises(ModelError, match=r"neither config\.json with \*\.safetensors"):
+        resolve("org/elsewhere")
     assert hub.served == []
 
 
