@@ -56,8 +56,8 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.GGUF, Feature.TENSOR): f"quantization {_BLOCKS}",
     (Feature.DRAFT_GGUF, Feature.TENSOR): f"draft_quantization {_BLOCKS}",
     (Feature.LORA, Feature.RANKS): (
-        "lora has adapters with {1}; allowed there: no adapters, as ranks cannot divide them; leave lora "
-        "out, or merge the adapter into the model"
+        "adapters do not run with {1}, as ranks cannot divide them; leave them out, or merge the adapter "
+        "into the model"
     ),
     (Feature.OFFLOAD, Feature.RANKS): (
         "offload is {0!r} with {1}; allowed there: never, as ranks keep weights in memory"
