@@ -21,7 +21,6 @@ _WIDTH: Final = 4  # children of each of its nodes that is run
 _MIN_PROB: Final = 0.02  # minimum draft probability of children after the first
 _MIN_PATH_PROB: Final = 0.01  # minimum draft probability of a path that may be extended
 _MIN_PATH_PROB_STREAMED: Final = 1e-4  # the same with streamed layers
-LIKELY_NODES: Final = round(MAX_DEPTH * _WIDTH / _MIN_PATH_PROB)  # upper bound of the nodes of such a tree
 
 
 class Shape(NamedTuple):
