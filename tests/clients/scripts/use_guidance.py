@@ -61,4 +61,4 @@ def its_model_for_openai_works_too() -> None:
 
 @check
 def another_models_name_is_answered() -> None:
-    assert asked(VLLMModel("gpt-4o", **AT), RIVERS, gen("rivers"))["rivers"]
+    assert asked(VLLMModel("gpt-4o", **AT), RIVERS, gen("rivers", regex="[A-Z][a-z]{2,9}"))["rivers"]

@@ -15,7 +15,7 @@ from agents import (
     function_tool,
 )
 from pydantic import BaseModel
-from zoo import FRANCE, LISBON, MODEL, URL, City, Unit, check, refused, says
+from zoo import GREETING, LISBON, MODEL, URL, City, Unit, check, refused, says
 
 client = openai.AsyncOpenAI(base_url=URL, api_key="unused")
 MODELS = (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client))
@@ -40,10 +40,10 @@ def weather(city: City, unit: Unit) -> str:
 async def a_stream_has_the_text_of_the_whole_answer() -> None:
     for model in MODELS:
         agent = Agent(name="guide", model=model, model_settings=SHORT)
-        whole = await Runner.run(agent, FRANCE)
-        assert whole.final_output == says(FRANCE, max_tokens=64, temperature=0)
+        whole = await Runner.run(agent, GREETING)
+        assert whole.final_output == says(GREETING, max_tokens=200, temperature=0)
         text = ""
-        streamed = Runner.run_streamed(agent, FRANCE)
+        streamed = Runner.run_streamed(agent, GREETING)
         async for event in streamed.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
                 text += event.data.delta
@@ -114,4 +114,4 @@ async def an_agent_hands_over_to_another() -> None:
 async def errors_are_the_clients_own() -> None:
     for model in MODELS:
         with refused(openai.BadRequestError, "top_p"):
-            await Runner.run(Agent(name="guide", model=model, model_settings=ModelSettings(top_p=3)), FRANCE)
+            await Runner.run(Agent(name="guide", model=model, model_settings=ModelSettings(top_p=3)), GREETING)

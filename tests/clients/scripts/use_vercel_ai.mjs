@@ -26,8 +26,9 @@ const weather = tool({
   execute: async ({ city, unit }) => `21 degrees ${unit} in ${city}`,
 });
 
-// Force the tool first, then an answer: a small model might call the tool forever.
-const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
+// Force one call first, then an answer: a small model might call the tool forever.
+const once = { type: "tool", toolName: "weather" };
+const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? once : "none" });
 
 await check("a stream has the text of the whole answer", async () => {
   const plain = await says(RIVERS, { max_tokens: 32, temperature: 0 });

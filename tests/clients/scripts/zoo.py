@@ -22,9 +22,9 @@ MODEL = os.environ["ZOO_MODEL"]
 TOKENIZER = os.environ["ZOO_TOKENIZER"]  # a folder with the model's tokenizer, in transformers' format
 
 RIVERS = "Name three rivers of Europe."
-FRANCE = "What is the capital of France?"  # has a short answer
+GREETING = "Say hello."  # has a short answer
 LISBON = "What is the weather in Lisbon?"
-JSON = 'Answer with the JSON object {"city": "Lisbon", "warm": true}.'
+JSON = 'Copy this JSON object: {"city": "Lisbon", "warm": true}'
 # A small model may not end a free text, so fields are enumerations.
 City = Literal["Lisbon", "Porto"]
 Unit = Literal["celsius", "fahrenheit"]
