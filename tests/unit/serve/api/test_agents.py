@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai.types.responses import Response
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
 from tests.unit.serve.asked import Asked, named_events
@@ -244,3 +244,14 @@ def test_seeds_are_integers_of_64_bits_in_every_api(tokenizer: Tokenizer) -> Non
         for seed in (2**64, -(2**63) - 1):
             answer = server.http.post(path, json=body | {"seed": seed})
             assert (answer.status_code, "seed" in answer.text) == (400, True)
+
+
+def test_a_fault_of_the_grammar_of_tools_names_the_tools(tokenizer: Tokenizer) -> None:
+    refused = Delta("", finish_reason=FinishReason.ERROR, error="no such keyword", parameter="grammar")
+    server = Asked(tokenizer, [refused])
+    for path, body in (
+        ("/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": SHELL}]}),
+        ("/responses", {"input": "Hi", "tools": [{"type": "function", **SHELL}]}),
+    ):
+        answer = server.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), path
