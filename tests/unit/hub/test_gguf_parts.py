@@ -37,16 +37,16 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "parts"
 
 
+def assert_refused(path: Path, message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        resolve(str(path))
+
+
 def test_names_of_parts() -> None:
     assert part_names("a/m-00002-of-00003.gguf") == [f"a/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    for alone in (
-        "m.gguf",
-        "m-00004-of-00003.gguf",
-        "m-00000-of-00003.gguf",
-        "m-1-of-3.gguf",
-        "m-00001-of-00003",
-    ):
-        assert part_names(alone) == [alone]
+    for other in ("", "-00004-of-00003", "-00000-of-00003", "-1-of-3"):
+        assert part_names(f"m{other}.gguf") == [f"m{other}.gguf"]
+    assert part_names("m-00001-of-00003") == ["m-00001-of-00003"]
     assert first_parts([*NAMES[1:], "b.gguf"]) == ["b.gguf", NAMES[0]]
 
 
@@ -65,32 +65,20 @@ def test_any_part_or_their_folder_names_the_whole_model(name: str, split: Path) 
     assert Tokenizer.load(split / (name or NAMES[2])).encode(text) == Tokenizer.load(files).encode(text)
 
 
-@pytest.mark.parametrize("name", [*NAMES[:2], NAMES[3], ""])
-def test_a_missing_part_is_named(name: str, split: Path) -> None:
+def test_a_missing_part_is_named(split: Path) -> None:
     (split / NAMES[2]).unlink()
-    with pytest.raises(ModelFileError, match=f"one of 4 parts of a model, but {NAMES[2]} is missing;"):
-        resolve(str(split / name))
+    for name in (*NAMES[:2], NAMES[3], ""):
+        assert_refused(split / name, f"one of 4 parts of a model, but {NAMES[2]} is missing;")
     (split / NAMES[1]).unlink()
-    with pytest.raises(ModelFileError, match=f"but {NAMES[1]} and 1 more are missing; fetch them"):
-        resolve(str(split / NAMES[0]))
+    assert_refused(split / NAMES[0], f"but {NAMES[1]} and 1 more are missing; fetch them")
 
 
-def test_renamed_parts_are_recognized(split: Path) -> None:
-    (split / NAMES[1]).rename(split / "second.gguf")
-    with pytest.raises(
-        ModelFileError, match=r"second\.gguf is one of 4 parts of a model, but its name has another form"
-    ):
-        resolve(str(split / "second.gguf"))
-
-
-def test_parts_in_another_order_are_refused(split: Path) -> None:
-    (split / NAMES[1]).rename(split / "second")
+def test_renamed_parts_and_another_order_are_recognized(split: Path) -> None:
+    second = (split / NAMES[1]).rename(split / "second.gguf")
+    assert_refused(second, r"second\.gguf is one of 4 parts of a model, but its name has another form")
     (split / NAMES[2]).rename(split / NAMES[1])
-    (split / "second").rename(split / NAMES[2])
-    with pytest.raises(
-        ModelFileError, match=rf"{NAMES[1]} has split\.no 2 and split\.count 4, expected 1 and 4"
-    ):
-        resolve(str(split / NAMES[0]))
+    second.rename(split / NAMES[2])
+    assert_refused(split / NAMES[0], rf"{NAMES[1]} has split\.no 2 and split\.count 4, expected 1 and 4")
 
 
 def test_a_part_of_another_model_is_refused(split: Path) -> None:
@@ -104,17 +92,15 @@ def test_a_part_of_another_model_is_refused(split: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        ModelFileError, match=f"have {11 - count} tensors, expected 11; the parts belong to different models"
-    ):
+    message = f"have {11 - count} tensors, expected 11; the parts belong to different models"
+    with pytest.raises(ModelFileError, match=message):
         read_gguf(split / NAMES[0])
 
 
 def test_a_part_that_is_cut_short_is_named(split: Path) -> None:
     path = split / NAMES[1]
     path.write_bytes(path.read_bytes()[:-64])
-    with pytest.raises(ModelFileError, match=f"{NAMES[1]} is cut short"):
-        resolve(str(split / NAMES[0]))
+    assert_refused(split / NAMES[0], f"{NAMES[1]} is cut short")
 
 
 def test_a_folder_of_several_models_names_each_once(split: Path) -> None:

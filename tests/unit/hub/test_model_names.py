@@ -18,6 +18,11 @@ def make_folder(path, *, shards=()):
     return path
 
 
+def assert_refused(path, message):
+    with pytest.raises(ModelFileError, match=message):
+        resolve(str(path))
+
+
 def test_a_folder_with_config_and_safetensors_is_a_model(tmp_path):
     folder = make_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"x")
@@ -34,11 +39,9 @@ def test_a_gguf_file_is_a_model(tmp_path):
 
 def test_missing_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelFileError, match=r"no config\.json"):
-        resolve(str(tmp_path / "empty"))
+    assert_refused(tmp_path / "empty", r"no config\.json")
     (tmp_path / "empty" / "a.gguf").touch()
-    with pytest.raises(ModelFileError, match=r"empty/a\.gguf"):
-        resolve(str(tmp_path / "empty"))
+    assert_refused(tmp_path / "empty", r"empty/a\.gguf")
     weightless = make_folder(tmp_path / "weightless")
     for name, message in (
         ("config.json", r"neither model\.safetensors nor model\.safetensors\.index\.json; fetch the model"),
@@ -46,21 +49,20 @@ def test_missing_files_are_named(tmp_path):
         ("other.safetensors", r"if other\.safetensors is the whole model, rename it to model\.safetensors"),
     ):
         (weightless / name).touch()
-        with pytest.raises(ModelFileError, match=message):
-            resolve(str(weightless))
+        assert_refused(weightless, message)
     sharded = make_folder(tmp_path / "sharded", shards=["1.safetensors", "2.safetensors"])
     (sharded / "1.safetensors").touch()
-    with pytest.raises(ModelFileError, match=r"lacks 1 of 2 weight files \(2\.safetensors"):
-        resolve(str(sharded))
+    assert_refused(sharded, r"lacks 1 of 2 weight files \(2\.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        (
-            {"w": "../stranger.safetensors"},
-            r"names '\.\./stranger\.safetensors'; allowed: files in the same folder",
-        ),
+def test_an_index_names_only_files_of_its_folder(tmp_path):
+    folder, stranger = make_folder(tmp_path / "m"), "../stranger.safetensors"
+    for there in (tmp_path / "stranger.safetensors", folder / "sub" / "part.safetensors"):
+        there.parent.mkdir(exist_ok=True)
+        there.touch()
+    index = folder / "model.safetensors.index.json"
+    for weight_map, message in (
+        ({"w": stranger}, rf"names '{stranger}'; allowed: files in the same folder"),
         ({"w": "/etc/passwd"}, r"names '/etc/passwd'; allowed"),
         ({"w": ".."}, r"names '\.\.'; allowed"),
         ({"w": "sub/part.safetensors"}, r"names 'sub/part\.safetensors'; allowed"),
@@ -70,49 +72,29 @@ def test_missing_files_are_named(tmp_path):
         ({}, r"names no file"),
         (["a.safetensors"], r"is damaged"),
         (None, r"is damaged"),
-    ],
-)
-def test_an_index_names_only_files_of_its_folder(tmp_path, weight_map, message):
-    folder = make_folder(tmp_path / "m")
-    for there in (tmp_path / "stranger.safetensors", folder / "sub" / "part.safetensors"):
-        there.parent.mkdir(exist_ok=True)
-        there.touch()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ModelFileError, match=rf"model\.safetensors\.index\.json {message}"):
-        resolve(str(folder))
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        assert_refused(folder, rf"model\.safetensors\.index\.json {message}")
+    index.write_text("[" * 100_000 + "]" * 100_000)
+    assert_refused(folder, r"index\.json is not valid JSON \(maximum recursion")
 
 
-def test_an_index_that_is_too_deep_is_refused(tmp_path):
-    folder = make_folder(tmp_path / "m")
-    (folder / "model.safetensors.index.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ModelFileError, match=r"index\.json is not valid JSON \(maximum recursion"):
-        resolve(str(folder))
+def test_a_wrong_or_tiny_file_is_refused(tmp_path):
+    for name, content, message in (
+        ("m.gguf", b"", "is empty"),
+        ("m.gguf", b"GG", "not a GGUF"),
+        ("m.gguf", b"\x80\2}q", "not a GGUF"),
+        ("m.gguf", b"GGUF\3\0\0\0", "cut short"),
+        ("model.safetensors", bytes(16), "give its folder"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert_refused(tmp_path / name, message)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "is empty"), (b"GG", "not a GGUF"), (b"\x80\2}q", "not a GGUF"), (b"GGUF\3\0\0\0", "cut short")],
-)
-def test_a_wrong_or_tiny_file_is_refused(tmp_path, content, message):
-    file = tmp_path / "m.gguf"
-    file.write_bytes(content)
-    with pytest.raises(ModelFileError, match=message):
-        resolve(str(file))
-
-
-def test_a_safetensors_file_points_to_its_folder(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(16))
-    with pytest.raises(ModelFileError, match="give its folder"):
-        resolve(str(file))
-
-
-@pytest.mark.parametrize(
-    "name", ["./nowhere", "/no/such/folder", "~/nothing-of-that-name", "a/b/c", "m.gguf", "a/m.gguf"]
-)
-def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
-    with pytest.raises(ModelNotFoundError, match="no file or folder"):
-        resolve(name)
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub():
+    for name in ("./nowhere", "/no/such/folder", "~/nothing-of-that-name", "a/b/c", "m.gguf", "a/m.gguf"):
+        with pytest.raises(ModelNotFoundError, match="no file or folder"):
+            resolve(name)
 
 
 def test_an_unknown_short_name_gets_the_known_ones_and_a_guess():

@@ -34,21 +34,17 @@ def gguf(**metadata: Any) -> ModelFiles:
     return ModelFiles("m", Path("m.gguf"), (), GgufHeader(Path("m.gguf"), 3, found, (), 0))
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
+def test_a_folder_says_it_in_its_generation_config(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, float]]] = [
         (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}),
         ({"temperature": 0.6}, {"temperature": 0.6}),
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, {"temperature": 0}),
         ({"do_sample": False, "repetition_penalty": 1.2}, {"temperature": 0, "repetition_penalty": 1.2}),
         ({"do_sample": None, "temperature": None, "min_p": 0.05, "top_k": -1}, {"min_p": 0.05, "top_k": 0}),
         ({"eos_token_id": 2}, {}),
-    ],
-)
-def test_a_folder_says_it_in_its_generation_config(
-    tmp_path: Path, config: Any, found: dict[str, float]
-) -> None:
-    assert sampling_defaults(folder(tmp_path, config)) == found
+    ]
+    for config, found in cases:
+        assert sampling_defaults(folder(tmp_path, config)) == found, config
 
 
 def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
@@ -61,21 +57,16 @@ def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
     assert sampling_defaults(ModelFiles("m", tmp_path, ())) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", "hot"),
-        ("temperature", -1),
-        ("temperature", 1e400),
-        ("temperature", True),
-        ("top_k", 1.5),
-        ("top_k", 1 << 70),
-        ("top_p", 0),
-        ("min_p", [0.1]),
-        ("repetition_penalty", 0),
-    ],
-)
-def test_invalid_defaults_are_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ModelFileError, match=rf"generation_config.json: {name} is .*; allowed: ") as error:
-        sampling_defaults(folder(tmp_path, {name: value}))
-    assert "\n" not in str(error.value)
+def test_invalid_defaults_are_refused_by_name(tmp_path: Path) -> None:
+    invalid: dict[str, list[Any]] = {
+        "temperature": ["hot", -1, 1e400, True],
+        "top_k": [1.5, 1 << 70],
+        "top_p": [0],
+        "min_p": [[0.1]],
+        "repetition_penalty": [0],
+    }
+    for name, value in ((name, value) for name, values in invalid.items() for value in values):
+        message = rf"generation_config.json: {name} is .*; allowed: "
+        with pytest.raises(ModelFileError, match=message) as error:
+            pytest.fail(f"{name} {value!r} is read as {sampling_defaults(folder(tmp_path, {name: value}))}")
+        assert "\n" not in str(error.value)
