@@ -14,7 +14,7 @@ from specinfer.request import Request
 from tests.adapters import write_adapter
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.conftest import Run
-from tests.unit.cli.test_chat import write_template
+from tests.unit.cli.test_chat import type_in, write_template
 
 SHORT = ("--max-tokens", "12", "--ignore-eos", "--temperature", "0")
 
@@ -64,8 +64,7 @@ def test_every_request_of_a_command_has_the_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_template(Path(pair[1]))
-    lines = iter(["ab", "cd", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    type_in(monkeypatch, "ab", "cd", "/exit")
     options = SHORT if command == "chat" else ("--limit", "2", "--max-tokens", "6", "--json", "-")
     status, out, err = run(command, *pair, *options, "--lora", f"sql={adapter}")
     assert status == 0, err

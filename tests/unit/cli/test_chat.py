@@ -24,6 +24,18 @@ def write_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def type_in(monkeypatch: pytest.MonkeyPatch, *typed: str) -> None:
+    """Answer the command's prompts with these lines, and then with Ctrl-D."""
+    lines = iter(typed)
+
+    def ask(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", ask)
+
+
 def test_chat_needs_a_template_and_suggests_generate(models: Path, run: Run) -> None:
     status, _, err = run("chat", "-m", models / "target")
     assert status == 2
@@ -34,8 +46,8 @@ def test_chat_remembers_and_obeys_its_commands(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_template(models / "draft")
-    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    said = ("ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit", "not read")
+    type_in(monkeypatch, *said)
     asked: list[list[str]] = []
     stream_chat = LLM.stream_chat
 
@@ -62,8 +74,7 @@ def test_an_answer_may_take_the_rest_of_the_context(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_template(models / "draft")
-    lines = iter(["ab", "cd", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    type_in(monkeypatch, "ab", "cd", "/exit")
     status, _, err = run("chat", "-m", models / "draft", "--ignore-eos", "--no-lookup")
     assert status == 0, err
     assert "[the context of 64 tokens is full; /reset starts anew]" in err
@@ -74,14 +85,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_template(models / "draft")
-    lines = iter(["ab", "cd"])
-
-    def ask(prompt: str) -> str:
-        line = next(lines, None)
-        if line is None:
-            raise EOFError  # Ctrl-D
-        return line
-
+    type_in(monkeypatch, "ab", "cd")
     steps = iter([*[False] * 7, True])  # an interrupt comes in the eighth step
     step = Engine.step
 
@@ -92,7 +96,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
             time.sleep(0.2)
         return step(self)
 
-    monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(Engine, "step", interrupted)
     chat = ["chat", "-m", models / "draft", "--max-tokens", 20, "--ignore-eos", "--no-lookup"]
     status, out, err = run(*chat)

@@ -24,53 +24,48 @@ from specinfer.tree.token_tree import single_node
 from specinfer.verify.coupled import Acceptance
 from tests.unit.cli.conftest import Run
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "unknown model": (["-m", "smollm3", "hi"], "did you mean 'smollm2-135m'"),
-    "no such path": (["-m", "{models}/nothing.gguf", "hi"], "there is no file or folder"),
-    "empty prompt": ([""], "the prompt is empty"),
-    "prompt longer than the context": (["x" * 100], "the prompt has 100 tokens; allowed: at most 63"),
-    "expansion": (["--expansion", "1,0,x", "hi"], "expansion is '1,0,x'; allowed: integers >= 1"),
-    "temperature": (["--temperature", "-1", "hi"], "temperature is -1.0; allowed: a finite number >= 0"),
-    "max_tokens": (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
-    "expansion without a draft": (["--expansion", "2,2", "hi"], "expansion is for draft models"),
-    "verifier": (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
-    "quantization": (
-        ["--quantization", "int3", "hi"],
-        "'--quantization': 'int3' is not one of 'auto'",
-    ),
-    "draft quantization without a draft": (
+BAD: list[tuple[list[str], str]] = [
+    (["-m", "smollm3", "hi"], "did you mean 'smollm2-135m'"),
+    (["-m", "{models}/nothing.gguf", "hi"], "there is no file or folder"),
+    ([""], "the prompt is empty"),
+    (["x" * 100], "the prompt has 100 tokens; allowed: at most 63"),
+    (["--expansion", "1,0,x", "hi"], "expansion is '1,0,x'; allowed: integers >= 1"),
+    (["--temperature", "-1", "hi"], "temperature is -1.0; allowed: a finite number >= 0"),
+    (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
+    (["--expansion", "2,2", "hi"], "expansion is for draft models"),
+    (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
+    (["--quantization", "int3", "hi"], "'--quantization': 'int3' is not one of 'auto'"),
+    (
         ["--draft-quantization", "int8", "hi"],
         "draft_quantization is for draft models, and none is named; add --draft MODEL",
     ),
-    "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
-    "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
-    "prompt of two words": (["hi", "there"], "give one of them; put the prompt in quotes"),
-    "memory without a unit": (["--memory", "8", "hi"], "memory is '8', which means bytes; write 8GB or 8MB"),
-    "memory too small": (["--memory", "9MB", "hi"], "--memory (memory) is 9.00 MiB, and "),
-    "no such option": (["--warp", "9", "hi"], "--warp"),
-    "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
-    "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
-    "prompt of another encoding": (["caf\udce9"], "the prompt is not UTF-8 text at byte 3"),
-    "folder as a file": (["--file", "{models}"], "Is a directory"),
-    "prompt twice": (["--file", "{models}/latin1.txt", "hi"], "give one of them"),
-    "chat without a template": (["--chat", "hi"], "no chat template"),
-    "trace": (["--trace", "{models}/none/trace.jsonl", "hi"], "cannot write the trace"),
-    "trace to a full disk": (["--trace", "/dev/full", "--json", "hi"], "No space left on device"),
-    "trees and JSON": (["--json", "--show-trees", "hi"], "give one of them"),
-}
+    (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
+    (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
+    (["hi", "there"], "give one of them; put the prompt in quotes"),
+    (["--memory", "8", "hi"], "memory is '8', which means bytes; write 8GB or 8MB"),
+    (["--memory", "9MB", "hi"], "--memory (memory) is 9.00 MiB, and "),
+    (["--warp", "9", "hi"], "--warp"),
+    (["--file", "{models}/none.txt"], "cannot read the prompt from"),
+    (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
+    (["caf\udce9"], "the prompt is not UTF-8 text at byte 3"),
+    (["--file", "{models}"], "Is a directory"),
+    (["--file", "{models}/latin1.txt", "hi"], "give one of them"),
+    (["--chat", "hi"], "no chat template"),
+    (["--trace", "{models}/none/trace.jsonl", "hi"], "cannot write the trace"),
+    (["--trace", "/dev/full", "--json", "hi"], "No space left on device"),
+    (["--json", "--show-trees", "hi"], "give one of them"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(models: Path, run: Run, case: str) -> None:
-    arguments, says = BAD[case]
-    filled = [a.format(models=models) for a in arguments]
-    if "-m" not in filled:
-        filled = ["-m", str(models / "target"), *filled]
-    status, out, err = run("generate", *filled)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith("specinfer: error: ")
-    assert says in err
+def test_bad_input_is_one_line_and_status_2(models: Path, run: Run) -> None:
+    for arguments, says in BAD:
+        filled = [a.format(models=models) for a in arguments]
+        if "-m" not in filled:
+            filled = ["-m", str(models / "target"), *filled]
+        status, out, err = run("generate", *filled)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), (arguments, err)
+        assert err.startswith("specinfer: error: "), arguments
+        assert says in err, arguments
 
 
 def test_generate_streams_the_text_and_reports_on_standard_error(models: Path, run: Run) -> None:

@@ -129,9 +129,11 @@ def test_slips_are_answered_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(facts, "find_kernels", lambda progress: pytest.fail("this would have taken time"))
-    with pytest.raises(ModelNotFoundError, match="there is no file or folder"):
-        run("--model", model, "--model", str(tmp_path / "nothing.gguf"))
-    with pytest.raises(ConfigError, match="quantization is 'int3'; allowed: auto, none, int8, int4"):
-        run("--model", model, "--quantization", "int3")
-    with pytest.raises(ConfigError, match="--quantization is for models, and none is named; add --model"):
-        run("--quantization", "int8")
+    models = ("--model", model)
+    for words, message in (
+        ((*models, "--model", str(tmp_path / "nothing.gguf")), "there is no file or folder"),
+        ((*models, "--quantization", "int3"), "quantization is 'int3'; allowed: auto, none, int8, int4"),
+        (("--quantization", "int8"), "--quantization is for models, and none is named; add --model"),
+    ):
+        with pytest.raises((ConfigError, ModelNotFoundError), match=message):
+            run(*words)

@@ -16,6 +16,15 @@ from specinfer.option import name_of_address, parse_address
 from specinfer.transport.link import Link
 
 
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A file with a key."""
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text("a key of tests alone")
+    return path
+
+
 class Knocked(Exception):
     """Stands for an engine."""
 
@@ -34,11 +43,9 @@ def knocks(monkeypatch: pytest.MonkeyPatch, *words: str, **variables: str) -> ob
 
 
 def test_options_override_the_environment_of_launchers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, model = tmp_path / "key", tmp_path / "model.gguf"
-    key.touch(0o600)
-    key.write_text("a key of tests alone")
+    model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
     monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": model}))
     arguments = (str(model), "--key-file", str(key))
@@ -58,20 +65,14 @@ def test_options_override_the_environment_of_launchers(
     assert isinstance(knocks(monkeypatch, *own), ConfigError)
 
 
-def test_a_missing_model_is_refused_before_waiting_for_an_engine(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text("a key of tests alone")
+def test_a_missing_model_is_refused_before_waiting_for_an_engine(key: Path) -> None:
     words = ["./none", "--rank", "1", "--master", "host:1", "--key-file", str(key)]
     assert isinstance(CliRunner().invoke(follow, words).exception, ModelNotFoundError)
 
 
 def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text("a key of tests alone")
     monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": key}))
     ends = [socket.socketpair() for _ in range(2)]
     links = [Link(ours) for ours, _ in ends]
@@ -96,9 +97,9 @@ def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waite
         its.close()
 
 
-@pytest.mark.parametrize("address", [("::1", 7), ("10.0.0.1", 29500), ("host", 1)])
-def test_an_address_is_printed_in_the_form_that_is_read(address: tuple[str, int]) -> None:
-    assert parse_address("master", name_of_address(address)) == address
+def test_an_address_is_printed_in_the_form_that_is_read() -> None:
+    for address in (("::1", 7), ("10.0.0.1", 29500), ("host", 1)):
+        assert parse_address("master", name_of_address(address)) == address
 
 
 def test_replicas_have_no_ranks_on_other_hosts() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 from click.testing import CliRunner
 
 from specinfer import cli
@@ -35,23 +34,21 @@ def test_every_command_is_in_the_list() -> None:
         assert all(name in text for name in named)
 
 
-@pytest.mark.parametrize("path", ["", *COMMANDS])
-def test_every_flag_is_on_a_page(path: str) -> None:
+def test_every_flag_is_on_a_page() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
     start, *found = re.split(r"^### (.+)$", page, flags=re.M)
     sections = dict(zip(found[::2], found[1::2], strict=True))
-    text = start + sections.get(path, "")
-    text += sections["Flags of a request"] if "flags of a request" in text else ""
     purposes = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", page, re.M))
-    command = COMMANDS.get(path, cli.cli)
     missing = []
-    for param in command.get_params(click.Context(command)):
-        if not isinstance(param, click.Option):
-            continue
-        purpose = (param.help or "").partition("  [")[0]  # behind it is the default
-        if purpose and purposes.get(param.name or "", "").startswith(purpose):
-            continue  # an option of the engine or the server, with a row on their page
-        missing += [
-            name for name in (*param.opts, *param.secondary_opts) if not re.search(rf"(?<!\w){name}\b", text)
-        ]
+    for path, command in {"": cli.cli, **COMMANDS}.items():
+        text = start + sections.get(path, "")
+        text += sections["Flags of a request"] if "flags of a request" in text else ""
+        for param in command.get_params(click.Context(command)):
+            if not isinstance(param, click.Option):
+                continue
+            purpose = (param.help or "").partition("  [")[0]  # behind it is the default
+            if purpose and purposes.get(param.name or "", "").startswith(purpose):
+                continue  # an option of the engine or the server, with a row on their page
+            names = (*param.opts, *param.secondary_opts)
+            missing += [(path, name) for name in names if not re.search(rf"(?<!\w){name}\b", text)]
     assert missing == [], "run python tools/reference.py"

@@ -133,14 +133,10 @@ def test_the_files_keys_of_memory(tmp_path: Path) -> None:
 
 def test_a_text_in_the_file_is_one_key_and_not_its_letters(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text(
-        "api_key: sesame\nserved-model-name: tiny\ncors_origin: http://a.example\nallowed-host: a.example\n"
-    )
+    given = {"api_key": "k", "served_model_name": "tiny", "cors_origin": "http://a.b", "allowed_host": "a.b"}
+    file.write_text("".join(f"{name}: {text}\n" for name, text in given.items()))
     _, config = configs({}, file)
-    assert config.api_key == ("sesame",)
-    assert config.served_model_name == ("tiny",)
-    assert config.cors_origin == ("http://a.example",)
-    assert config.allowed_host == ("a.example",)
+    assert {name: getattr(config, name) for name in given} == {name: (given[name],) for name in given}
 
 
 def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:
@@ -149,21 +145,18 @@ def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:
         engine_config(options)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("prot: 1", "unknown option 'prot'; did you mean port?"),
-        ("[1, 2]", "holds list; allowed: options"),
-        ("a: b: c", "cannot read the options"),
-        ("\x00", "cannot read the options"),
-    ],
-)
-def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"options\.yaml") as error:
-        read_options(file)
-    assert message in str(error.value)
+    for text, message in {
+        "prot: 1": "unknown option 'prot'; did you mean port?",
+        "[1, 2]": "holds list; allowed: options",
+        "a: b: c": "cannot read the options",
+        "\x00": "cannot read the options",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"options\.yaml") as error:
+            pytest.fail(f"{text!r} is read as {read_options(file)}")
+        assert message in str(error.value), text
 
 
 def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
@@ -173,9 +166,8 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
     assert read_options(tmp_path / "empty") == {}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_an_option_out_of_range() -> None:
+    invalid: list[dict[str, Any]] = [
         *({"port": -1}, {"port": 70000}, {"port": True}, {"max_n": 0}, {"max_body": 10}, {"grace": 0}),
         *({"idle_timeout": float("nan")}, {"log_format": "xml"}),
         *({"log_level": "loud"}, {"api_key": (" a",)}, {"api_key": ("",)}, {"api_key": ("\u00e4",)}),
@@ -184,34 +176,26 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
         *({"trusted_proxy": ("proxy",)}, {"trusted_proxy": ("10.0.0.0/99",)}),
         *({"grace": 0}, {"max_wait": -1}, {"ping_interval": "15"}, {"engine_timeout": float("nan")}),
         *({"root_path": "llm"}, {"root_path": "/llm/"}),
-    ],
-)
-def test_an_option_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ServeConfig(**options)
+    ]
+    for options in invalid:
+        with pytest.raises(ConfigError):
+            pytest.fail(f"{options} is {ServeConfig(**options)}")
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', "ngram 5"),
-        ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, "suffix 9"),
-        ({"model": "small", "num_speculative_tokens": 3}, "draft small 1,1,1"),
-    ],
-)
-def test_vllms_config_is_understood(given: Any, meant: str) -> None:
-    options = speculative_config(given)
-    kind, *rest = meant.split()
-    if kind == "ngram" or kind == "suffix":
-        assert options == {"lookup": True, "lookup_depth": int(rest[0])}
-    else:
-        assert options == {"drafts": rest[0], "expansion": rest[1]}
-    EngineConfig.from_options("m", options)
+def test_vllms_config_is_understood() -> None:
+    ngram = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (ngram, {"lookup": True, "lookup_depth": 5}),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, {"lookup": True, "lookup_depth": 9}),
+        ({"model": "small", "num_speculative_tokens": 3}, {"drafts": "small", "expansion": "1,1,1"}),
+    ]
+    for given, options in cases:
+        assert speculative_config(given) == options, given
+        EngineConfig.from_options("m", options)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_unsupported_options_of_vllm_are_refused() -> None:
+    cases: list[tuple[Any, str]] = [
         ("{", "not JSON"),
         ([], "a mapping with a method"),
         ({"method": "eagle3", "model": "x"}, "allowed here: ngram, suffix, draft_model"),
@@ -219,44 +203,33 @@ def test_vllms_config_is_understood(given: Any, meant: str) -> None:
         ({"method": "draft_model"}, "no model; name the draft"),
         ({"method": "ngram", "disable_by_batch_size": 4}, "has disable_by_batch_size"),
         ({"model": "x", "draft_tensor_parallel_size": 2}, "runs in one process here"),
-    ],
-)
-def test_unsupported_options_of_vllm_are_refused(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        speculative_config(given)
-    assert message in str(error.value)
+    ]
+    for given, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{given} is {speculative_config(given)}")
 
 
-@pytest.mark.parametrize(
-    ("options", "speculators"),
-    [
+def test_a_models_own_head_guesses_where_no_speculator_is_named() -> None:
+    cases: list[tuple[dict[str, Any], tuple[Lookup, tuple[str, ...]]]] = [
         ({"model": "smollm2-135m"}, ("auto", ("smollm2-135m-head",))),
         ({"model": "another"}, ("auto", ())),
         ({"model": "smollm2-135m", "lookup": False}, (False, ())),
         ({"model": "smollm2-135m", "lookup": True}, (True, ())),
         ({"model": "smollm2-135m", "drafts": ("mine",)}, ("auto", ("mine",))),
         ({"model": "smollm2-135m", "drafts": ("mine",), "lookup": False}, (False, ("mine",))),
-    ],
-)
-def test_a_models_own_head_guesses_where_no_speculator_is_named(
-    options: dict[str, Any], speculators: tuple[Lookup, tuple[str, ...]]
-) -> None:
-    chosen = engine_config(options).speculation
-    assert (chosen.lookup, chosen.drafts) == speculators
+    ]
+    for options, speculators in cases:
+        chosen = engine_config(dict(options)).speculation
+        assert (chosen.lookup, chosen.drafts) == speculators, options
 
 
-@pytest.mark.parametrize(
-    ("url", "page", "lines"),
-    [
-        ("http://0.0.0.0:8000", True, ["http://0.0.0.0:8000/v1", "http://127.0.0.1:8000/"]),
-        ("http://[::]:9", True, ["http://[::]:9/v1", "http://[::1]:9/"]),
-        ("http://127.0.0.1:8000", False, ["http://127.0.0.1:8000/v1"]),
-    ],
-)
-def test_a_server_that_listens_names_the_api_and_the_page(
-    url: str, page: bool, lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _print_address(url, model="tiny", page=page)
-    message = capsys.readouterr().err.splitlines()
-    assert [re.findall(r"http\S+", line) for line in message] == [[one] for one in lines]
-    assert "the model 'tiny' " in message[0]
+def test_a_server_that_listens_names_the_api_and_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for url, page in {
+        "http://0.0.0.0:8000": ["http://127.0.0.1:8000/"],
+        "http://[::]:9": ["http://[::1]:9/"],
+        "http://127.0.0.1:8000": [],
+    }.items():
+        _print_address(url, model="tiny", page=bool(page))
+        message = capsys.readouterr().err.splitlines()
+        assert [re.findall(r"http\S+", line) for line in message] == [[one] for one in (f"{url}/v1", *page)]
+        assert "the model 'tiny' " in message[0]

@@ -46,6 +46,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_learned_figures_are_shown(kept: Path) -> None:
+    as_json = json.loads(run("policy", "show", "--json").output)
+    assert as_json["folder"] == str(kept)
+    assert [one.get("error", "") for one in as_json["policies"]] == ["", "", "it is not a complete JSON file"]
+    assert as_json["policies"][0]["learned"]["outcomes"] == 60
     shown = run("policy", "show").output
     assert shown.count("draft: small, int8") == 2
     assert "target     large, int8" in shown
@@ -56,13 +60,6 @@ def test_learned_figures_are_shown(kept: Path) -> None:
     assert "to 0.5" not in shown, "of which there was none"
     assert re.search(r"draft: first choices, reported->accepted: .* 0\.73->0\.\d\d ", shown)
     assert f"{kept / 'x.json'}\n  cannot be used: it is not a complete JSON file" in shown
-
-
-def test_learned_figures_are_shown_as_json(kept: Path) -> None:
-    shown = json.loads(run("policy", "show", "--json").output)
-    assert shown["folder"] == str(kept)
-    assert [one.get("error", "") for one in shown["policies"]] == ["", "", "it is not a complete JSON file"]
-    assert shown["policies"][0]["learned"]["outcomes"] == 60
 
 
 def test_learned_figures_of_one_or_all_models_are_deleted(kept: Path) -> None:

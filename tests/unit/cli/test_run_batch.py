@@ -93,23 +93,18 @@ def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
     assert "out.jsonl has " in log
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["-i", "in", "-o", "./in"], "the requests and the answers are both in"),
-        (["-i", "nothing", "-o", "out"], "nothing is not a file"),
-        (["-i", "in", "-o", "out", "--expansion", "0"], "expansion is '0'"),
-    ],
-)
-def test_an_invalid_run_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
-) -> None:
+def test_an_invalid_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in", 1)
-    error = CliRunner().invoke(run_batch, arguments).exception
-    assert isinstance(error, (ConfigError, UserError))
-    assert complaint in str(error)
-    assert not (tmp_path / "out").exists()
+    for arguments, complaint in {
+        "-i in -o ./in": "the requests and the answers are both in",
+        "-i nothing -o out": "nothing is not a file",
+        "-i in -o out --expansion 0": "expansion is '0'",
+    }.items():
+        error = CliRunner().invoke(run_batch, arguments).exception
+        assert isinstance(error, (ConfigError, UserError)), arguments
+        assert complaint in str(error), arguments
+        assert not (tmp_path / "out").exists(), arguments
 
 
 def test_options_that_only_a_server_has_are_unknown() -> None:
