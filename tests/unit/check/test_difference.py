@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from specinfer import LLM
-from specinfer.check.difference import (
-    PlainTarget,
-    TextPromise,
-    find_difference,
-    first_difference,
-    text_promise,
-)
+from specinfer.check.difference import PlainTarget, TextPromise, find_difference, text_promise
+from specinfer.check.difference import first_difference as first
 from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
@@ -56,22 +51,16 @@ def answer(*tokens: int, seed: int = 0, text: str = "", drafted: int = 3) -> Req
     )
 
 
-def difference(
-    logits: Sequence[float],
-    expected: Sequence[int],
-    got: Sequence[int],
-    params: SamplingParams = GREEDY,
-    seed: int = 0,
-) -> Any:
+def difference(logits: Sequence[float], *texts: Sequence[int], temperature: float = 0, seed: int = 0) -> Any:
+    """Return what is found between the text that is expected and another."""
     target: Any = Fixed(logits)
-    return find_difference(target, params, answer(*expected, seed=seed), answer(*got, seed=seed))
+    expected, got = (answer(*tokens, seed=seed) for tokens in texts)
+    return find_difference(target, SamplingParams(temperature=temperature), expected, got)
 
 
 def test_the_first_difference() -> None:
-    assert first_difference([1, 2], (1, 2)) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert first_difference([], [4]) == 0
+    assert first([1, 2], (1, 2)) is None
+    assert [first([1, 2, 3], [1, 5, 3]), first([1, 2, 3], [1, 2]), first([], [4])] == [1, 2, 0]
 
 
 def test_the_target_is_asked_after_what_the_texts_share() -> None:
@@ -100,16 +89,14 @@ def test_a_text_that_ends_early_is_never_rounding() -> None:
 
 
 def test_with_a_seed_the_noise_is_part_of_the_preference() -> None:
-    params = SamplingParams(temperature=0.5)
-    logits = [2.0, 2.0, 2.0]
-    found = [difference(logits, [0], [1], params=params, seed=seed) for seed in range(50)]
+    found = [difference([2.0, 2.0, 2.0], [0], [1], temperature=0.5, seed=seed) for seed in range(50)]
     assert not any(d.explained for d in found if abs(d.gap) > 4 * d.tolerance)
     gaps = np.array([d.gap for d in found])
     assert (gaps > 0).any()
     assert (gaps < 0).any()
     # A logit that makes up for the gap makes a tie, and a tie is explained, unless token 2 wins anyway.
     tied = [
-        difference([2.0 - float(d.gap), 2.0, -50.0], [0], [1], params=params, seed=seed)
+        difference([2.0 - float(d.gap), 2.0, -50.0], [0], [1], temperature=0.5, seed=seed)
         for seed, d in enumerate(found)
     ]
     assert [round(d.gap, 5) for d in tied] == pytest.approx([0.0] * 50, abs=1e-5)
@@ -133,9 +120,8 @@ def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
         assert np.abs(adapted - plain).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("device", "verifier", "temperature", "promised"),
-    [
+def test_what_is_promised_where() -> None:
+    cases: list[tuple[str, Verifier, float, TextPromise]] = [
         ("cpu", "coupled", 0.0, IDENTICAL),
         ("cpu", "coupled", 1.0, IDENTICAL),
         ("cpu", "mss", 0.0, IDENTICAL),
@@ -144,10 +130,7 @@ def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
         ("cuda:1", "coupled", 1.0, ROUNDING),
         ("cuda", "mss", 0.0, ROUNDING),
         ("cuda", "mss", 1.0, LAW),
-    ],
-)
-def test_what_is_promised_where(
-    device: str, verifier: Verifier, temperature: float, promised: TextPromise
-) -> None:
-    params = SamplingParams(temperature=temperature)
-    assert text_promise(params, verifier, torch.device(device)) is promised
+    ]
+    for device, verifier, temperature, promised in cases:
+        found = text_promise(SamplingParams(temperature=temperature), verifier, torch.device(device))
+        assert found is promised, (device, verifier, temperature)

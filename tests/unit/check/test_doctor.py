@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,15 +45,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, architecture: str, features: str, w
 
 
 def standings(used: str | None, refused: Sequence[str] = ()) -> dict[str, str]:
-    found = level_facts(
-        LEVEL[used] if used else None, [RefusedLevel(LEVEL[name], "it crashed") for name in refused]
-    )
-    return {fact.name: fact.standing for fact in found}
+    crashed = [RefusedLevel(LEVEL[name], "it crashed") for name in refused]
+    return {fact.name: fact.standing for fact in level_facts(LEVEL[used] if used else None, crashed)}
 
 
-@pytest.mark.parametrize(
-    ("features", "wanted", "used", "refused", "expected"),
-    [
+def test_what_became_of_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[str, str, str | None, list[str], str]] = [
         (ALL, "", "amx", [], "used, not needed, not needed, not needed, not needed"),
         (ALL, "", "avx512bf16", ["amx"], "refused, used, not needed, not needed, not needed"),
         (V4, "", "avx512", [], "not on this CPU, not on this CPU, used, not on this CPU, not needed"),
@@ -61,18 +59,11 @@ def standings(used: str | None, refused: Sequence[str] = ()) -> dict[str, str]:
         (ALL, "", None, X86, "refused, refused, refused, refused, refused"),
         (V3, "amx", None, [], ", ".join(["not on this CPU"] * 4 + ["not selected"])),
         ("sse2", "", None, [], ", ".join(["not on this CPU"] * 5)),
-    ],
-)
-def test_what_became_of_each_level(
-    monkeypatch: pytest.MonkeyPatch,
-    features: str,
-    wanted: str,
-    used: str | None,
-    refused: list[str],
-    expected: str,
-) -> None:
-    pretend(monkeypatch, "x86-64", features, wanted)
-    assert standings(used, refused) == dict(zip(X86, expected.split(", "), strict=True))
+    ]
+    for features, wanted, used, refused, expected in cases:
+        pretend(monkeypatch, "x86-64", features, wanted)
+        named = dict(zip(X86, expected.split(", "), strict=True))
+        assert standings(used, refused) == named, (features, wanted, used, refused)
 
 
 # ---- speeds ----
@@ -84,21 +75,17 @@ NORMS = 3 * 32
 KV = 7 * 2 * 2 * 8 * 4  # of 7 tokens, in float32
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_the_output_layer_is_read_once_and_the_embeddings_are_not(
-    tmp_path: Path, tied: bool, native: bool, quantization: Quantization
-) -> None:
-    folder = write_tiny_llama(tmp_path / "m", num_layers=1, tie_embeddings=tied)
-    model: Any = SimpleNamespace(
-        config=open_model(folder).config,
-        dtype=torch.float32,
-        kernels=SimpleNamespace(library=object() if native else None),
-    )
-    plain = 4 * (NORMS + HEAD + sum(out * inner for out, inner in MATRICES))
-    int8 = 4 * NORMS + int8_bytes(64, 32) + sum(int8_bytes(*shape) for shape in MATRICES)
-    assert pass_bytes(folder, model, quantization, 7) == (plain if quantization == "none" else int8) + KV
+def test_the_output_layer_is_read_once_and_the_embeddings_are_not(tmp_path: Path) -> None:
+    expected: dict[Quantization, int] = {
+        "none": KV + 4 * (NORMS + HEAD + sum(out * inner for out, inner in MATRICES)),
+        "int8": KV + 4 * NORMS + int8_bytes(64, 32) + sum(int8_bytes(*shape) for shape in MATRICES),
+    }
+    for tied, library in product((True, False), (object(), None)):
+        folder = write_tiny_llama(tmp_path / f"{tied}", num_layers=1, tie_embeddings=tied)
+        config, kernels = open_model(folder).config, SimpleNamespace(library=library)
+        model: Any = SimpleNamespace(config=config, dtype=torch.float32, kernels=kernels)
+        for kind, size in expected.items():
+            assert pass_bytes(folder, model, kind, 7) == size, (tied, library, kind)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

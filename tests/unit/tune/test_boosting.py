@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,25 +25,21 @@ IDS = torch.tensor([[7, 8, 9], [3, 4, 5]])
 def text(key: int, tokens: tuple[int, ...] = (1, 7, 4)) -> TunedText:
     """A prompt of a token, and an answer whose places have the laws above."""
     rows = len(tokens) - 1
-    laws = LAW.repeat(rows, 1)[:rows], IDS.repeat(rows, 1)[:rows]
-    return TunedText(
-        torch.tensor(tokens), 1, torch.zeros(len(tokens) - 1, 0, 32), laws[1], laws[0], key, held_out=False
-    )
+    laws = IDS.repeat(rows, 1)[:rows], LAW.repeat(rows, 1)[:rows]
+    return TunedText(torch.tensor(tokens), 1, torch.zeros(rows, 0, 32), *laws, key, held_out=False)
 
 
-@pytest.mark.parametrize(
-    ("key", "proposed_RM", "hits"),
-    [
+def test_how_likely_a_pool_hits() -> None:
+    for key, proposed_RM, hits in (
         (GREEDY, [[7], [4]], [1.0, 0.0]),  # whether the likeliest is proposed
         (GREEDY, [[8, 9], [3, 5]], [0.0, 1.0]),
         (HOT, [[7], [4]], [0.5, 0.4]),
         (HOT, [[7, 9], [-1, -1]], [0.7, 0.0]),
         (HOT, [[7, 7], [4, 4]], [0.5, 0.4]),  # two members that agree propose one token
         (WARM, [[7], [3]], [0.5707, 0.6409]),  # p^(1/0.7), renormalised
-    ],
-)
-def test_how_likely_a_pool_hits(key: int, proposed_RM: list[list[int]], hits: list[float]) -> None:
-    assert hit_probabilities(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
+    ):
+        found = hit_probabilities(text(key), torch.tensor(proposed_RM)).tolist()
+        assert found == pytest.approx(hits, abs=1e-4), (key, proposed_RM)
 
 
 def pretended(tokens: list[int]) -> list[Tensor]:
@@ -54,12 +51,10 @@ def pretended(tokens: list[int]) -> list[Tensor]:
 def corpus(tmp_path: Path) -> Corpus:
     """Four greedy texts; each position has the first law, whose likeliest token is 7."""
     made = Corpus(tmp_path)
+    laws = {"label_ids_RK": IDS[:1].repeat(3, 1), "label_logprobs_RK": LAW[:1].repeat(3, 1)}
     for number in range(4):
         one = text(GREEDY + 48 * HELD_OUT * number, (1, 7, 7, 7))
-        same = TunedText(
-            one.tokens_T, 1, one.taps_TND, IDS[:1].repeat(3, 1), LAW[:1].repeat(3, 1), one.key, False
-        )
-        made.add([same], 1.0)
+        made.add([replace(one, **laws)], 1.0)
     return made
 
 
@@ -79,10 +74,7 @@ def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
 
 
 def test_weights_reach_the_places_they_are_of() -> None:
-    one = text(HOT, (1, 7, 4, 7, 4))
-    counted = TunedText(
-        one.tokens_T, 1, one.taps_TND, one.label_ids_RK, one.label_logprobs_RK, HOT, False, torch.arange(4.0)
-    )
+    counted = replace(text(HOT, (1, 7, 4, 7, 4)), counts_R=torch.arange(4.0))
     batch = block_batch([counted], [anchors_of(counted, 9, torch.Generator())], 2, torch.ones(0, 32))
     assert batch.weights_BAL.tolist() == [[[1, 2], [2, 3], [3, 3]]]
     assert batch.valid_BAL.tolist() == [[[True, True], [True, True], [True, False]]]

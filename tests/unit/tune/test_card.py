@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tune.card import licence_of
@@ -18,13 +16,14 @@ def folder(path: Path, card: str | None) -> ModelFiles:
     return ModelFiles("target", path, ())
 
 
-def gguf(metadata: dict[str, Any], name: str = "target.gguf") -> ModelFiles:
-    return ModelFiles(name, Path(name), (), GgufHeader(Path(name), 3, metadata, (), 0))
+def gguf(metadata: dict[str, Any]) -> ModelFiles:
+    path = Path("target.gguf")
+    return ModelFiles(path.name, path, (), GgufHeader(path, 3, metadata, (), 0))
 
 
-@pytest.mark.parametrize(
-    ("card", "named"),
-    [
+def test_of_a_folder_its_card_says_it(tmp_path: Path) -> None:
+    for card, named in (
+        (None, None),  # first, as the others write a card
         ("---\nlicense: apache-2.0\n---\n# A model", "apache-2.0"),
         ('---\r\ntags: [x]\r\nlicense: "mit"\r\n---\r\n', "mit"),
         ("---\nlicense: [mit]\n---\n", "mit"),
@@ -39,26 +38,21 @@ def gguf(metadata: dict[str, Any], name: str = "target.gguf") -> ModelFiles:
         ("---\ntags: [x]\n---\nlicense: mit\n---\n", None),  # text, and no front matter
         ("license: mit", None),
         ("", None),
-        (None, None),
-    ],
-)
-def test_of_a_folder_its_card_says_it(tmp_path: Path, card: str | None, named: str | None) -> None:
-    found = licence_of(folder(tmp_path, card))
-    assert (None if found is None else found.name) == named
-    assert found is None or found.source == "its model card"
+    ):
+        found = licence_of(folder(tmp_path, card))
+        assert (None if found is None else found.name) == named, card
+        assert found is None or found.source == "its model card"
 
 
-@pytest.mark.parametrize(
-    ("metadata", "named"),
-    [
+def test_of_a_gguf_file_its_metadata_say_it() -> None:
+    cases: list[tuple[dict[str, Any], str | None]] = [
         ({"general.license": "apache-2.0"}, "apache-2.0"),
         ({"general.license": "other", "general.license.name": "qwen-research"}, "qwen-research"),
         ({"general.license": "other"}, None),
         ({"general.license": 3}, None),
         ({"general.license": "  "}, None),
         ({}, None),
-    ],
-)
-def test_of_a_gguf_file_its_metadata_say_it(metadata: dict[str, Any], named: str | None) -> None:
-    found = licence_of(gguf(metadata))
-    assert (None if found is None else found.name) == named
+    ]
+    for metadata, named in cases:
+        found = licence_of(gguf(metadata))
+        assert (None if found is None else found.name) == named, metadata
