@@ -184,28 +184,21 @@ def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(folder
     assert "in _run" not in hosts.says()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_what_does_not_go_with_hosts_is_refused(folder: Path, hosts: Hosts) -> None:
+    cases: list[tuple[dict[str, object], str]] = [
         ({"key_file": None}, "master is '127.0.0.1:.*' without key_file; set key_file to the key's path"),
         ({"master": None}, "key_file is '.*' without master; set master, or leave key_file out"),
         ({"master": None, "key_file": None, "local_ranks": 1}, "local_ranks is 1 without master"),
         ({"master": "127.0.0.1"}, "master is '127.0.0.1'; allowed: HOST:PORT"),
         ({"master": "::1:80"}, "master is '::1:80'; allowed: HOST:PORT"),
         ({"master": "host:0"}, "master is 'host:0'; allowed: HOST:PORT"),
-        (
-            {"local_ranks": 2},
-            "master is '127.0.0.1:.*', but all 2 ranks run on this host; raise",
-        ),
+        ({"local_ranks": 2}, "master is '127.0.0.1:.*', but all 2 ranks run on this host; raise"),
         ({"tensor_parallel": 1}, "master is .*, but all 1 ranks run on this host"),
         ({"key_file": "/no/such/file"}, "cannot read the key in /no/such/file: No such file or directory"),
-    ],
-)
-def test_what_does_not_go_with_hosts_is_refused(
-    folder: Path, hosts: Hosts, options: dict[str, object], line: str
-) -> None:
-    with pytest.raises(ConfigError, match=line):
-        LLM(folder / "target", **{**hosts.options, **options})
+    ]
+    for options, line in cases:
+        with pytest.raises(ConfigError, match=line):
+            pytest.fail(f"{options}: {LLM(folder / 'target', **{**hosts.options, **options})}")
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,22 +26,30 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_CHECK_INTERVAL", 0.1)
 
 
-def test_a_rank_may_join_again_after_its_link_ended() -> None:
-    key = b"k" * 16
-    gate = RankListener(("127.0.0.1", 0), key, range(1, 3))
+KEY = b"k" * 16
+
+
+def gate_of(ranks: int) -> tuple[RankListener, Callable[..., Link]]:
+    """Return a listener for these followers, and the function by which one joins: its rank and its key."""
+    gate = RankListener(("127.0.0.1", 0), KEY, range(1, 1 + ranks))
     address = gate._listening.getsockname()
-    first, other = join_group(address, key, 1, "there"), join_group(address, key, 2, "there")
+    return gate, lambda rank, key=KEY: join_group(address, key, rank, "there")
+
+
+def test_a_rank_may_join_again_after_its_link_ended() -> None:
+    gate, join = gate_of(2)
+    first, other = join(1), join(2)
     assert gate.wait(30.0).keys() == {1, 2}
     with pytest.raises(ConnectionRefusedError, match="rank 1 is connected already"):
-        join_group(address, key, 1, "there")
+        join(1)
     with pytest.raises(ConfigError, match="rank 3 is not a follower on another host: 1, 2"):
-        join_group(address, key, 3, "there")
+        join(3)
     with pytest.raises(KeyRefusedError):
-        join_group(address, b"x" * 16, 1, "there")
+        join(1, b"x" * 16)
     first.close()
     with pytest.raises(PeerLostError, match="rank 1 did not connect"):
         gate.wait(0.0)
-    again = join_group(address, key, 1, "there")
+    again = join(1)
     links = gate.wait(30.0)
     links[1].link.send(b"settings")
     assert again.receive() == b"settings"
@@ -51,13 +60,12 @@ def test_a_rank_may_join_again_after_its_link_ended() -> None:
     gate.close()
     other.close()
     with pytest.raises(ConnectionRefusedError):
-        join_group(address, key, 1, "there")
+        join(1)
 
 
 def test_a_link_without_a_sign_of_life_is_given_up() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
-    address = gate._listening.getsockname()
-    link = join_group(address, b"k" * 16, 1, "there")
+    gate, join = gate_of(1)
+    link = join(1)
     link.within(0.3)
     closing = threading.Timer(0.6, gate.close)
     closing.start()
@@ -69,10 +77,9 @@ def test_a_link_without_a_sign_of_life_is_given_up() -> None:
 
 
 def test_refused_connections_do_not_block_the_listener() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
-    address = gate._listening.getsockname()
-    strangers = [socket.create_connection(address) for _ in range(40)]
-    link = join_group(address, b"k" * 16, 1, "there")
+    gate, join = gate_of(1)
+    strangers = [socket.create_connection(gate._listening.getsockname()) for _ in range(40)]
+    link = join(1)
     assert gate.wait(30.0).keys() == {1}
     gate.close()
     for one in (*strangers, link):
@@ -80,9 +87,8 @@ def test_refused_connections_do_not_block_the_listener() -> None:
 
 
 def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
-    address = gate._listening.getsockname()
-    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    gate, join = gate_of(2)
+    links = [join(1), join(2)]
     begun, heard = Followers(FollowerProcesses(1, 1), gate), list[object]()
     assert begun.addresses == ["", "", ""], "they are of this host"
     begun.on_end = lambda: heard.append("a loss")
@@ -102,8 +108,8 @@ def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_threads_that_load_layers_get_the_reason_of_a_rank_that_cannot_load() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
-    link = join_group(gate._listening.getsockname(), b"k" * 16, 1, "there")
+    gate, join = gate_of(1)
+    link = join(1)
     begun = Followers(FollowerProcesses(1, 1), gate)
     link.send(json.dumps({"failed": "no such file"}).encode())
     link.close()
@@ -114,9 +120,8 @@ def test_all_threads_that_load_layers_get_the_reason_of_a_rank_that_cannot_load(
 
 
 def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
-    address = gate._listening.getsockname()
-    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    gate, join = gate_of(2)
+    links = [join(1), join(2)]
     begun = Followers(FollowerProcesses(1, 1), gate)
     links[0].send(LOST)
     assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")

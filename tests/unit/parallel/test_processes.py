@@ -276,30 +276,29 @@ def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.Monkey
     begun.close_files()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_what_does_not_go_with_ranks_is_refused(folder: Path) -> None:
+    int4, none = {"quantization": "int4"}, {"quantization": "none"}
+    cases: list[tuple[dict[str, object], str]] = [
         (
-            {"quantization": "int4", "sum_parts": 1},
-            "sum_parts is 1 with tensor_parallel 2 and quantization 'int4'; allowed there: 2 or more",
+            {**int4, "sum_parts": 1},
+            "sum_parts is 1 with tensor_parallel 2 and quantization 'int4'; allowed there: 2",
         ),
         (
-            {"quantization": "none", "sum_parts": 2, "tensor_parallel": 3},
+            {**none, "sum_parts": 2, "tensor_parallel": 3},
             "sum_parts is 2 with tensor_parallel 3 and quantization 'none'; allowed there: 3 or more",
         ),
         ({"sum_parts": 257}, "sum_parts is 257; allowed: 1 to 256"),
         ({"sum_parts": 0}, "sum_parts is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 7}, "tensor_parallel is 7: with 6 heads in 3 groups"),
-        ({"tensor_parallel": 10, "quantization": "none"}, "tensor_parallel is 10: with 6 heads in 3 groups"),
+        ({**none, "tensor_parallel": 10}, "tensor_parallel is 10: with 6 heads in 3 groups"),
         ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
-    ],
-)
-def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str, object], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LLM(folder / "target", **{**INT8, "tensor_parallel": 2, **options})
-    assert str(caught.value).startswith(line)
-    assert not followers()
+    ]
+    for options, line in cases:
+        with pytest.raises(ConfigError) as caught:
+            pytest.fail(f"{LLM(folder / 'target', **{**INT8, 'tensor_parallel': 2, **options})}: {options}")
+        assert str(caught.value).startswith(line), options
+        assert not followers()
 
 
 @pytest.mark.parametrize(

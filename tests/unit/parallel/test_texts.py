@@ -188,16 +188,14 @@ def ends_of(target: LanguageModel, path: Path) -> list[tuple[object, ...]]:
     return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
-def test_an_overflow_in_the_columns_of_one_rank_ends_its_own_request_alone(
-    kind: Quantization, tmp_path: Path
-) -> None:
+def test_an_overflow_in_the_columns_of_one_rank_ends_its_own_request_alone(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
     overflow_at(path, 0)
-    want = ends_of(whole_model(path, kernels("native"), tmp_path, quantization=kind), path)
-    assert [end[1] for end in want] == ["error", *["length"] * len(PROMPTS)]
-    with ranks_of(path, 2, kernels("native"), tmp_path, quantization=kind) as target:
-        assert ends_of(target, path) == want
+    for kind in KINDS:
+        want = ends_of(whole_model(path, kernels("native"), tmp_path, quantization=kind), path)
+        assert [end[1] for end in want] == ["error", *["length"] * len(PROMPTS)], kind
+        with ranks_of(path, 2, kernels("native"), tmp_path, quantization=kind) as target:
+            assert ends_of(target, path) == want, kind
 
 
 def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> None:
@@ -240,29 +238,20 @@ def test_a_pass_that_fails_at_rank_0_ends_the_group(
             runner.forward([Rows((3,), 0, [0], 0)])
 
 
-@pytest.mark.parametrize(
-    ("say", "line"),
-    [
-        (
-            lambda link: link.send(MessageWriter.passing(0, [Rows([5], 0, [1 << 20], 0)], 16, logits=False)),
-            "has 1048576",
-        ),
-        (lambda link: link.send(array("i", [9, 9, 9]).tobytes()), "has 9 where"),
-        (
-            lambda link: os.write(link.number, (0x53504331).to_bytes(4, "little") + b"\xff\xff\xff\xff"),
-            "has 4294967295 bytes",
-        ),
-    ],
-)
-def test_a_rank_refuses_a_message_that_does_not_fit(
-    llama: Path, tmp_path: Path, say: Callable[[Link], object], line: str
-) -> None:
-    def run() -> None:
+def test_a_rank_refuses_a_message_that_does_not_fit(llama: Path, tmp_path: Path) -> None:
+    def run(say: Callable[[Link], object]) -> None:
         with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
             runner = ModelRunner(model, num_blocks=1, block_size=8)
             assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
             assert model.group is not None
             say(model.group._links[0])
 
-    with pytest.raises(ValueError, match=line):
-        run()
+    rows, head = [Rows([5], 0, [1 << 20], 0)], (0x53504331).to_bytes(4, "little")
+    says: dict[str, Callable[[Link], object]] = {
+        "has 1048576": lambda link: link.send(MessageWriter.passing(0, rows, 16, logits=False)),
+        "has 9 where": lambda link: link.send(array("i", [9, 9, 9]).tobytes()),
+        "has 4294967295 bytes": lambda link: os.write(link.number, head + b"\xff\xff\xff\xff"),
+    }
+    for line, say in says.items():
+        with pytest.raises(ValueError, match=line):
+            run(say)
