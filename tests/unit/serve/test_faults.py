@@ -125,31 +125,27 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
             served.get("/health")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_a_failed_start_is_explained_in_one_line(folder: Path, taken_port: int) -> None:
+    cases: list[tuple[list[str], str]] = [
         (["--port", "PORT"], "cannot listen on 127.0.0.1:PORT"),
         (["--kv-cache-memory", "1KB"], "KV cache"),
         (["--max-context", "9999"], "max_context is 9999"),
         (["--api-key-file", "/nowhere"], "cannot read api_key_file /nowhere"),
-    ],
-)
-def test_a_failed_start_is_explained_in_one_line(
-    folder: Path, flags: list[str], message: str, taken_port: int
-) -> None:
-    port = str(taken_port)
-    flags = [flag.replace("PORT", port) for flag in flags]
-    if "--port" not in flags:
-        flags += ["--port", "0"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "specinfer", "serve", str(folder), *FLAGS[:2], *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 2
-    complaints = [line for line in ended.stderr.splitlines() if line.startswith("specinfer: error:")]
-    assert len(complaints) == 1
-    assert message.replace("PORT", port) in complaints[0]
-    assert "Traceback" not in ended.stderr
+    ]
+    for flags, message in cases:
+        port = str(taken_port)
+        flags = [flag.replace("PORT", port) for flag in flags]
+        if "--port" not in flags:
+            flags += ["--port", "0"]
+        ended = subprocess.run(
+            [sys.executable, "-m", "specinfer", "serve", str(folder), *FLAGS[:2], *flags],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ended.returncode == 2, flags
+        complaints = [line for line in ended.stderr.splitlines() if line.startswith("specinfer: error:")]
+        assert len(complaints) == 1, flags
+        assert message.replace("PORT", port) in complaints[0], flags
+        assert "Traceback" not in ended.stderr, flags

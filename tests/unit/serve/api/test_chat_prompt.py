@@ -34,24 +34,20 @@ def ask(server: Asked, **body: Any) -> dict[str, Any]:
     return reply
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
+def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(tokenizer: Tokenizer) -> None:
+    cases: list[dict[str, Any]] = [
         {"response_format": {"type": "json_object"}},
         {"regex": r"\{.*\}"},
         {"choice": ['{"a": 1}']},
         {"grammar": 'start: "{" /.*/ "}"'},
-    ],
-)
-def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(
-    tokenizer: Tokenizer, form: dict[str, Any]
-) -> None:
-    server = Asked(tokenizer, says('\nhm\n</think>\n\n{"a": 1}'))
-    message = ask(server, **form)["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}')
-    held = server.backend.works[0].params.structured_output
-    assert held is not None
-    assert held.preamble.startswith("preamble: close gap?")
+    ]
+    for form in cases:
+        server = Asked(tokenizer, says('\nhm\n</think>\n\n{"a": 1}'))
+        message = ask(server, **form)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}'), form
+        held = server.backend.works[0].params.structured_output
+        assert held is not None, form
+        assert held.preamble.startswith("preamble: close gap?"), form
 
 
 def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:

@@ -102,26 +102,22 @@ def test_the_cursors_line_and_other_files_are_read(tokenizer: Tokenizer) -> None
     assert server.prompts[1].startswith("<|file_sep|>3.py\n")  # two of them leave room for an answer
 
 
-@pytest.mark.parametrize(
-    ("body", "content", "stop_type"),
-    [
+def test_an_answer_ends_where_the_editor_wants_it(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({}, "x\n    y\n  z\nw\n", "eos"),
         ({"n_indent": 4}, "x\n    y\n  ", "limit"),
         ({"n_indent": 1}, "x\n    y\n  z\n", "limit"),
         ({"n_predict": 0}, "", "limit"),
-    ],
-)
-def test_an_answer_ends_where_the_editor_wants_it(
-    tokenizer: Tokenizer, body: dict[str, Any], content: str, stop_type: str
-) -> None:
-    server = Filling(tokenizer, says("x\n ", "   y", "\n  ", "z\nw", "\n"))
-    answer = server.post(**body).json()
-    assert (answer["content"], answer["stop_type"]) == (content, stop_type)
-    blocks = server.post(**body, stream=True).text.split("\n\n")
-    pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
-    assert "".join(piece["content"] for piece in pieces) == content
-    stopped = stop_type == "limit"  # before the engine had ended
-    assert server.backend.gone == [work.id for work in server.backend.works if stopped]
+    ]
+    for body, content, stop_type in cases:
+        server = Filling(tokenizer, says("x\n ", "   y", "\n  ", "z\nw", "\n"))
+        answer = server.post(**body).json()
+        assert (answer["content"], answer["stop_type"]) == (content, stop_type), (body, content)
+        blocks = server.post(**body, stream=True).text.split("\n\n")
+        pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
+        assert "".join(piece["content"] for piece in pieces) == content, (body, content)
+        stopped = stop_type == "limit"  # before the engine had ended
+        assert server.backend.gone == [work.id for work in server.backend.works if stopped], (body, content)
 
 
 def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) -> None:
@@ -138,21 +134,17 @@ def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) 
     assert asyncio.run(run()) == "xy\n"
 
 
-@pytest.mark.parametrize(
-    ("samplers", "chosen"),
-    [
+def test_samplers_that_are_not_listed_are_off(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[list[str] | None, tuple[float, ...]]] = [
         (["top_k", "top_p", "infill"], (1.0, 5, 0.95, 0.0)),
         (["temperature"], (0.8, 0, 1.0, 0.0)),
         (None, (0.8, 5, 0.95, 0.05)),
-    ],
-)
-def test_samplers_that_are_not_listed_are_off(
-    tokenizer: Tokenizer, samplers: list[str] | None, chosen: tuple[float, ...]
-) -> None:
-    server = Filling(tokenizer, says("1"))
-    server.post(top_k=5, samplers=samplers)
-    params = server.backend.works[0].params
-    assert (params.temperature, params.top_k, params.top_p, params.min_p) == chosen
+    ]
+    for samplers, chosen in cases:
+        server = Filling(tokenizer, says("1"))
+        server.post(top_k=5, samplers=samplers)
+        params = server.backend.works[0].params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == chosen, samplers
 
 
 def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
@@ -161,9 +153,8 @@ def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
     assert answer.json() == {"content": "1", "prompt_n": 16}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_unsupported_values_are_refused(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"input_suffix": None}, "input_suffix"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
@@ -171,12 +162,11 @@ def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"input_prefix": "x" * 7_000_000}, "input_suffix"),
         ({"input_prefix": "x" * 100_000}, "input_prefix"),
-    ],
-)
-def test_unsupported_values_are_refused(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
-    server = Filling(tokenizer, says("1"))
-    answer = server.post(**body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    ]
+    for body, param in cases:
+        server = Filling(tokenizer, says("1"))
+        answer = server.post(**body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
 
 
 def test_a_file_that_cannot_fit_is_not_tokenized(

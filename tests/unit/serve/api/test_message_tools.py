@@ -131,22 +131,20 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("choice", "calls"),
-    [
+def test_tool_choice_selects_the_tools(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"type": "any"}, ("weather", "time")),
         ({"type": "tool", "name": "time"}, ("time",)),
         ({"type": "none"}, ()),
-    ],
-)
-def test_tool_choice_selects_the_tools(
-    tokenizer: Tokenizer, choice: dict[str, Any], calls: tuple[str, ...]
-) -> None:
-    server = MessagesServer(tokenizer, says("Rain."))
-    server.message(tools=[WEATHER, TIME], tool_choice=choice)
-    held = server.backend.works[0].params.structured_output
-    source = "" if held is None else held.source
-    assert tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
+    ]
+    for choice, calls in cases:
+        server = MessagesServer(tokenizer, says("Rain."))
+        server.message(tools=[WEATHER, TIME], tool_choice=choice)
+        held = server.backend.works[0].params.structured_output
+        source = "" if held is None else held.source
+        assert (
+            tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
+        ), choice
 
 
 def test_parallel_calls_can_be_disabled(tokenizer: Tokenizer) -> None:
@@ -173,23 +171,21 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
         server.message(tools=[TIME | {"input_schema": poem, "strict": usual}])
 
 
-@pytest.mark.parametrize(
-    ("thinking", "ends"),
-    [
+def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[Any, str]] = [
         ({"type": "enabled", "budget_tokens": 1024}, "<think>\n"),
         ({"type": "disabled"}, "<think></think>"),
         ({"type": "adaptive"}, "assistant: "),
         (None, "assistant: "),
-    ],
-)
-def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
-    server = MessagesServer(tokenizer, says("Hm.</think>Four." if ends == "<think>\n" else "Four."))
-    message = server.message(thinking=thinking)
-    assert server.prompts[0].endswith(ends)
-    kinds = [block["type"] for block in message["content"]]
-    assert kinds == (["thinking", "text"] if ends == "<think>\n" else ["text"])
-    counted = server.post("/messages/count_tokens", thinking=thinking)
-    assert counted.json() == {"input_tokens": len(server.prompts[0])}
+    ]
+    for thinking, ends in cases:
+        server = MessagesServer(tokenizer, says("Hm.</think>Four." if ends == "<think>\n" else "Four."))
+        message = server.message(thinking=thinking)
+        assert server.prompts[0].endswith(ends), thinking
+        kinds = [block["type"] for block in message["content"]]
+        assert kinds == (["thinking", "text"] if ends == "<think>\n" else ["text"]), thinking
+        counted = server.post("/messages/count_tokens", thinking=thinking)
+        assert counted.json() == {"input_tokens": len(server.prompts[0])}, thinking
 
 
 def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:

@@ -77,24 +77,20 @@ def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("script", "reason", "sequence"),
-    [
+def test_messages_have_a_stop_reason(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[list[Delta], str, str | None]] = [
         (says("Hel"), "end_turn", None),
         (says("Hel", reason=FinishReason.LENGTH), "max_tokens", None),
         (says("He", reason=FinishReason.LENGTH), "model_context_window_exceeded", None),
         (says("Hel", stopped_by="lo"), "stop_sequence", "lo"),
-    ],
-)
-def test_messages_have_a_stop_reason(
-    tokenizer: Tokenizer, script: list[Delta], reason: str, sequence: str | None
-) -> None:
-    server = MessagesServer(tokenizer, script)
-    message = server.message(max_tokens=3, stop_sequences=["lo", "x"])
-    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
-    assert server.backend.works[0].params.stop == ("lo", "x")
-    *_, last, _ = server.events(max_tokens=3, stop_sequences=["lo", "x"])
-    assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+    ]
+    for script, reason, sequence in cases:
+        server = MessagesServer(tokenizer, script)
+        message = server.message(max_tokens=3, stop_sequences=["lo", "x"])
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence), (script, reason)
+        assert server.backend.works[0].params.stop == ("lo", "x"), (script, reason)
+        *_, last, _ = server.events(max_tokens=3, stop_sequences=["lo", "x"])
+        assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}, (script, reason)
 
 
 def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
@@ -228,24 +224,20 @@ def test_a_failed_answer_has_an_error(
     assert (last["type"], last["error"]["type"]) == ("error", kind)
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status", "kind"),
-    [
+def test_refusals_before_the_endpoint_have_the_same_format(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[str, dict[str, str], int, str]] = [
         ("/messages", {}, 401, "authentication_error"),
         ("/messages/batches", {"Authorization": "Bearer key"}, 404, "not_found_error"),
         ("/messages", {"Authorization": "Bearer key"}, 413, "request_too_large"),
-    ],
-)
-def test_refusals_before_the_endpoint_have_the_same_format(
-    tokenizer: Tokenizer, path: str, headers: dict[str, str], status: int, kind: str
-) -> None:
-    server = MessagesServer(tokenizer, says("Hello"), keys=["key"], max_body=1024)
-    body = {"system": "x" * 2000} if status == 413 else {}
-    answer = server.http.post(path, json=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
-    assert answer.json()["type"] == "error"
-    elsewhere = server.http.post("/chat/completions", json=body, headers=headers)
-    assert "type" not in elsewhere.json()
+    ]
+    for path, headers, status, kind in cases:
+        server = MessagesServer(tokenizer, says("Hello"), keys=["key"], max_body=1024)
+        body = {"system": "x" * 2000} if status == 413 else {}
+        answer = server.http.post(path, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), (path, headers)
+        assert answer.json()["type"] == "error", (path, headers)
+        elsewhere = server.http.post("/chat/completions", json=body, headers=headers)
+        assert "type" not in elsewhere.json(), (path, headers)
 
 
 def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer: Tokenizer) -> None:

@@ -90,30 +90,26 @@ async def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -
     assert sorted(backend.gone) == sorted(work.id for work in backend.works)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
+def test_more_than_one_request_may_ever_have_is_refused_at_once(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"n": 10**9}, "n", "n is 1000000000; allowed: at most 4"),
         ({"n": 5, "stream": True}, "n", "n is 5; allowed: at most 4"),
         ({"prompt": ["a"] * 5}, "prompt", "the prompts are 5; allowed: at most 4"),
         ({"prompt": [[97]] * 4, "n": 4}, "n", "are 16 completions; allowed: at most 9"),
-    ],
-)
-def test_more_than_one_request_may_ever_have_is_refused_at_once(
-    tokenizer: Tokenizer, fields: dict[str, Any], param: str, message: str
-) -> None:
+    ]
     service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
 
-    def ask() -> Chat | Completions:
+    def ask(fields: dict[str, Any]) -> Chat | Completions:
         if "prompt" in fields:
             return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
         body = fields | {"messages": [{"role": "user", "content": "a"}]}
         return Chat(service, parse(ChatFields, json.dumps(body).encode()))
 
-    with pytest.raises(ApiError, match=message) as error:
-        ask()
-    assert error.value.status == 400
-    assert error.value.body["error"]["param"] == param
+    for fields, param, message in cases:
+        with pytest.raises(ApiError, match=message) as error:
+            pytest.fail(f"{fields!r}: {ask(fields)}")
+        assert error.value.status == 400, (fields, param)
+        assert error.value.body["error"]["param"] == param, (fields, param)
 
 
 async def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokenizer) -> None:

@@ -31,9 +31,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(
-    ("free", "count", "ranks", "requested", "cpus"),
-    [
+def test_replicas_share_the_cpus_of_a_cluster() -> None:
+    cases: list[tuple[list[float], int, int, int | None, int]] = [
         ([8], 1, 1, None, 8),
         ([8], 2, 1, None, 4),
         ([8], 3, 1, None, 2),
@@ -43,17 +42,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ([8, 2], 3, 1, 1, 1),
         ([8, 2], 2, 2, 4, 4),
         ([2], 1, 2, None, 2),
-    ],
-)
-def test_replicas_share_the_cpus_of_a_cluster(
-    free: list[float], count: int, ranks: int, requested: int | None, cpus: int
-) -> None:
-    assert cpus_of_each(free, count, ranks, requested) == cpus
+    ]
+    for free, count, ranks, requested, cpus in cases:
+        assert cpus_of_each(free, count, ranks, requested) == cpus, (free, count)
 
 
-@pytest.mark.parametrize(
-    ("free", "count", "ranks", "requested", "message"),
-    [
+def test_replicas_that_do_not_fit_are_refused_with_the_free_cpus() -> None:
+    cases: list[tuple[list[float], int, int, int | None, str]] = [
         (
             [2],
             3,
@@ -64,13 +59,10 @@ def test_replicas_share_the_cpus_of_a_cluster(
         ([1, 3, 1], 2, 2, None, r"with at least 2 CPUs each .* have 1, 3, 1 free CPUs, room for 1"),
         ([8, 4], 3, 2, 6, r"with at least 6 CPUs each .* have 8, 4 free CPUs, room for 1"),
         ([], 1, 1, None, r"have 0 free CPUs, room for 0"),
-    ],
-)
-def test_replicas_that_do_not_fit_are_refused_with_the_free_cpus(
-    free: list[float], count: int, ranks: int, requested: int | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        cpus_of_each(free, count, ranks, requested)
+    ]
+    for free, count, ranks, requested, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{free!r}: {cpus_of_each(free, count, ranks, requested)}")
 
 
 def test_the_cluster_is_that_of_the_environment_or_of_ray_start(
@@ -153,17 +145,15 @@ def test_a_private_cluster_ends_with_the_block_and_restarts_after_a_crash(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_actors_lack_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"},
             "cluster is ray with master; an actor's ranks are processes of its node",
         ),
         ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
-    ],
-)
-def test_options_that_actors_lack_are_refused(options: dict[str, Any], message: str) -> None:
-    given, config = configs({"cluster": "ray", **options}, None)
-    with pytest.raises(ConfigError, match=message):
-        _engine(given, config)
+    ]
+    for options, message in cases:
+        given, config = configs({"cluster": "ray", **options}, None)
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{options!r}: {_engine(given, config)}")

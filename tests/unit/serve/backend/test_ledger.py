@@ -77,26 +77,22 @@ def test_engines_abort_works_that_ended() -> None:
     assert books.due(1) == ""
 
 
-@pytest.mark.parametrize(
-    ("params", "verifier", "moves"),
-    [
+def test_under_mss_a_started_text_ends_with_its_engine() -> None:
+    cases: list[tuple[SamplingParams, str, bool]] = [
         (PARAMS, "coupled", True),
         (PARAMS, "mss", False),
         (replace(PARAMS, temperature=0.0), "mss", True),
         (MSS, "coupled", False),
-    ],
-)
-def test_under_mss_a_started_text_ends_with_its_engine(
-    params: SamplingParams, verifier: str, moves: bool
-) -> None:
-    books = Books("ab", params, verifier)
-    books.give(0, "ab")
-    books.says(0, "a", 5)
-    assert books.ledger.may_move(books.works["a"]) is moves
-    assert books.ledger.may_move(books.works["b"])
-    books.dies(0, "ab")
-    assert list(books.failed) == ([] if moves else ["a"])
-    assert [one.work.id for one in books.ledger.of(None)] == ["a"] * moves + ["b"]
+    ]
+    for params, verifier, moves in cases:
+        books = Books("ab", params, verifier)
+        books.give(0, "ab")
+        books.says(0, "a", 5)
+        assert books.ledger.may_move(books.works["a"]) is moves, (params, verifier)
+        assert books.ledger.may_move(books.works["b"]), (params, verifier)
+        books.dies(0, "ab")
+        assert list(books.failed) == ([] if moves else ["a"]), (params, verifier)
+        assert [one.work.id for one in books.ledger.of(None)] == ["a"] * moves + ["b"], (params, verifier)
 
 
 def test_a_suspect_is_sent_when_all_beside_it_have_a_token_and_alone() -> None:

@@ -19,9 +19,8 @@ CODER = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>{{ arguments }}</fun
 OTHER = "{% for t in tools %}<|tool|>{{ t }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
+def test_a_template_shows_the_form():
+    cases = [
         (QWEN, "hermes"),
         (LLAMA, "llama3"),
         (LLAMA.replace('"', '\\"'), "llama3"),
@@ -36,15 +35,13 @@ OTHER = "{% for t in tools %}<|tool|>{{ t }}{% endfor %}"
         (CODER.replace("<parameter=", "<argument="), None),
         (CODER.replace("<function=", "<arg_key>"), None),
         (OTHER, None),
-    ],
-)
-def test_a_template_shows_the_form(template, name):
-    assert format_in(template) == name
+    ]
+    for template, name in cases:
+        assert format_in(template) == name, template
 
 
-@pytest.mark.parametrize(
-    ("template", "begins"),
-    [
+def test_a_model_without_a_supported_format_is_refused():
+    cases = [
         (None, "the model has no chat template to describe tools in; leave tools out"),
         (
             PLAIN,
@@ -54,13 +51,12 @@ def test_a_template_shows_the_form(template, name):
             OTHER,
             "the model's chat template writes tool calls in an unsupported format; leave tools out",
         ),
-    ],
-)
-def test_a_model_without_a_supported_format_is_refused(template, begins):
-    with pytest.raises(RequestError) as caught:
-        CallFormat.of(tokenizer(template))
-    assert str(caught.value).startswith(begins)
-    assert caught.value.parameter == "tools"
+    ]
+    for template, begins in cases:
+        with pytest.raises(RequestError) as caught:
+            pytest.fail(f"{template!r}: {CallFormat.of(tokenizer(template))}")
+        assert str(caught.value).startswith(begins), template
+        assert caught.value.parameter == "tools", template
 
 
 def test_a_form_may_be_chosen_by_name():

@@ -26,9 +26,8 @@ def rendered(family, messages, tools=TOOLS):
     return ChatEncoder(family.tokenizer).render(given, tools=shown).text
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
+def test_templates_write_tools_and_earlier_calls_themselves():
+    cases = [
         (
             "qwen",
             '[assistant]<tool_call>\n{"name": "get", "arguments": {"city": "\u00d6slo"}}\n</tool_call>',
@@ -37,14 +36,13 @@ def rendered(family, messages, tools=TOOLS):
         ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": {"city": "\u00d6slo"}}]'),
         ("mistral_args", '[TOOL_CALLS]get[ARGS]{"city": "\u00d6slo"}'),
         ("mistral_ids", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"city": "\u00d6slo"}'),
-    ],
-)
-def test_templates_write_tools_and_earlier_calls_themselves(name, written):
-    prompt = rendered(FAMILIES[name], [ASKED, CALLING, RESULT])
-    assert written in prompt
-    assert '"name": "get_time"' in prompt
-    assert prompt.count("Weather.") == 1
-    assert '"city":{"type":"string"}' in "".join(prompt.split())
+    ]
+    for name, written in cases:
+        prompt = rendered(FAMILIES[name], [ASKED, CALLING, RESULT])
+        assert written in prompt, name
+        assert '"name": "get_time"' in prompt, name
+        assert prompt.count("Weather.") == 1, name
+        assert '"city":{"type":"string"}' in "".join(prompt.split()), name
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "mistral_args"])

@@ -120,9 +120,8 @@ def test_an_answer_is_content_and_calls(text, content, calls):
     assert read(*text) == (content, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
+def test_values_have_the_types_of_their_schemas():
+    cases = [
         ("text", "a", "a"),
         ("text", "", ""),
         ("text", ' "12"\n', ' "12"\n'),
@@ -141,12 +140,11 @@ def test_an_answer_is_content_and_calls(text, content, calls):
         ("near", "here", "here"),
         ("unknown", '{"a": 1}', {"a": 1}),
         ("unknown", "a", "a"),
-    ],
-)
-def test_values_have_the_types_of_their_schemas(name, text, value):
-    _, [(_, arguments)] = read(written("put", **{name: text}))
-    assert json.loads(arguments) == {name: value}
-    assert isinstance(json.loads(arguments)[name], type(value))
+    ]
+    for name, text, value in cases:
+        _, [(_, arguments)] = read(written("put", **{name: text}))
+        assert json.loads(arguments) == {name: value}, (name, text)
+        assert isinstance(json.loads(arguments)[name], type(value)), (name, text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -212,32 +210,30 @@ def test_calls_are_held_to_the_form_and_to_their_schemas(family, choice):
         assert verdict(family, grammar, legal + rest) == legal
 
 
-@pytest.mark.parametrize(
-    ("schema", "held"),
-    [
+def test_string_schemas_of_strict_functions_are_enforced_or_refused():
+    cases = [
         ({"type": "string"}, True),
         ({"type": ["string", "null"], "description": "d"}, True),
         ({"enum": ["a", "b"]}, True),
         ({"type": "integer", "minimum": 3}, True),
         ({"type": "string", "pattern": "a+"}, False),
         ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, False),
-    ],
-)
-def test_string_schemas_of_strict_functions_are_enforced_or_refused(schema, held):
-    parameters = {
-        "type": "object",
-        "properties": {"a": schema},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    strict, lenient = (Tool("f", parameters, strict=strict) for strict in (True, False))
-    assert call_grammar(CODER.format, [lenient], AUTO)
-    if held:
-        assert call_grammar(CODER.format, [strict], AUTO)
-    else:
-        with pytest.raises(RequestError, match="the function f is strict") as caught:
-            call_grammar(CODER.format, [strict], AUTO)
-        assert caught.value.parameter == "tools"
+    ]
+    for schema, held in cases:
+        parameters = {
+            "type": "object",
+            "properties": {"a": schema},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        strict, lenient = (Tool("f", parameters, strict=strict) for strict in (True, False))
+        assert call_grammar(CODER.format, [lenient], AUTO), schema
+        if held:
+            assert call_grammar(CODER.format, [strict], AUTO), schema
+        else:
+            with pytest.raises(RequestError, match="the function f is strict") as caught:
+                pytest.fail(f"{schema!r}: {call_grammar(CODER.format, [strict], AUTO)}")
+            assert caught.value.parameter == "tools", schema
 
 
 def test_the_format_is_read_from_the_template_or_described_to_the_model():

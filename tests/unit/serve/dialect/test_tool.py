@@ -24,26 +24,23 @@ def test_tools_are_read():
     assert tools_of(function(strict=True, parameters=WEATHER)) == (Tool("f", WEATHER, strict=True),)
 
 
-@pytest.mark.parametrize(
-    ("schema", "read"),
-    [
+def test_arguments_are_always_an_object():
+    cases = [
         ({}, {"type": "object"}),
         ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
         ({"type": ["object", "null"]}, {"type": "object"}),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, None),
-    ],
-)
-def test_arguments_are_always_an_object(schema, read):
-    [tool] = tools_of(function(parameters=schema))
-    assert tool.parameters == (read or schema | {"type": "object"})
+    ]
+    for schema, read in cases:
+        [tool] = tools_of(function(parameters=schema))
+        assert tool.parameters == (read or schema | {"type": "object"}), schema
 
 
 PARAMETERS = "tools[0].function.parameters"
 
 
-@pytest.mark.parametrize(
-    ("given", "message", "parameter"),
-    [
+def test_invalid_tools_are_refused():
+    cases = [
         ([function(name="")], "tools[0].function.name is ''; allowed: 1 to 128 letters", "tools"),
         ([function(name='a"b')], "tools[0].function.name is 'a\"b'; allowed", "tools"),
         (
@@ -76,13 +73,12 @@ PARAMETERS = "tools[0].function.parameters"
             PARAMETERS,
         ),
         ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
-    ],
-)
-def test_invalid_tools_are_refused(given, message, parameter):
-    with pytest.raises(RequestError, match=re.escape(message)) as caught:
-        tools_of(*given)
-    assert caught.value.parameter == parameter
-    assert "\n" not in str(caught.value)
+    ]
+    for given, message, parameter in cases:
+        with pytest.raises(RequestError, match=re.escape(message)) as caught:
+            pytest.fail(f"{given!r}: {tools_of(*given)}")
+        assert caught.value.parameter == parameter, (given, message)
+        assert "\n" not in str(caught.value), (given, message)
 
 
 def test_a_choice_is_among_the_tools():
@@ -97,9 +93,9 @@ def test_a_choice_is_among_the_tools():
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-@pytest.mark.parametrize(
-    ("more", "closed"),
-    [
+def test_a_function_is_called_with_the_parameters_that_it_declares() -> None:
+    """Small models invent further names, and functions called with these fail."""
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
         ({"required": ["city"]}, True),
         ({"additionalProperties": False}, False),  # it is closed itself
@@ -109,13 +105,11 @@ CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "strin
         ({"anyOf": [{"required": ["country"]}]}, False),
         ({"required": ["country"]}, False),  # which has no other schema, and must be there
         ({"properties": {}}, False),
-    ],
-)
-def test_a_function_is_called_with_the_parameters_that_it_declares(
-    more: dict[str, Any], closed: bool
-) -> None:
-    """Small models invent further names, and functions called with these fail."""
-    given = CITY | more
-    [tool] = tools_of({"name": "f", "parameters": given})
-    assert tool.constrained_parameters == (given | {"additionalProperties": False} if closed else given)
-    assert tool.described()["function"]["parameters"] == given
+    ]
+    for more, closed in cases:
+        given = CITY | more
+        [tool] = tools_of({"name": "f", "parameters": given})
+        assert tool.constrained_parameters == (
+            given | {"additionalProperties": False} if closed else given
+        ), more
+        assert tool.described()["function"]["parameters"] == given, more

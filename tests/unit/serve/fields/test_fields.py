@@ -38,9 +38,8 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "expected"),
-    [
+def test_a_conversation_that_cannot_be_served() -> None:
+    cases: list[tuple[Any, str | None, str]] = [
         ({"messages": HI, "temprature": 1}, "temprature", "not a field of this endpoint"),
         ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "not a field"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'system'"),
@@ -113,18 +112,16 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": HI, "speculation": {"verifier": "magic"}}, "speculation", "coupled"),
         ({"messages": HI, "regex": "a", "choice": ["b"]}, None, "regex"),
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
-    ],
-)
-def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, expected: str) -> None:
-    error = error_of(ChatFields, body)
-    assert expected in error["message"]
-    if param is not None:
-        assert error["param"] == param
+    ]
+    for body, param, expected in cases:
+        error = error_of(ChatFields, body)
+        assert expected in error["message"], (body, param)
+        if param is not None:
+            assert error["param"] == param, (body, param)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_a_prompt_that_cannot_be_served() -> None:
+    cases: list[tuple[Any, str]] = [
         ({"prompt": []}, "prompt"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
@@ -132,17 +129,17 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, expe
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
-    ],
-)
-def test_a_prompt_that_cannot_be_served(body: Any, param: str) -> None:
-    def read() -> None:
+    ]
+
+    def read(body: Any) -> object:
         fields = parse(CompletionFields, json.dumps(body).encode())
         fields.check()
-        fields.prompts()
+        return fields.prompts()
 
-    with pytest.raises(ApiError) as caught:
-        read()
-    assert caught.value.body["error"]["param"].startswith(param)
+    for body, param in cases:
+        with pytest.raises(ApiError) as caught:
+            pytest.fail(f"{body!r} has {read(body)}")
+        assert caught.value.body["error"]["param"].startswith(param), body
 
 
 @pytest.mark.parametrize(

@@ -203,25 +203,21 @@ def test_chunks_may_have_the_usage_so_far(
     assert json.loads(whole.text)["usage"]["completion_tokens"] == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "asks"),
-    [
+def test_figures_of_each_step_come_with_the_trace(tokenizers: dict[str, Tokenizer]) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("/chat/completions", {"messages": HI}),
         ("/completions", {"prompt": "a"}),
         ("/responses", {"input": "a"}),
-    ],
-)
-def test_figures_of_each_step_come_with_the_trace(
-    tokenizers: dict[str, Tokenizer], path: str, asks: dict[str, Any]
-) -> None:
-    script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
-    for traced in (False, True):
-        sent = Sent(tokenizers["plain"], path, {**asks, "trace": traced}, script)
-        figures = json.loads(sent.text)["metrics"]["speculative_decoding"]
-        assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced)
-        if traced:
-            assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"]
-            assert len(figures["per_step_drafted"]) == figures["num_spec_steps"] > 1
+    ]
+    for path, asks in cases:
+        script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
+        for traced in (False, True):
+            sent = Sent(tokenizers["plain"], path, {**asks, "trace": traced}, script)
+            figures = json.loads(sent.text)["metrics"]["speculative_decoding"]
+            assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced), path
+            if traced:
+                assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"], path
+                assert len(figures["per_step_drafted"]) == figures["num_spec_steps"] > 1, path
 
 
 def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:

@@ -56,9 +56,8 @@ def test_a_beginning_is_json_again(value: Any, most: int) -> None:
         assert is_beginning(json.loads(part), value)
 
 
-@pytest.mark.parametrize(
-    ("text", "most", "part"),
-    [
+def test_beginnings() -> None:
+    cases: list[tuple[bytes, int, bytes]] = [
         (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 99, b'{"a": 1, "b": [2, {"c": 3}]}'),
         (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 7, b'{"a": 1}'),
         (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 8, b'{"a": 1, "b": [2]}'),
@@ -69,23 +68,20 @@ def test_a_beginning_is_json_again(value: Any, most: int) -> None:
         (b"]]]], 1", 99, b""),
         (b'"a, b', 99, b""),
         (b"1, 2", 99, b"1"),
-    ],
-)
-def test_beginnings(text: bytes, most: int, part: bytes) -> None:
-    assert beginning(text, most) == part
+    ]
+    for text, most, part in cases:
+        assert beginning(text, most) == part, (text, most)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
+def test_tokens_of_invalid_json_are_counted() -> None:
+    cases: list[tuple[bytes, int]] = [
         (b'"' * 1_000_001, 500_001),
         (b'\\"' * 500_000, 0),
         (b'"' + b'\\"' * 500_000, 1),
         (b'"' + b"\\" * 1_000_001, 1),
         (b"," * 1_000_000, 1_000_000),
         (b"\xff" * 1_000_000, 0),
-    ],
-)
-def test_tokens_of_invalid_json_are_counted(text: bytes, count: int) -> None:
-    assert not has_more_tokens(text, count)
-    assert count == 0 or has_more_tokens(text, count - 1)
+    ]
+    for text, count in cases:
+        assert not has_more_tokens(text, count), text
+        assert count == 0 or has_more_tokens(text, count - 1), text
