@@ -49,24 +49,19 @@ def dropped_sample() -> None:
     TreeBuilder(root=0, max_nodes=1).add(0, 1, "draft", DrawRule.IID, np.array([0.5, 0.5]))
 
 
-def more_computed_than_there_are_tokens() -> None:
+def more_computed_than_there_are_tokens(computed: int = len(REQUEST.prompt_token_ids)) -> None:
     sequence = SequenceState(REQUEST, REQUEST.prompt_token_ids)
-    sequence.computed = len(sequence.token_ids)
+    sequence.computed = computed
     sequence.check_integrity(block_size=4)
 
 
 def more_computed_than_the_blocks_hold() -> None:
-    sequence = SequenceState(REQUEST, REQUEST.prompt_token_ids)
-    sequence.computed = 1
-    sequence.check_integrity(block_size=4)
+    more_computed_than_there_are_tokens(1)
 
 
 def scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
-    pool = BlockPool(8, block_size=4)
-    scheduler, sequence = (
-        Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
-        SequenceState(REQUEST, REQUEST.prompt_token_ids),
-    )
+    pool, sequence = BlockPool(8, block_size=4), SequenceState(REQUEST, REQUEST.prompt_token_ids)
+    scheduler = Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64)
     scheduler.add(sequence)
     scheduler.schedule()
     return scheduler, sequence, pool
@@ -162,23 +157,26 @@ def index_that_counts_wrong() -> None:
     index.check_integrity()
 
 
-def store_that_counts_wrong() -> None:
+def filled_store() -> AnswerStore:
     store = AnswerStore(9999, load_library())
     store.add(None, [1, 2, 3])
+    return store
+
+
+def store_that_counts_wrong() -> None:
+    store = filled_store()
     store._num_bytes += 1
     store.check_integrity()
 
 
 def store_that_takes_more_than_it_may() -> None:
-    store = AnswerStore(9999, load_library())
-    store.add(None, [1, 2, 3])
+    store = filled_store()
     store._memory = store.num_bytes - 1
     store.check_integrity()
 
 
 def store_that_forgot_whose_turn_it_is() -> None:
-    store = AnswerStore(9999, load_library())
-    store.add(None, [1, 2, 3])
+    store = filled_store()
     store._ages.clear()
     store.check_integrity()
 

@@ -71,22 +71,13 @@ def test_failed_requests_are_repeated(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a poem\n",
-        "{}\n",
-        '{"custom_id": 3, "response": null, "error": null}\n',
-        "a poem",
-        "[" * 10_000 + "\n",
-    ],
-)
-def test_a_file_of_another_kind_is_unchanged(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"line 1 of .* is not the answer of a batch"):
-        BatchAnswers(path)
-    assert path.read_text() == text
+def test_a_file_of_another_kind_is_unchanged(tmp_path: Path) -> None:
+    path, number = tmp_path / "out.jsonl", '{"custom_id": 3, "response": null, "error": null}\n'
+    for text in ("a poem\n", "{}\n", number, "a poem", "[" * 10_000 + "\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"line 1 of .* is not the answer of a batch"):
+            pytest.fail(f"{text[:50]!r} is read as {BatchAnswers(path)}")
+        assert path.read_text() == text, text[:50]
 
 
 def test_a_device_is_no_file_to_go_on_from() -> None:

@@ -30,15 +30,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_chat_equals_offline(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=5, n=2, max_tokens=30)
     [offline] = llm.chat(HI, params)
-    options = {
-        "model": "tiny",
-        "messages": HI,
-        "temperature": temperature,
-        "top_p": 1.0,
-        "seed": 5,
-        "n": 2,
-        "max_tokens": 30,
-    }
+    sampling = {"temperature": temperature, "top_p": 1.0, "seed": 5, "n": 2, "max_tokens": 30}
+    options = {"model": "tiny", "messages": HI, **sampling}
     whole = client.chat.completions.create(**options)
     assert [choice.message.content or "" for choice in whole.choices] == [o.text for o in offline.outputs]
     assert [choice.finish_reason for choice in whole.choices] == [o.finish_reason for o in offline.outputs]
@@ -115,32 +108,17 @@ def test_log_probabilities_of_a_prompt_come_once_whatever_n(client: openai.OpenA
 
 
 def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=HI,
-        seed=4,  # with other seeds, random weights reason to the end
-        max_tokens=100,
-        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
-    )
+    def ask(**more: Any) -> Any:
+        # With other seeds, random weights reason to the end.
+        return client.chat.completions.create(model="tiny", messages=HI, seed=4, **more)
+
+    parts = {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", **parts}}}
+    answer = ask(max_tokens=100, response_format=form)
     assert json.loads(answer.choices[0].message.content)["a"] in (True, False)
-    chosen = client.chat.completions.create(
-        model="tiny", messages=HI, seed=4, extra_body={"choice": ["red", "blue"]}
-    )
-    text = chosen.choices[0].message.content
+    text = ask(extra_body={"choice": ["red", "blue"]}).choices[0].message.content
     assert text in ("red", "blue")
-    guessed = client.chat.completions.create(
-        model="tiny",
-        messages=HI,
-        seed=4,
-        prediction={"type": "content", "content": text},
-        extra_body={"choice": [text]},
-    )
+    guessed = ask(prediction={"type": "content", "content": text}, extra_body={"choice": [text]})
     details = guessed.usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
     cut = client.completions.create(
@@ -206,17 +184,10 @@ def test_metrics_health_and_version(served: Served) -> None:
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/ready").json()["status"] == "ready"
     names = {line.split("{")[0].split(" ")[0] for line in served.get("/metrics").text.splitlines()}
-    assert {
-        f"specinfer:{name}"
-        for name in (
-            *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
-            *("spec_decode_num_accepted_tokens_total", "num_requests_running", "num_requests_waiting"),
-            *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
-            *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket"),
-            *(
-                "inter_token_latency_seconds_bucket",
-                "e2e_request_latency_seconds_bucket",
-                "kv_cache_usage_perc",
-            ),
-        )
-    } <= names
+    documented = """
+        spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+        num_requests_running num_requests_waiting prompt_tokens_total generation_tokens_total
+        request_success_total time_to_first_token_seconds_bucket time_per_output_token_seconds_bucket
+        inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket kv_cache_usage_perc
+    """
+    assert {f"specinfer:{name}" for name in documented.split()} <= names

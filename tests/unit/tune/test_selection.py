@@ -45,12 +45,9 @@ def test_the_shape_and_the_size_are_as_quick_as_any(seed: int) -> None:
         cost = float(generator.uniform(0.02, 0.3))
         made.append(candidate(ranks.tolist(), CostCurve((1, 2), (cost, 1.1 * cost))))
     target = CostCurve((1, 8), (1.0, 2.0))
-    shapes = [
-        first[:levels] for first in ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1)) for levels in (1, 2, 3)
-    ]
-    oracle = max(
-        speed_of(made[:count], target, shape).tokens_per_second for count, shape in product((1, 2, 3), shapes)
-    )
+    whole, few = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1)), (1, 2, 3)
+    pools = [(made[:count], shape[:levels]) for shape, levels, count in product(whole, few, few)]
+    oracle = max(speed_of(pool, target, shape).tokens_per_second for pool, shape in pools)
     assert Selection(made, target).best.tokens_per_second == oracle
 
 

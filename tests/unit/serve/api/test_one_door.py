@@ -163,24 +163,20 @@ def test_items_of_responses_render_the_same_prompt(tokenizers: dict[str, Tokeniz
     )
 
 
-@pytest.mark.parametrize(
-    ("message", "place"),
-    [
+def test_content_other_than_text_is_refused_with_its_path(tokenizers: dict[str, Tokenizer]) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[1].content[0].type"),
         (user([text("a"), {"type": "input_audio"}]), "messages[1].content[1].type"),
         (user([{"type": "text"}]), "messages[1].content[0].text"),
         (user(None), "messages[1].content"),
         ({"role": "tool", "tool_call_id": "a", "content": {"a": 1}}, "messages[1].content"),
-    ],
-)
-def test_content_other_than_text_is_refused_with_its_path(
-    tokenizers: dict[str, Tokenizer], message: dict[str, Any], place: str
-) -> None:
-    with pytest.raises(RequestError) as error:
-        library(tokenizers["chatml"], [user("hi"), message])
-    assert str(error.value).startswith(f"{place} is ")
-    assert error.value.parameter == "messages"
-    status, param, _ = Asked(tokenizers["chatml"]).refused(
-        "/chat/completions", messages=[user("hi"), message]
-    )
-    assert (status, str(param).startswith(place.removesuffix(".type"))) == (400, True)
+    ]
+    for message, place in cases:
+        with pytest.raises(RequestError) as error:
+            pytest.fail(f"{message!r}: {library(tokenizers['chatml'], [user('hi'), message])}")
+        assert str(error.value).startswith(f"{place} is "), message
+        assert error.value.parameter == "messages", message
+        status, param, _ = Asked(tokenizers["chatml"]).refused(
+            "/chat/completions", messages=[user("hi"), message]
+        )
+        assert (status, str(param).startswith(place.removesuffix(".type"))) == (400, True), message
