@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.hub import resolve
+from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
+from specinfer.request import RequestOutput
+from specinfer.sampling_params import SamplingParams
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Initialization, Target
 from specinfer.tune.head_kinds import BlockKind
@@ -42,6 +45,20 @@ def engine(target: Path, **options: Any) -> EngineConfig:
         str(target),
         {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "lookup": False, **options},
     )
+
+
+def outputs_with(
+    draft: Path, target: Path, *, prompts: Sequence[str] = ("2 * 3", "7 * 8"), temperature: float = 0.0
+) -> list[RequestOutput]:
+    """Return the answers of a target with a draft; asserts that they are those without it."""
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    config = engine(target)
+    with LLM(config) as plain, LLM(config, drafts=[str(draft)], tree_size="fixed") as drafted:
+        assert drafted.models.foreign == {}
+        expected = [output.token_ids for output in plain.generate(list(prompts), params)]
+        outputs = drafted.generate(list(prompts), params)
+    assert [output.token_ids for output in outputs] == expected
+    return outputs
 
 
 def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
-from specinfer.sampling_params import SamplingParams
 from specinfer.tune.training import read_checkpoint
-from tests.unit.tune.conftest import engine
+from tests.unit.tune.conftest import outputs_with
 
 pytestmark = pytest.mark.thorough
 
@@ -35,9 +33,6 @@ def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
     moments, out, before, kills = random.Random(0), tmp_path / "head", 0, 0
-    with LLM(engine(target)) as plain:
-        params = SamplingParams(max_tokens=20, temperature=0.0)
-        [expected] = plain.generate(["2 * 3"], params)
     for number, name in enumerate(_SEEN):
         minutes = _MINUTES * (1 + number)
         kills += _killed(_command(target, prompts, out, minutes), out / name, moments.uniform(0.0, 0.3))
@@ -55,9 +50,7 @@ def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
     assert f"--draft {out}" in done.stdout
     assert _steps(out) > before
     assert "## What it is worth" in (out / "README.md").read_text()
-    with LLM(engine(target), drafts=[str(out)], tree_size="fixed") as drafted:
-        [output] = drafted.generate(["2 * 3"], params)
-    assert output.token_ids == expected.token_ids
+    [output] = outputs_with(out, target, prompts=["2 * 3"])
     assert sum(output.figures.drafted_per_depth) > 0, "and it has guessed"
 
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from specinfer.hub.pool import pool_members
-from specinfer.llm import LLM
-from specinfer.sampling_params import SamplingParams
 from specinfer.tune.draft import Kind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig
-from tests.unit.tune.conftest import KilledError, dies_at, engine, tuning_of
+from tests.unit.tune.conftest import KilledError, dies_at, outputs_with, tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, free, run
 
 pytestmark = pytest.mark.thorough
@@ -53,12 +51,7 @@ def test_a_pool_guesses_more_than_its_members(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: float) -> None:
-    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
-    config = engine(target)
-    with LLM(config) as plain, LLM(config, drafts=[str(pool)], tree_size="fixed") as drafted:
-        expected = [one.token_ids for one in plain.generate(["2 * 3", "7 * 8"], params)]
-        outputs = drafted.generate(["2 * 3", "7 * 8"], params)
-    assert [one.token_ids for one in outputs] == expected
+    outputs = outputs_with(pool, target, temperature=temperature)
     for name in ("draft1", "draft2"):
         assert sum(one.figures.accepted_by.get(name, 0) for one in outputs) > 0
 

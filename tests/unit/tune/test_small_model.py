@@ -11,9 +11,7 @@ import torch
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.hub import resolve
-from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
-from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Target
@@ -24,7 +22,7 @@ from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_tiny_llama
-from tests.unit.tune.conftest import engine, ticking, tuning_of
+from tests.unit.tune.conftest import outputs_with, ticking, tuning_of
 
 pytestmark = pytest.mark.thorough
 
@@ -103,10 +101,5 @@ def test_of_a_gguf_file_comes_a_folder_whose_ids_are_the_targets(tmp_path: Path)
     draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
     draft.model.take(source.model, [0])
     draft.write(tmp_path / "model", source)
-    config = engine(file)
-    with LLM(config) as plain, LLM(config, drafts=[str(tmp_path / "model")], tree_size="fixed") as drafted:
-        assert drafted.models.foreign == {}
-        params = SamplingParams(max_tokens=20, temperature=0.0)
-        [expected], [output] = plain.generate(["this"], params), drafted.generate(["this"], params)
-    assert output.token_ids == expected.token_ids
+    [output] = outputs_with(tmp_path / "model", file, prompts=["this"])
     assert output.figures.tokens_per_step > 3  # it is its target, but for bfloat16

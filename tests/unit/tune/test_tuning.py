@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer import SamplingParams
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.tune import training
 from specinfer.tune.dataset import Corpus, TrainingSet
@@ -23,7 +21,7 @@ from specinfer.tune.head_kinds import EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import KilledError, engine, ticking, tuning_of
+from tests.unit.tune.conftest import KilledError, outputs_with, ticking, tuning_of
 from tests.unit.tune.runs import SHAPE, run
 from tests.unit.tune.test_small_model import opened
 
@@ -126,11 +124,5 @@ def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: float) -> None:
-    params = SamplingParams(max_tokens=30, temperature=temperature, seed=3)
-    config = engine(target)
-    with LLM(config) as plain, LLM(config, drafts=[str(tuned)], tree_size="fixed") as drafted:
-        texts = ["2 * 3", "7 * 8"]
-        expected = [output.token_ids for output in plain.generate(texts, params)]
-        outputs = drafted.generate(texts, params)
-    assert [output.token_ids for output in outputs] == expected
+    outputs = outputs_with(tuned, target, temperature=temperature)
     assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0

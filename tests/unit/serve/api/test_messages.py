@@ -205,23 +205,18 @@ def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
     assert refused[:2] == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize(
-    ("trouble", "status", "kind"),
-    [
+def test_a_failed_answer_has_an_error(tokenizer: Tokenizer) -> None:
+    for trouble, status, kind in (
         (BackendError("the engine died"), 500, "api_error"),
         (Delta("", finish_reason=FinishReason.ERROR, error="none is left"), 400, "invalid_request_error"),
         (Delta("", finish_reason=FinishReason.ABORT), 500, "api_error"),
-    ],
-)
-def test_a_failed_answer_has_an_error(
-    tokenizer: Tokenizer, trouble: Delta | Exception, status: int, kind: str
-) -> None:
-    server = MessagesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
-    assert server.refusal()[:2] == (status, kind)
-    assert server.refusal(stream=True)[:2] == (status, kind)  # nothing has been said yet
-    *events, last = server.events()
-    assert events[-1]["delta"]["text"] == "Hel"
-    assert (last["type"], last["error"]["type"]) == ("error", kind)
+    ):
+        server = MessagesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
+        assert server.refusal()[:2] == (status, kind), trouble
+        assert server.refusal(stream=True)[:2] == (status, kind), trouble  # nothing has been said yet
+        *events, last = server.events()
+        assert events[-1]["delta"]["text"] == "Hel", trouble
+        assert (last["type"], last["error"]["type"]) == ("error", kind), trouble
 
 
 def test_refusals_before_the_endpoint_have_the_same_format(tokenizer: Tokenizer) -> None:

@@ -114,26 +114,20 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     assert server.prompts[-1] == "user: Hi\nassistant: Hel\nuser: Go on.\nassistant: "
 
 
-@pytest.mark.parametrize(
-    ("trouble", "status", "code"),
-    [
+def test_a_failed_answer_has_an_error_and_is_not_stored(tokenizer: Tokenizer) -> None:
+    for trouble, status, code in (
         (BackendError("the engine died"), 500, "server_error"),
         (Delta("", finish_reason=FinishReason.ERROR, error="no token is left"), 400, "invalid_prompt"),
         (Delta("", finish_reason=FinishReason.ABORT), 500, "server_error"),
-    ],
-)
-def test_a_failed_answer_has_an_error_and_is_not_stored(
-    tokenizer: Tokenizer, trouble: Delta | Exception, status: int, code: str
-) -> None:
-    server = ResponsesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
-    assert server.refusal(input="Hi")[0] == status
-    assert server.refusal(input="Hi", stream=True)[0] == status  # nothing has been said yet
-    *_, last = server.events(input="Hi")
-    failed = EVENT.validate_python(last)
-    assert (failed.type, failed.response.status) == ("response.failed", "failed")
-    assert failed.response.error.code == code
-    assert failed.response.output_text == "Hel"
-    assert server.http.get(f"/responses/{failed.response.id}").status_code == 404
+    ):
+        server = ResponsesServer(tokenizer, [trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble])
+        assert server.refusal(input="Hi")[0] == status, trouble
+        assert server.refusal(input="Hi", stream=True)[0] == status, trouble  # nothing has been said yet
+        *_, last = server.events(input="Hi")
+        failed = EVENT.validate_python(last)
+        assert (failed.type, failed.response.status) == ("response.failed", "failed"), trouble
+        assert (failed.response.error.code, failed.response.output_text) == (code, "Hel"), trouble
+        assert server.http.get(f"/responses/{failed.response.id}").status_code == 404, trouble
 
 
 def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
