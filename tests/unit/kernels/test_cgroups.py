@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,9 @@ def v1(controllers: str, top: str = "/") -> str:
     return f"31 29 0:27 {top} {place} rw,relatime shared:9 master:1 - cgroup cgroup rw,{controllers}"
 
 
-@pytest.fixture(autouse=True)
-def _root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    monkeypatch.setattr(machine, "_ROOT", tmp_path)
-
-
 def make(root: Path, own: str | None, mounts: str | None, files: Groups) -> None:
     """The process is in the groups `own` says; None: the system does not say."""
+    (root / "proc/self").mkdir(parents=True)
     for name, text in (("cgroup", own), ("mountinfo", mounts)):
         if text is not None:
             (root / "proc/self" / name).write_text(f"{text}\n")
@@ -44,6 +40,8 @@ def quota(folder: str, quota: int, period: int = 100000) -> Groups:
     return {f"{folder}/cpu.cfs_quota_us": f"{quota}", f"{folder}/cpu.cfs_period_us": f"{period}"}
 
 
+OTHERS = v1("cpuacct") + "\n" + v1("cpuset")
+BOTH = v1("cpu") + "\n" + V2
 CPUS: list[tuple[str, str | None, str | None, Groups, float | None]] = [
     ("no quota", "0::/", V2, {}, None),
     ("as much as there is", "0::/", V2, {"cpu.max": "max 100000"}, None),
@@ -67,34 +65,12 @@ CPUS: list[tuple[str, str | None, str | None, Groups, float | None]] = [
     ("side by side", "3:cpu,cpuacct:/a", v1("cpu,cpuacct"), quota("cpu,cpuacct/a", 300000), 3.0),
     ("1, nested", "3:cpu:/a/b", v1("cpu"), {**quota("cpu/a", 150000), **quota("cpu/a/b", 400000)}, 1.5),
     ("1, a container's top", "3:cpu:/docker/4f1a", v1("cpu", "/docker/4f1a"), quota("cpu", 200000), 2.0),
-    (
-        "another controller",
-        "3:cpuacct:/\n2:cpuset:/",
-        v1("cpuacct") + "\n" + v1("cpuset"),
-        {**quota("cpuacct", 100000), **quota("cpuset", 100000)},
-        None,
-    ),
-    (
-        "both versions",
-        "3:cpu:/\n0::/a",
-        v1("cpu") + "\n" + V2,
-        {**quota("cpu", 200000), "a/cpu.max": "100000 100000"},
-        1.0,
-    ),
+    ("another controller", "3:cpuacct:/\n2:cpuset:/", OTHERS, quota("cpuacct", 1) | quota("cpuset", 1), None),
+    ("both", "3:cpu:/\n0::/a", BOTH, quota("cpu", 200000) | {"a/cpu.max": "100000 100000"}, 1.0),
     ("no groups", None, V2, {"cpu.max": "100000 100000"}, None),
     ("no mounts", "0::/", None, {"cpu.max": "100000 100000"}, None),
     ("not mounted", "0::/", "22 1 8:1 / / rw - ext4 /dev/sda1 rw", {"cpu.max": "100000 100000"}, None),
 ]
-
-
-@pytest.mark.parametrize(
-    ("own", "mounts", "files", "cpus"), [row[1:] for row in CPUS], ids=[row[0] for row in CPUS]
-)
-def test_the_least_quota_on_the_way_up_counts(
-    tmp_path: Path, own: str | None, mounts: str | None, files: Groups, cpus: float | None
-) -> None:
-    make(tmp_path, own, mounts, files)
-    assert cgroup_cpus() == cpus
 
 
 def group(folder: str = "", **files: int | str) -> Groups:
@@ -102,10 +78,20 @@ def group(folder: str = "", **files: int | str) -> Groups:
     return {f"{folder}memory.{name.rstrip('_')}": f"{value}" for name, value in files.items()}
 
 
+def nested(outside: int, inside: int) -> Groups:
+    """What is taken of 1000 in a group, and of 500 in one below it."""
+    return group("a/", max_=1000, current=outside) | group("a/b/", max_=500, current=inside)
+
+
+def group1(limit: int, usage: int, folder: str = "", **files: str) -> Groups:
+    """A group's files of memory under version 1."""
+    return group(f"memory/{folder}", limit_in_bytes=limit, usage_in_bytes=usage, **files)
+
+
 NONE = 9223372036854771712  # version 1's value for no limit
 STAT = "anon 1\nfile 50\ninactive_file {}\nactive_file 7"
 SUMS = "cache 1\ninactive_file 1\ntotal_inactive_file {}\ntotal_active_file 7"
-
+V1_TOP, V1_AND_2 = v1("memory", "/docker/4f1a"), v1("memory") + "\n" + V2
 MEMORY: list[tuple[str, str, str, Groups, int | None]] = [
     ("no limit", "0::/", V2, group(max_="max", high="max", current=100), None),
     ("no files", "0::/a", V2, {}, None),
@@ -120,83 +106,48 @@ MEMORY: list[tuple[str, str, str, Groups, int | None]] = [
     ("a limit beyond all numbers", "0::/", V2, group(max_="9" * 5000, current=300), None),
     ("a damaged limit", "0::/", V2, group(max_="-5", current=300), None),
     ("none at all", "0::/", V2, group(max_=0, current=0), 0),
-    (
-        "the least is outside",
-        "0::/a/b",
-        V2,
-        group("a/", max_=1000, current=900) | group("a/b/", max_=500, current=100),
-        100,
-    ),
-    (
-        "the least is inside",
-        "0::/a/b",
-        V2,
-        group("a/", max_=1000, current=200) | group("a/b/", max_=500, current=100),
-        400,
-    ),
+    ("the least is outside", "0::/a/b", V2, nested(900, 100), 100),
+    ("the least is inside", "0::/a/b", V2, nested(200, 100), 400),
     ("a sibling", "0::/a", V2, group("b/", max_=100, current=0), None),
     ("a container's top", "0::/docker/4f1a", HIDDEN, group(max_=1000, current=300), 700),
+    ("version 1, no limit", "4:memory:/", v1("memory"), group1(NONE, 100), None),
+    ("1, a limit", "4:memory:/", v1("memory"), group1(1000, 300), 700),
     (
-        "version 1, no limit",
+        "1, files can go, below as well",
         "4:memory:/",
         v1("memory"),
-        group("memory/", limit_in_bytes=NONE, usage_in_bytes=100),
-        None,
-    ),
-    (
-        "1, a limit",
-        "4:memory:/",
-        v1("memory"),
-        group("memory/", limit_in_bytes=1000, usage_in_bytes=300),
-        700,
-    ),
-    (
-        "1, files can go, those of groups below as well",
-        "4:memory:/",
-        v1("memory"),
-        group("memory/", limit_in_bytes=1000, usage_in_bytes=300, stat=SUMS.format(200)),
+        group1(1000, 300, stat=SUMS.format(200)),
         900,
     ),
-    (
-        "1, nested",
-        "4:memory:/docker/4f1a/b",
-        v1("memory", "/docker/4f1a"),
-        group("memory/", limit_in_bytes=1000, usage_in_bytes=950)
-        | group("memory/b/", limit_in_bytes=NONE, usage_in_bytes=950),
-        50,
-    ),
-    (
-        "memory of version 1, others of version 2",
-        "4:memory:/a\n0::/a",
-        v1("memory") + "\n" + V2,
-        group("memory/a/", limit_in_bytes=1000, usage_in_bytes=300) | {"a/cpu.max": "max 100000"},
-        700,
-    ),
+    ("1, nested", "4:memory:/docker/4f1a/b", V1_TOP, group1(1000, 950) | group1(NONE, 950, "b/"), 50),
+    ("1, others of 2", "4:memory:/a\n0::/a", V1_AND_2, group1(1000, 300, "a/") | {"a/cpu.max": "max 1"}, 700),
 ]
 
 
-@pytest.mark.parametrize(
-    ("own", "mounts", "files", "free"), [row[1:] for row in MEMORY], ids=[row[0] for row in MEMORY]
-)
-def test_the_least_free_memory_on_the_way_up_counts(
-    tmp_path: Path, own: str, mounts: str, files: Groups, free: int | None
+def test_the_least_limit_on_the_way_up_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for found, table in ((cgroup_cpus, CPUS), (cgroup_free_memory, MEMORY)):
+        for number, (name, own, mounts, files, limit) in enumerate(table):
+            root = tmp_path / f"{found.__name__}{number}"
+            make(root, own, mounts, files)
+            monkeypatch.setattr(machine, "_ROOT", root)
+            assert found() == limit, name
+
+
+def test_a_mount_may_stand_anywhere_and_have_any_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make(tmp_path, own, mounts, files)
-    assert cgroup_free_memory() == free
-
-
-def test_a_mount_may_stand_anywhere_and_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "my groups"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "memory.max").write_text("77\n")
     make(tmp_path, "0::/a", "30 29 0:26 / /run/my\\040groups rw - cgroup2 none rw", {})
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
     assert cgroup_free_memory() == 77
 
 
-@pytest.mark.parametrize(
-    "own", ["", "::", "0:", "0::", "memory", "4:memory", "\x00\x01", "0::/\x00a", "::\n\n:::::"]
-)
-@pytest.mark.parametrize("mounts", ["", "-", " - ", "a b c - cgroup2", "30 29 0:26 / - cgroup2 x rw", V2])
-def test_garbage_is_no_limit(tmp_path: Path, own: str, mounts: str) -> None:
-    make(tmp_path, own, mounts, {})
-    assert (cgroup_cpus(), cgroup_free_memory()) == (None, None)
+def test_garbage_is_no_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    owns = ["", "::", "0:", "0::", "memory", "4:memory", "\x00\x01", "0::/\x00a", "::\n\n:::::"]
+    places = ["", "-", " - ", "a b c - cgroup2", "30 29 0:26 / - cgroup2 x rw", V2]
+    for number, (own, mounts) in enumerate(product(owns, places)):
+        make(tmp_path / f"{number}", own, mounts, {})
+        monkeypatch.setattr(machine, "_ROOT", tmp_path / f"{number}")
+        assert (cgroup_cpus(), cgroup_free_memory()) == (None, None), (own, mounts)

@@ -25,10 +25,10 @@ from specinfer.kernels.machine import (
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """Clears cached facts of the CPU."""
-    for known in (cpu_features, cpu_name):
+    for known in (cpu_features, cpu_name, cache_bytes):
         known.cache_clear()
     yield
-    for known in (cpu_features, cpu_name):
+    for known in (cpu_features, cpu_name, cache_bytes):
         known.cache_clear()
 
 
@@ -37,9 +37,10 @@ def _no_omp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def set_cores(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, cores: dict[int, tuple[int, int] | None]
-) -> None:
+Cores = dict[int, tuple[int, int] | None]
+
+
+def set_cores(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: Cores) -> None:
     """Logical CPUs this process may use, each with its package and core; None: the system does not say."""
     for cpu, place in cores.items():
         if place is not None:
@@ -53,39 +54,35 @@ def set_cores(
 
 
 # Four hyperthreads of two cores; the same numbers on two sockets; four cores without hyperthreads.
-HYPERTHREADS: dict[int, tuple[int, int] | None] = {0: (0, 0), 1: (0, 1), 2: (0, 0), 3: (0, 1)}
-SOCKETS: dict[int, tuple[int, int] | None] = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
-UNKNOWN: dict[int, tuple[int, int] | None] = {0: None, 1: None, 2: None, 3: None}
+HYPERTHREADS: Cores = {0: (0, 0), 1: (0, 1), 2: (0, 0), 3: (0, 1)}
+SOCKETS: Cores = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+UNKNOWN: Cores = {0: None, 1: None, 2: None, 3: None}
 
 
-@pytest.mark.parametrize(
-    ("cores", "quota", "threads"),
-    [
-        (HYPERTHREADS, None, 2),
-        (SOCKETS, None, 4),
-        (UNKNOWN, None, 4),
-        ({0: (0, 0), 2: (0, 0)}, None, 1),  # bound to both hyperthreads of a core
-        ({1: (0, 1), 2: (0, 0)}, None, 2),  # bound to one of each
-        ({7: (0, 3)}, None, 1),
-        (SOCKETS, 3.0, 3),
-        (SOCKETS, 2.5, 2),
-        (SOCKETS, 0.5, 1),
-        (SOCKETS, 9.0, 4),
-        (HYPERTHREADS, 3.0, 2),
-    ],
-)
+THREADS = [  # cores, quota, threads
+    (HYPERTHREADS, None, 2),
+    (SOCKETS, None, 4),
+    (UNKNOWN, None, 4),
+    ({0: (0, 0), 2: (0, 0)}, None, 1),  # bound to both hyperthreads of a core
+    ({1: (0, 1), 2: (0, 0)}, None, 2),  # bound to one of each
+    ({7: (0, 3)}, None, 1),
+    (SOCKETS, 3.0, 3),
+    (SOCKETS, 2.5, 2),
+    (SOCKETS, 0.5, 1),
+    (SOCKETS, 9.0, 4),
+    (HYPERTHREADS, 3.0, 2),
+]
+
+
 def test_as_many_threads_as_physical_cores_may_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    cores: dict[int, tuple[int, int] | None],
-    quota: float | None,
-    threads: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    set_cores(monkeypatch, tmp_path, cores)
-    monkeypatch.setattr(machine, "cgroup_cpus", lambda: quota)
-    assert thread_count() == threads
-    assert [thread_count(None, processes) for processes in (2, 64)] == [max(1, threads // 2), 1]
-    assert thread_count(threads, 2) == threads  # as it is said
+    for number, (cores, quota, threads) in enumerate(THREADS):
+        set_cores(monkeypatch, tmp_path / f"{number}", cores)
+        monkeypatch.setattr(machine, "cgroup_cpus", lambda quota=quota: quota)
+        assert thread_count() == threads, (cores, quota)
+        assert [thread_count(None, processes) for processes in (2, 64)] == [max(1, threads // 2), 1]
+        assert thread_count(threads, 2) == threads  # as it is said
 
 
 def set_caches(folder: Path, caches: dict[int, list[tuple[int, str, str]]]) -> None:
@@ -101,61 +98,39 @@ def set_caches(folder: Path, caches: dict[int, list[tuple[int, str, str]]]) -> N
 L1, L2 = (1, "32K", "0"), (2, "1024K", "0")
 
 
-@pytest.mark.parametrize(
-    ("caches", "held"),
-    [
-        ({0: [L1, L2, (3, "32768K", "0-1")], 1: [(3, "32768K", "0-1")]}, 32 << 20),  # one that both share
-        ({0: [(3, "96M", "0")], 1: [(3, "96M", "1")]}, 192 << 20),  # one of each
-        ({0: [L1, L2], 1: [(1, "32K", "1"), (2, "1024K", "1")]}, 2 << 20),  # no third level
-        ({0: [(3, "much", "0")]}, 16 << 20),  # an unreadable value is unknown
-        ({0: [(3, "", "0")]}, 16 << 20),
-        ({}, 16 << 20),
-    ],
-)
-def test_what_the_last_caches_hold(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caches: dict[int, list[tuple[int, str, str]]],
-    held: int,
-) -> None:
-    set_cores(monkeypatch, tmp_path, {0: None, 1: None})
-    set_caches(tmp_path, caches)
-    cache_bytes.cache_clear()
-    try:
-        assert cache_bytes() == held
-    finally:
+CACHES = [  # caches, bytes that the last of them hold
+    ({0: [L1, L2, (3, "32768K", "0-1")], 1: [(3, "32768K", "0-1")]}, 32 << 20),  # one that both share
+    ({0: [(3, "96M", "0")], 1: [(3, "96M", "1")]}, 192 << 20),  # one of each
+    ({0: [L1, L2], 1: [(1, "32K", "1"), (2, "1024K", "1")]}, 2 << 20),  # no third level
+    ({0: [(3, "much", "0")]}, 16 << 20),  # an unreadable value is unknown
+    ({0: [(3, "", "0")]}, 16 << 20),
+    ({}, 16 << 20),
+]
+
+
+def test_what_the_last_caches_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number, (caches, held) in enumerate(CACHES):
+        set_cores(monkeypatch, tmp_path / f"{number}", {0: None, 1: None})
+        set_caches(tmp_path / f"{number}", caches)
         cache_bytes.cache_clear()
+        assert cache_bytes() == held, caches
 
 
-@pytest.mark.parametrize(
-    ("variable", "wanted", "threads"),
-    [
-        (None, None, 4),
-        (None, 3, 3),
-        (None, 9, 9),  # an explicit number is used
-        ("", None, 4),
-        ("2", None, 2),
-        ("2", 3, 2),
-        ("2", 1, 1),
-        ("8", None, 4),
-        ("8", 9, 8),
-        ("3,2", None, 3),  # outer and nested regions
-        (" 2 ", None, 2),
-        ("0", None, 4),
-        ("-1", None, 4),
-        ("many", None, 4),
-        (",2", None, 4),
-        ("2.5", None, 4),
-    ],
-)
-def test_omp_num_threads_bounds_the_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None, wanted: int | None, threads: int
-) -> None:
+OMP = [  # OMP_NUM_THREADS, wanted threads, threads: an explicit number is used, outer regions count
+    *((None, None, 4), (None, 3, 3), (None, 9, 9), ("", None, 4), ("2", None, 2), ("2", 3, 2), ("2", 1, 1)),
+    *(("8", None, 4), ("8", 9, 8), ("3,2", None, 3), (" 2 ", None, 2)),
+    *((wrong, None, 4) for wrong in ("0", "-1", "many", ",2", "2.5")),
+]
+
+
+def test_omp_num_threads_bounds_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_cores(monkeypatch, tmp_path, SOCKETS)
     monkeypatch.setattr(machine, "cgroup_cpus", lambda: None)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    assert thread_count(wanted) == threads
+    for variable, wanted, threads in OMP:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert thread_count(wanted) == threads, (variable, wanted)
 
 
 def test_processes_that_share_a_machine_have_whole_cores_and_all_of_them(
@@ -195,24 +170,21 @@ CPU part\t: 0xd0c
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "features"),
-    [
-        (X86, "Intel(R) Xeon(R) Gold 6430", {"fpu", "sse2", "avx2", "amx_tile"}),
-        (ARM, "0x41 0xd0c", {"fp", "asimd", "asimddp"}),
-        ("", "a processor", set()),
-    ],
-    ids=["x86", "ARM", "nothing"],
-)
-def test_a_linux_cpu_says_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, name: str, features: set[str]
-) -> None:
-    (tmp_path / "cpuinfo").write_text(text)
+CPU_INFO = [
+    (X86, "Intel(R) Xeon(R) Gold 6430", {"fpu", "sse2", "avx2", "amx_tile"}),
+    (ARM, "0x41 0xd0c", {"fp", "asimd", "asimddp"}),
+    ("", "a processor", set()),
+]
+
+
+def test_a_linux_cpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
     monkeypatch.setattr(machine.platform, "processor", lambda: "a processor")
-    assert cpu_name() == name
-    assert cpu_features() == features
+    for text, name, features in CPU_INFO:
+        (tmp_path / "cpuinfo").write_text(text)
+        cpu_name.cache_clear(), cpu_features.cache_clear()
+        assert (cpu_name(), cpu_features()) == (name, features), text
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its malloc")
