@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product as product_of
+
 import gguf
 import pytest
 import torch
@@ -50,40 +52,34 @@ def product(products: Products, weight: BlocksWeight, channels: int, bias: Tenso
 
 
 @KINDS
-@pytest.mark.parametrize("wide", [False, True], ids=["own form", "wide form"])
-def test_a_weight_has_the_numbers_of_its_file(kind: str, wide: bool) -> None:
+def test_a_weight_has_the_numbers_of_its_file(kind: str) -> None:
     """Rows of ones and zeros are quantized exactly, so that they find each number."""
     rows, floats = matrix(kind, 20, 512)
-    weight = lay_out_blocks(rows, WIDE if wide else FILE_BLOCKS[kind].form)
-    found = product(Products(), weight, 20)(torch.eye(512)).T
-    torch.testing.assert_close(found, floats, rtol=3e-7, atol=1e-6 * float(floats.abs().max()))
+    for form in (FILE_BLOCKS[kind].form, WIDE):
+        found = product(Products(), lay_out_blocks(rows, form), 20)(torch.eye(512)).T
+        torch.testing.assert_close(found, floats, rtol=3e-7, atol=1e-6 * float(floats.abs().max()))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @KINDS
-@pytest.mark.parametrize("wide", [False, True], ids=["own form", "wide form"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_products_and_twins_give_the_same_bits(
-    native: NativeProducts, kind: str, wide: bool, dtype: torch.dtype
-) -> None:
-    weight = lay_out_blocks(matrix(kind, 33, 768)[0], WIDE if wide else FILE_BLOCKS[kind].form)
+def test_native_products_and_twins_give_the_same_bits(native: NativeProducts, kind: str) -> None:
     bias = torch.randn(33, generator=torch.Generator().manual_seed(2))
-    ours, twin = product(native, weight, 33, bias), product(Products(), weight, 33, bias)
-    for rows in ROWS:
-        x = activations(rows, 768, dtype)
-        assert torch.equal(ours(x), twin(x)), f"{rows} rows"
+    for form in (FILE_BLOCKS[kind].form, WIDE):
+        weight = lay_out_blocks(matrix(kind, 33, 768)[0], form)
+        ours, twin = product(native, weight, 33, bias), product(Products(), weight, 33, bias)
+        for rows, dtype in product_of(ROWS, (torch.float32, torch.bfloat16)):
+            x = activations(rows, 768, dtype)
+            assert torch.equal(ours(x), twin(x)), (form, rows, dtype)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
-@pytest.mark.parametrize("inner", [32, 96, 352])
-def test_rows_that_are_no_whole_spans(native: NativeProducts, kind: str, inner: int) -> None:
-    rows, floats = matrix(kind, 16, inner)
-    weight = lay_out_blocks(rows, FILE_BLOCKS[kind].form)
-    x = activations(5, inner)
-    found = product(native, weight, 16)(x)
-    assert torch.equal(found, product(Products(), weight, 16)(x))
-    want = x.double() @ floats.double().T
-    assert (found.double() - want).norm() <= 0.02 * want.norm()
+def test_rows_that_are_no_whole_spans(native: NativeProducts) -> None:
+    for case in product_of(("Q8_0", "Q4_0", "Q5_1"), (32, 96, 352)):
+        kind, inner = case
+        rows, floats = matrix(kind, 16, inner)
+        weight, x = lay_out_blocks(rows, FILE_BLOCKS[kind].form), activations(5, inner)
+        found, want = product(native, weight, 16)(x), x.double() @ floats.double().T
+        assert torch.equal(found, product(Products(), weight, 16)(x)), case
+        assert (found.double() - want).norm() <= 0.02 * want.norm(), case
 
 
 @KINDS
@@ -98,13 +94,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: NativeProducts, kin
         assert torch.equal(torch.cat([run(part) for part in x.split(step)]), whole), f"{step} rows at a time"
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-def test_sums_of_parts_are_those_of_the_twin(native: NativeProducts, kind: str) -> None:
-    weight = lay_out_blocks(matrix(kind, 20, 512)[0], FILE_BLOCKS[kind].form)
-    parts, x = SumParts((128, 256, 512), (0, 3)), activations(9, 512)
-    ours, twin = (products.laid_out(weight, None, 512, 20, parts=parts) for products in (native, Products()))
-    assert torch.equal(ours(x), twin(x))
-    assert not torch.equal(ours(x), product(native, weight, 20)(x))
+def test_sums_of_parts_are_those_of_the_twin(native: NativeProducts) -> None:
+    for kind in ("Q4_K", "Q6_K"):
+        weight = lay_out_blocks(matrix(kind, 20, 512)[0], FILE_BLOCKS[kind].form)
+        parts, x = SumParts((128, 256, 512), (0, 3)), activations(9, 512)
+        ours, twin = (by.laid_out(weight, None, 512, 20, parts=parts) for by in (native, Products()))
+        assert torch.equal(ours(x), twin(x)), kind
+        assert not torch.equal(ours(x), product(native, weight, 20)(x)), kind
 
 
 @KINDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import pairwise
+from itertools import product as product_of
 from typing import Final, Literal
 
 import pytest
@@ -27,7 +28,6 @@ SHAPES: Final = {  # channels, inner: where the parts begin, in groups of 32
     (49, 1100): ([0, 17], [0, 3, 20], [0, 11, 12, 34]),
     (1, 200): ([0, 6],),
 }
-EACH_SHAPE: Final = pytest.mark.parametrize(("channels", "inner"), SHAPES)
 EACH_KERNELS: Final = pytest.mark.parametrize("name", NAMES)
 
 
@@ -86,46 +86,43 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 @EACH_KERNELS
-@EACH_SHAPE
-def test_parts_add_up_to_the_whole(name: Literal["torch", "native"], channels: int, inner: int) -> None:
-    products = kernels(name).products
-    for starts in SHAPES[channels, inner]:
-        parts = Parts(products, channels, inner, starts)
-        for dtype in DTYPES:
+def test_parts_add_up_to_the_whole(name: Literal["torch", "native"]) -> None:
+    for (channels, inner), each in SHAPES.items():
+        for starts, dtype in product_of(each, DTYPES):
+            parts = Parts(kernels(name).products, channels, inner, starts)
             x = activations(max(ROWS), inner, dtype)
             whole, maxima = parts.whole(x), parts.maxima(x)
             for rows in ROWS:
                 sums = parts.sums(x[:rows], maxima[:rows])
                 for product in parts.products:
-                    assert same(product.finished(sums, maxima[:rows], dtype), whole[:rows]), (starts, rows)
+                    found = product.finished(sums, maxima[:rows], dtype)
+                    assert same(found, whole[:rows]), (channels, inner, starts, dtype, rows)
 
 
-@EACH_SHAPE
-def test_a_part_has_the_bits_of_its_twin(channels: int, inner: int) -> None:
-    starts = SHAPES[channels, inner][-1]
-    native, twin = (Parts(kernels(name).products, channels, inner, starts) for name in ("native", "torch"))
-    for dtype in DTYPES:
+def test_a_part_has_the_bits_of_its_twin() -> None:
+    for ((channels, inner), each), dtype in product_of(SHAPES.items(), DTYPES):
+        by = (kernels(name).products for name in ("native", "torch"))
+        native, twin = (Parts(products, channels, inner, each[-1]) for products in by)
         x = activations(max(ROWS), inner, dtype)
         maxima = native.maxima(x)
         for (ours, part), theirs in zip(native.of(x), twin.products, strict=True):
-            assert torch.equal(ours.maxima(part), theirs.maxima(part))
-            sums = ours.partials(part, maxima)
-            assert torch.equal(sums, theirs.partials(part, maxima))
-            assert same(ours.finished(sums, maxima, dtype), theirs.finished(sums, maxima, dtype))
+            sums, case = ours.partials(part, maxima), (channels, inner, dtype)
+            assert torch.equal(ours.maxima(part), theirs.maxima(part)), case
+            assert torch.equal(sums, theirs.partials(part, maxima)), case
+            assert same(ours.finished(sums, maxima, dtype), theirs.finished(sums, maxima, dtype)), case
 
 
 @EACH_KERNELS
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "native"], value: float) -> None:
-    parts = Parts(kernels(name).products, 33, 576, [0, 6, 11])
-    for rows, broken in ((1, 0), (17, 3), (40, 39)):
+def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "native"]) -> None:
+    parts, values = Parts(kernels(name).products, 33, 576, [0, 6, 11]), map(float, ("nan", "inf", "-inf"))
+    for value, (rows, broken) in product_of(values, ((1, 0), (17, 3), (40, 39))):
         x = activations(rows, 576, torch.float32)
         x[broken, 400] = value  # which the last part alone has
         maxima = parts.maxima(x)
         got = parts.products[0].finished(parts.sums(x, maxima), maxima, torch.float32)
         others = [row for row in range(rows) if row != broken]
-        assert not got[broken].isfinite().any()
-        assert torch.equal(got[others], parts.whole(x)[others])
+        assert not got[broken].isfinite().any(), (value, rows)
+        assert torch.equal(got[others], parts.whole(x)[others]), (value, rows)
 
 
 @EACH_KERNELS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product as product_of
 from typing import Literal
 
 import pytest
@@ -16,6 +17,7 @@ from tests.kernels import NAMES, kernels
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner
 ROWS = [0, 1, 2, 3, 5, 8, 9, 10, 11, 17, 33, 40, 70]
 NOISE = {"int8": 0.02, "int4": 0.1}  # relative to the norm of all outputs, for random weights
+DTYPES = (torch.float32, torch.bfloat16)
 KINDS = pytest.mark.parametrize("kind", NOISE)
 
 
@@ -44,38 +46,30 @@ def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None =
 
 
 @KINDS
-@pytest.mark.parametrize(("channels", "inner"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-def test_native_products_and_twins_give_the_same_bits(
-    native: Products, kind: str, channels: int, inner: int, dtype: torch.dtype, biased: bool
-) -> None:
+def test_native_products_and_twins_give_the_same_bits(native: Products, kind: str) -> None:
     library = kernels("native").library
     if kind == "int4" and library is not None and not library.int4_is_exact():
         pytest.skip("this CPU multiplies int4 as bfloat16, which test_tiles.py holds to its own bits")
-    weight, bias = random(channels, inner), random(channels, seed=2) if biased else None
-    ours, twin = product(native, kind, weight, bias), product(Products(), kind, weight, bias)
-    for rows in ROWS:
-        x = activations(rows, inner, dtype)
-        got = ours(x)
-        assert got.dtype is dtype
-        assert torch.equal(got, twin(x)), f"{rows} rows"
+    for (channels, inner), biased in product_of(SHAPES, (True, False)):
+        weight, bias = random(channels, inner), random(channels, seed=2) if biased else None
+        ours, twin = product(native, kind, weight, bias), product(Products(), kind, weight, bias)
+        for rows, dtype in product_of(ROWS, DTYPES):
+            x = activations(rows, inner, dtype)
+            got, case = ours(x), (channels, inner, biased, rows, dtype)
+            assert got.dtype is dtype, case
+            assert torch.equal(got, twin(x)), case
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype: torch.dtype) -> None:
+def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins() -> None:
     """On every CPU, and many rows those of a product that is not loose."""
     library = kernels("native").library
     assert library is not None
     weight, bias = random(49, 576), random(49, seed=2)
     loose = product(NativeProducts(library, ProductOptions(loose=True)), "int4", weight, bias)
     twin, steady = (product(p, "int4", weight, bias) for p in (Products(), NativeProducts(library)))
-    for rows in (1, 3, 8):
+    for rows, dtype in product_of((1, 3, 8, 9, 40), DTYPES):
         x = activations(rows, 576, dtype)
-        assert torch.equal(loose(x), twin(x)), f"{rows} rows"
-    for rows in (9, 40):
-        x = activations(rows, 576, dtype)
-        assert torch.equal(loose(x), steady(x)), f"{rows} rows"
+        assert torch.equal(loose(x), (twin if rows < 9 else steady)(x)), (rows, dtype)
 
 
 @pytest.mark.parametrize("kind", [*NOISE, "bfloat16", "float32"])
@@ -96,21 +90,19 @@ def test_weights_that_are_read_past_the_caches_are_the_same_weights(native: Prod
 
 
 @KINDS
-@pytest.mark.parametrize("inner", [80, 576])
-def test_a_row_does_not_depend_on_the_rows_beside_it(native: Products, kind: str, inner: int) -> None:
-    run, x = product(native, kind, random(40, inner)), activations(33, inner)
-    whole = run(x)
-    for step in (1, 2, 7, 16):
-        assert torch.equal(torch.cat([run(part) for part in x.split(step)]), whole), f"{step} rows at a time"
+def test_a_row_does_not_depend_on_the_rows_beside_it(native: Products, kind: str) -> None:
+    for inner, step in product_of((80, 576), (1, 2, 7, 16)):
+        run, x = product(native, kind, random(40, inner)), activations(33, inner)
+        assert torch.equal(torch.cat([run(part) for part in x.split(step)]), run(x)), (inner, step)
 
 
 @KINDS
-@pytest.mark.parametrize(("channels", "inner"), SHAPES)
-def test_products_are_near_the_real_ones(native: Products, kind: str, channels: int, inner: int) -> None:
-    weight, bias, x = random(channels, inner), random(channels, seed=2), random(9, inner, seed=3)
-    want = x.double() @ weight.double().T + bias.double()
-    got = product(native, kind, weight, bias)(x).double()
-    assert (got - want).norm() <= NOISE[kind] * want.norm()
+def test_products_are_near_the_real_ones(native: Products, kind: str) -> None:
+    for channels, inner in SHAPES:
+        weight, bias, x = random(channels, inner), random(channels, seed=2), random(9, inner, seed=3)
+        want = x.double() @ weight.double().T + bias.double()
+        got = product(native, kind, weight, bias)(x).double()
+        assert (got - want).norm() <= NOISE[kind] * want.norm(), (channels, inner)
 
 
 @KINDS
@@ -126,14 +118,12 @@ def test_one_large_activation_leaves_the_others_their_bits(native: Products, kin
 
 
 @KINDS
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) -> None:
-    x = random(3, 96)
-    x[1, 40] = value
-    for products in (native, Products()):
+def test_what_is_not_finite_stays_so(native: Products, kind: str) -> None:
+    for value, products in product_of((float("nan"), float("inf")), (native, Products())):
+        x = random(3, 96)
+        x[1, 40] = value
         finite = product(products, kind, random(20, 96, seed=1))(x).isfinite()
-        assert finite[[0, 2]].all()
-        assert not finite[1].any()
+        assert finite.all(1).tolist() == finite.any(1).tolist() == [True, False, True], value
 
 
 def test_turning_by_h_is_a_product_with_a_hadamard_matrix() -> None:
@@ -149,14 +139,11 @@ def test_a_weight_of_another_shape_is_refused(name: Literal["torch", "native"]) 
     """The error has the given and the required sizes, for any product."""
     products, weight = kernels(name).products, random(16, 64)
     int8, int4 = quantize_int8(weight), quantize_int4(weight)
-    with pytest.raises(
-        ValueError, match=r"a weight of (inner size 64 for rows of 128|1024 bytes .* has 2048)"
-    ):
-        products.laid_out(int8, None, 96, 16)
-    with pytest.raises(ValueError, match=r"a weight of (inner size 64 for rows of 96|512 bytes .* has 768)"):
-        products.laid_out(int4, None, 96, 16)
     short = int4._replace(scales=int4.scales[:, :1])
-    with pytest.raises(
-        ValueError, match=r"a weight of (inner size 32 for rows of 64|512 bytes with 32 of sc)"
+    for wrong, inner, fault in (
+        (int8, 96, "inner size 64 for rows of 128|1024 bytes .* has 2048"),
+        (int4, 96, "inner size 64 for rows of 96|512 bytes .* has 768"),
+        (short, 64, "inner size 32 for rows of 64|512 bytes with 32 of sc"),
     ):
-        products.laid_out(short, None, 64, 16)
+        with pytest.raises(ValueError, match=f"a weight of ({fault})"):
+            products.laid_out(wrong, None, inner, 16)
