@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
+from specinfer.verify.scan import SAMPLE_REQUEST, LogitBlock, sample_request
+from tests.kernels import kernels
 
 Row = NDArray[np.float32]
 
@@ -36,6 +40,46 @@ PARAMS = {
     "min_p": SamplingParams(temperature=1.2, min_p=0.05),
     "all": SamplingParams(temperature=0.7, top_k=300, top_p=0.9, min_p=0.01),
 }
+
+
+ALL_PARAMS = {
+    **PARAMS,
+    "greedy": SamplingParams(temperature=0),
+    "hot top_p": SamplingParams(temperature=30.0, top_p=0.9),
+}
+
+
+def native_scan() -> NativeScan:
+    scan = kernels("native").scan
+    assert isinstance(scan, NativeScan)
+    return scan
+
+
+def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
+    """The same rows in both dtypes, the second cut off and with gaps between them."""
+    vocab = len(lines[0])
+    wide = np.full((len(lines), vocab + 5), 0x7F7F, dtype=np.uint16)
+    wide[:, :vocab] = [(line.view(np.uint32) >> 16).astype(np.uint16) for line in lines]
+    return {"float32": LogitBlock(np.stack(lines)), "bfloat16": LogitBlock(wide[:, :vocab])}
+
+
+def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int = 12) -> NDArray[Any]:
+    """Requests at one position after another."""
+    each = zip(params, seeds, strict=True)
+    return np.array([sample_request(p, s, position + i) for i, (p, s) in enumerate(each)], SAMPLE_REQUEST)
+
+
+def with_threads(answer: Callable[[], Any]) -> list[Any]:
+    """What is answered with 1, 2 and 8 threads of the library."""
+    library, answers = kernels("native").library, []
+    before = library.threads()
+    try:
+        for threads in (1, 2, 8):
+            library.set_threads(threads)
+            answers.append(answer())
+    finally:
+        library.set_threads(before)
+    return answers
 
 
 def rows(vocab: int) -> dict[str, Row]:

@@ -16,37 +16,16 @@ from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, biases, joined
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock, choice, sample_request
+from specinfer.verify.scan import NO_TOKEN, NUMPY, LogitBlock, choice
 from specinfer.verify.target_law import NUMPY_ROW
-from tests.kernels import kernels
-from tests.unit.kernels.logit_rows import PARAMS, Row, rows
+from tests.unit.kernels.logit_rows import ALL_PARAMS, Row, asked, blocks, native_scan, rows, with_threads
 
 pytestmark = pytest.mark.thorough
-
-ALL_PARAMS = {
-    **PARAMS,
-    "greedy": SamplingParams(temperature=0),
-    "hot top_p": SamplingParams(temperature=30.0, top_p=0.9),
-}
 
 
 @pytest.fixture(scope="module")
 def native() -> NativeScan:
     return native_scan()
-
-
-def native_scan() -> NativeScan:
-    scan = kernels("native").scan
-    assert isinstance(scan, NativeScan)
-    return scan
-
-
-def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
-    """The same rows in both dtypes, cut off, with gaps between them."""
-    vocab = len(lines[0])
-    wide = np.full((len(lines), vocab + 5), 0x7F7F, dtype=np.uint16)
-    wide[:, :vocab] = [(line.view(np.uint32) >> 16).astype(np.uint16) for line in lines]
-    return {"float32": LogitBlock(np.stack(lines)), "bfloat16": LogitBlock(wide[:, :vocab])}
 
 
 def check(
@@ -79,7 +58,6 @@ def some_changes(rng: np.random.Generator, row: Row) -> RowChanges:
     return joined([bans(likely[:2]), biases({int(likely[-1]): 3.3, 0: -1.7}), RowChanges(ids, terms)])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
 @pytest.mark.parametrize("vocab", [41, 257, 1025, 40_003])
 def test_choices_in_changed_rows_are_those_of_the_law(
@@ -89,10 +67,7 @@ def test_choices_in_changed_rows_are_those_of_the_law(
     for block in blocks(lines).values():
         numbers = [*range(len(lines)), *range(len(lines))]
         of = [some_changes(rng, block[row]) if n % 3 else NOTHING for n, row in enumerate(numbers)]
-        requests = np.array(
-            [sample_request(params, 7 + n, n) for n in range(len(numbers))], dtype=SAMPLE_REQUEST
-        )
-        check(native, block, numbers, requests, of)
+        check(native, block, numbers, asked([params] * len(of), range(7, 7 + len(of)), 0), of)
 
 
 VOCAB = 40
@@ -131,7 +106,7 @@ def test_choices_of_any_rows_with_any_changes(
     seed: int,
 ) -> None:
     native, of = native_scan(), [row_changes(own) for own in entries]
-    requests = np.array([sample_request(params, seed, n) for n in range(4)], dtype=SAMPLE_REQUEST)
+    requests = asked([params] * 4, [seed] * 4, 0)
     with np.errstate(over="ignore", invalid="ignore"):  # the law's, of differences that float32 does not have
         for block in blocks([np.array(line, dtype=np.float32) for line in lines]).values():
             check(native, block, [n % len(lines) for n in range(4)], requests, of)
@@ -155,9 +130,7 @@ def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
     RowChanges(np.arange(count), terms).apply(expected)
     finite = np.isfinite(expected)
     logits, terms, expected = logits[finite], terms[finite], expected[finite]
-    requests = np.array(
-        [sample_request(SamplingParams(temperature=0), 0, 0)] * len(logits), dtype=SAMPLE_REQUEST
-    )
+    requests = asked([SamplingParams(temperature=0)] * len(logits), [0] * len(logits), 0)
     for changed in (0, 1):
         lines = np.stack([logits, expected] if changed == 0 else [expected, logits], axis=1)
         own = [RowChanges(np.array([changed]), term[None]) for term in terms]
@@ -178,9 +151,7 @@ def test_a_row_that_is_left_to_the_law_is_changed_there_too(
 
     monkeypatch.setattr(sampling, "choice", counted)
     for block in blocks([np.array([5, 0, 0], dtype=np.float32), np.zeros(3, dtype=np.float32)]).values():
-        requests = np.array(
-            [sample_request(SamplingParams(top_p=0.5), seed, 3) for seed in range(30)], dtype=SAMPLE_REQUEST
-        )
+        requests = asked([SamplingParams(top_p=0.5)] * 30, range(30), 3)
         # Half of two equal ones is a matter of rounding.
         of = [bans([0]) if n % 2 else bans([2]) for n in range(30)]
         check(native, block, [0 if n % 2 else 1 for n in range(30)], requests, of)
@@ -192,11 +163,9 @@ def test_a_row_that_is_left_to_the_law_is_changed_there_too(
 @pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
 def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, params: SamplingParams) -> None:
     block = blocks([rows(70)["wide"], np.full(70, np.nan, dtype=np.float32)])
-    requests = np.array([sample_request(params, 1, n) for n in range(4)], dtype=SAMPLE_REQUEST)
+    requests, of = asked([params] * 4, [1] * 4, 0), [bans(range(70)), bans(range(69)), NOTHING, bans([3])]
     for lying in block.values():
-        got = check(
-            native, lying, [0, 0, 1, 1], requests, [bans(range(70)), bans(range(69)), NOTHING, bans([3])]
-        )
+        got = check(native, lying, [0, 0, 1, 1], requests, of)
         assert got == [NO_TOKEN, 69, NO_TOKEN, NO_TOKEN]
         # If NaNs are banned, only numbers are left.
         [got_behind] = check(native, lying, [1], requests[:1], [joined([bans(range(70)), biases({4: 1.0})])])
@@ -204,26 +173,17 @@ def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, param
 
 
 def test_with_any_number_of_threads(native: NativeScan) -> None:
-    library = kernels("native").library
-    assert library is not None
     lines, rng = list(rows(40_003).values()), np.random.default_rng(0)
     numbers = np.arange(60) % len(lines)
     of = Changes.of([some_changes(rng, lines[row]) for row in numbers])
-    requests = np.array([sample_request(ALL_PARAMS["top_p"], n, n) for n in range(60)], dtype=SAMPLE_REQUEST)
-    before = library.threads()
-    try:
-        answers = []
-        for threads in (1, 2, 8):
-            library.set_threads(threads)
-            answers.append(native.choices(LogitBlock(np.stack(lines)), numbers, requests, of).tolist())
-    finally:
-        library.set_threads(before)
-    assert answers[0] == answers[1] == answers[2]
+    requests, block = asked([ALL_PARAMS["top_p"]] * 60, range(60), 0), LogitBlock(np.stack(lines))
+    one, *others = with_threads(lambda: native.choices(block, numbers, requests, of).tolist())
+    assert others == [one, one]
 
 
 def test_tokens_that_rows_lack_are_refused(native: NativeScan) -> None:
     block = LogitBlock(np.zeros((3, 20), dtype=np.float32))
-    requests = np.array([sample_request(SamplingParams(), 1, n) for n in range(2)], dtype=SAMPLE_REQUEST)
+    requests = asked([SamplingParams()] * 2, [1, 1], 0)
     for scan in (native, NUMPY):
         for wrong in (20, 2**62, -1, -(2**62)):
             for of in ([bans([3]), bans([3, wrong])], [bans([wrong]), NOTHING]):
@@ -235,24 +195,15 @@ def test_tokens_that_rows_lack_are_refused(native: NativeScan) -> None:
 
 def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
     block, numbers = LogitBlock(np.zeros((3, 20), dtype=np.float32)), np.arange(2, dtype=np.int64)
-    requests = np.array([sample_request(SamplingParams(), 1, n) for n in range(2)], dtype=SAMPLE_REQUEST)
+    requests = asked([SamplingParams()] * 2, [1, 1], 0)
     good = Changes.of([bans([3, 4]), bans([5])])
     for wrong, said in (
-        (
-            good._replace(ends=good.ends[:1]),
-            r"the ends of changes must be contiguous int64 \[2\], got int64 \[1\]",
-        ),
-        (
-            good._replace(ends=good.ends + 1),
-            r"the tokens of changes must be contiguous int64 \[4\], got int64 \[3\]",
-        ),
-        (
-            good._replace(terms=good.terms[:, :3]),
-            r"the terms of changes must be .* \[3, 4\], got float32 \[3, 3\]",
-        ),
-        (good._replace(terms=good.terms.T.copy().T), r"the terms of changes must be contiguous"),
+        ({"ends": good.ends[:1]}, r"ends of changes must be contiguous int64 \[2\], got int64 \[1\]"),
+        ({"ends": good.ends + 1}, r"tokens of changes must be contiguous int64 \[4\], got int64 \[3\]"),
+        ({"terms": good.terms[:, :3]}, r"terms of changes must be .* \[3, 4\], got float32 \[3, 3\]"),
+        ({"terms": good.terms.T.copy().T}, r"terms of changes must be contiguous"),
     ):
-        with pytest.raises(TypeError, match=said):
-            native.choices(block, numbers, requests, wrong)
+        with pytest.raises(TypeError, match=f"the {said}"):
+            native.choices(block, numbers, requests, good._replace(**wrong))
     with pytest.raises(IndexError, match=r"row ends \[4, 3\]"):
         native.choices(block, numbers, requests, good._replace(ends=np.array([4, 3])))

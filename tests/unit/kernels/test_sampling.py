@@ -12,15 +12,12 @@ from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import NUMPY
 from specinfer.verify.target_law import MASS_ERROR, Law, target_law
-from tests.kernels import kernels
-from tests.unit.kernels.logit_rows import PARAMS, SIZES, rows
+from tests.unit.kernels.logit_rows import PARAMS, SIZES, native_scan, rows
 
 
 @pytest.fixture(scope="module")
 def native() -> NativeScan:
-    scan = kernels("native").scan
-    assert isinstance(scan, NativeScan)
-    return scan
+    return native_scan()
 
 
 def test_the_likeliest_tokens_and_the_mass_are_the_twins(native: NativeScan) -> None:

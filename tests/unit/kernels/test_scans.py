@@ -17,20 +17,18 @@ from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock, sample_request
+from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock
 from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, target_law
-from tests.kernels import kernels
-from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, rows
+from tests.unit.kernels import logit_rows
+from tests.unit.kernels.logit_rows import SIZES, Row, asked, blocks, native_scan, rows, with_threads
 
 ALL_PARAMS = {
-    **PARAMS,
-    "greedy": SamplingParams(temperature=0),
+    **logit_rows.ALL_PARAMS,
     "nearly greedy": SamplingParams(temperature=9.9e-6, top_p=0.5),
     "coldest": SamplingParams(temperature=1e-5),
     "hottest": SamplingParams(temperature=1e300, top_p=0.9),
     "one": SamplingParams(top_k=1),
     "many": SamplingParams(temperature=1.3, top_k=10**30),
-    "hot top_p": SamplingParams(temperature=30.0, top_p=0.9),
     "nearly all": SamplingParams(temperature=1.0, top_p=1 - 1e-12),
     "nearly none": SamplingParams(temperature=1.0, top_p=1e-320),
     "tiny min_p": SamplingParams(temperature=0.1, min_p=5e-324),
@@ -43,29 +41,7 @@ ALL_PARAMS = {
 
 @pytest.fixture(scope="module")
 def native() -> NativeScan:
-    scan = kernels("native").scan
-    assert isinstance(scan, NativeScan)
-    return scan
-
-
-def bits(row: Row) -> NDArray[np.uint16]:
-    """float32 as the bits of bfloat16, cut off."""
-    return (row.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
-    """The same rows in both dtypes, the second with gaps between them."""
-    vocab = len(lines[0])
-    wide = np.zeros((len(lines), vocab + 5), dtype=np.uint16)
-    wide[:, :vocab] = [bits(line) for line in lines]
-    return {"float32": LogitBlock(np.stack(lines)), "bfloat16": LogitBlock(wide[:, :vocab])}
-
-
-def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int = 12) -> NDArray[Any]:
-    return np.array(
-        [sample_request(p, s, position + i) for i, (p, s) in enumerate(zip(params, seeds, strict=True))],
-        SAMPLE_REQUEST,
-    )
+    return native_scan()
 
 
 def oracle(row: Row, params: SamplingParams, seed: int, position: int) -> int:
@@ -125,8 +101,7 @@ def test_choices_are_those_of_the_law(native: NativeScan, vocab: int, params: Sa
 def test_choices_of_any_row(
     row: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    native = kernels("native").scan
-    assert isinstance(native, NativeScan)
+    native = native_scan()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with np.errstate(over="ignore"):  # the twin's, of differences that float32 does not have
         for block in blocks([np.array(row, dtype=np.float32)]).values():
@@ -157,14 +132,10 @@ def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top
         total = weights[: top_k or None].sum()
         cuts = [0, 1, 2, 5, 17, 38]
         params = [
-            SamplingParams(temperature=temperature, top_k=top_k, top_p=min(p, 1.0))
+            SamplingParams(temperature=temperature, top_k=top_k, **{name: min(p, 1.0)})
             for cut in cuts
-            for p in near(float(weights[: cut + 1].sum() / total))
-        ]
-        params += [
-            SamplingParams(temperature=temperature, top_k=top_k, min_p=min(p, 1.0))
-            for cut in cuts
-            for p in near(float(weights[cut]))
+            for name, exactly in (("top_p", weights[: cut + 1].sum() / total), ("min_p", weights[cut]))
+            for p in near(float(exactly))
         ]
         for block in blocks([row]).values():
             # Few ids are kept apart by one choice: so several.
@@ -237,39 +208,31 @@ def test_the_law_is_asked_only_where_rounding_may_decide(
 
 
 def test_with_any_number_of_threads(native: NativeScan) -> None:
-    library = kernels("native").library
-    assert library is not None
     lines = list(rows(40_003).values())
     numbers = np.arange(60, dtype=np.int64) % len(lines)
     requests = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60))
-    before = library.threads()
-    try:
-        answers = []
-        for threads in (1, 2, 8):
-            library.set_threads(threads)
-            found = native.likeliest(LogitBlock(np.stack(lines)), numbers, 9, np.full(60, 0.8))
-            chosen = native.choices(LogitBlock(np.stack(lines)), numbers, requests)
-            answers.append([part.tolist() for part in (chosen, *found)])
-    finally:
-        library.set_threads(before)
-    assert answers[0] == answers[1] == answers[2]
+    block = LogitBlock(np.stack(lines))
+
+    def answer() -> list[Any]:
+        found = native.likeliest(block, numbers, 9, np.full(60, 0.8))
+        return [part.tolist() for part in (native.choices(block, numbers, requests), *found)]
+
+    one, *others = with_threads(answer)
+    assert others == [one, one]
 
 
 # ---- the likeliest ----
 
 
-@pytest.mark.parametrize("vocab", SIZES)
-def test_the_likeliest_are_the_most_likely_of_each_row(native: NativeScan, vocab: int) -> None:
-    for block in blocks(list(rows(vocab).values())).values():
+def test_the_likeliest_are_the_most_likely_of_each_row(native: NativeScan) -> None:
+    for block in (block for vocab in SIZES for block in blocks(list(rows(vocab).values())).values()):
         numbers = np.array([*range(len(block)), 0, 2], dtype=np.int64)[::-1].copy()
         temperatures = np.linspace(0.02, 5.0, len(numbers))
-        for n in (1, 3, 64, 700, vocab + 5):
-            got = native.likeliest(block, numbers, n, temperatures)
-            want = NUMPY.likeliest(block, numbers, n, temperatures)
-            assert got.ids.tolist() == want.ids.tolist()
-            assert got.values.tolist() == want.values.tolist()
-            assert got.found.tolist() == want.found.tolist()
-            np.testing.assert_allclose(got.masses, want.masses, rtol=2 * MASS_ERROR)
+        for n in (1, 3, 64, 700, block.vocab + 5):
+            *got, masses = native.likeliest(block, numbers, n, temperatures)
+            *want, exact = NUMPY.likeliest(block, numbers, n, temperatures)
+            assert [part.tolist() for part in got] == [part.tolist() for part in want], (block.vocab, n)
+            np.testing.assert_allclose(masses, exact, rtol=2 * MASS_ERROR)
 
 
 # ---- refusals ----
