@@ -43,24 +43,22 @@ def named(library: Path, name: str) -> Path:
     return next(path for path in (library, *library.parents) if path.name == name)
 
 
-@pytest.mark.parametrize(
-    ("modes", "refused"),
-    [
-        ({}, None),
-        ({"own": 0o700, "file": 0o600}, None),
-        ({"file": 0o757}, "library.so"),
-        ({"own": 0o757}, "own"),
-        ({"own": 0o1777}, "own"),  # others can put a file there before we do
-        ({"parent": 0o757}, "parent"),  # another user could replace the folder
-        ({"parent": 0o1777}, None),  # like /tmp: only the owner of a folder can move it
-    ],
-)
-def test_what_others_may_write_to_is_refused(
-    tmp_path: Path, modes: dict[str, int], refused: str | None
-) -> None:
-    library = place(tmp_path, **modes)
-    found = fault(library.parent) or fault(library)
-    assert found == (refused and f"{named(library, refused)} can be written by others")
+def test_what_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    for number, (modes, refused) in enumerate(
+        (
+            ({}, None),
+            ({"own": 0o700, "file": 0o600}, None),
+            ({"file": 0o757}, "library.so"),
+            ({"own": 0o757}, "own"),
+            ({"own": 0o1777}, "own"),  # others can put a file there before we do
+            ({"parent": 0o757}, "parent"),  # another user could replace the folder
+            ({"parent": 0o1777}, None),  # like /tmp: only the owner of a folder can move it
+        )
+    ):
+        (tmp_path / f"{number}").mkdir(mode=0o755)
+        library = place(tmp_path / f"{number}", **modes)
+        found = fault(library.parent) or fault(library)
+        assert found == (refused and f"{named(library, refused)} can be written by others"), modes
 
 
 @pytest.mark.parametrize("whose", ["library.so", "own", "parent"])
@@ -73,11 +71,8 @@ def test_what_belongs_to_another_user_is_refused(
 
     def of_another(self: Path) -> object:
         found = stat(self)
-        return (
-            SimpleNamespace(st_uid=me + 7, st_gid=found.st_gid, st_mode=found.st_mode)
-            if self == path
-            else found
-        )
+        uid = me + 7 if self == path else found.st_uid
+        return SimpleNamespace(st_uid=uid, st_gid=found.st_gid, st_mode=found.st_mode)
 
     monkeypatch.setattr(Path, "stat", of_another)
     assert fault(library) == f"{path} belongs to another user ({me + 7})"
@@ -86,31 +81,17 @@ def test_what_belongs_to_another_user_is_refused(
         assert fault(library) is None, "its owner may load it: what lies around it is root's"
 
 
-@pytest.mark.parametrize(
-    ("members", "primary", "refused"),
-    [
-        ([], {}, False),  # many systems give each user a private group with write access
-        (["me", "root"], {"me": 7, "root": 7}, False),
-        (["me", "you"], {"me": 7}, True),
-        ([], {"me": 7, "you": 7}, True),
-        (["who left"], {"me": 7}, True),
-    ],
-)
-def test_a_group_of_ones_own_is_nobody_else(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    members: list[str],
-    primary: dict[str, int],
-    refused: bool,
-) -> None:
+GROUPS = [  # members, groups of users, whether it is refused
+    ([], {}, False),  # many systems give each user a private group with write access
+    (["me", "root"], {"me": 7, "root": 7}, False),
+    (["me", "you"], {"me": 7}, True),
+    ([], {"me": 7, "you": 7}, True),
+    (["who left"], {"me": 7}, True),
+]
+
+
+def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ids = {"me": os.geteuid(), "root": 0, "you": 12345}
-    users = {
-        name: SimpleNamespace(pw_name=name, pw_uid=uid, pw_gid=primary.get(name, 1))
-        for name, uid in ids.items()
-    }
-    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_mem=members))
-    monkeypatch.setattr(pwd, "getpwnam", users.__getitem__)
-    monkeypatch.setattr(pwd, "getpwall", lambda: list(users.values()))
     library = place(tmp_path, own=0o775)
     stat = Path.stat
 
@@ -119,7 +100,15 @@ def test_a_group_of_ones_own_is_nobody_else(
         return SimpleNamespace(st_uid=found.st_uid, st_gid=7, st_mode=found.st_mode)
 
     monkeypatch.setattr(Path, "stat", in_the_group)
-    assert (fault(library.parent) is not None) == refused
+    for members, primary, refused in GROUPS:
+        users = {
+            name: SimpleNamespace(pw_name=name, pw_uid=uid, pw_gid=primary.get(name, 1))
+            for name, uid in ids.items()
+        }
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, members=members: SimpleNamespace(gr_mem=members))
+        monkeypatch.setattr(pwd, "getpwnam", users.__getitem__)
+        monkeypatch.setattr(pwd, "getpwall", lambda users=users: list(users.values()))
+        assert (fault(library.parent) is not None) == refused, (members, primary)
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
