@@ -4,7 +4,6 @@ import itertools
 import json
 
 import numpy as np
-import pytest
 
 from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, byte_id, grammar_of, ids, schema_format
 
@@ -40,13 +39,12 @@ def runs(text):
     return [len(list(run)) for is_blank, run in itertools.groupby(text, str.isspace) if is_blank]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_text_of_blanks_comes_to_its_end(form, seed):
-    text = blank_text(grammar_of(**FORMS[form]), seed)
-    assert set(json.loads(text.lstrip("="))) == {"a", "b"}
-    assert 5 < len(runs(text)) < 30
-    assert max(runs(text)) <= 33  # a line break and indentation
+def test_a_text_of_blanks_comes_to_its_end():
+    for form, seed in itertools.product(FORMS, range(3)):
+        text = blank_text(grammar_of(**FORMS[form]), seed)
+        assert set(json.loads(text.lstrip("="))) == {"a", "b"}, (form, seed)
+        assert 5 < len(runs(text)) < 30, (form, seed)
+        assert max(runs(text)) <= 33, (form, seed)  # a line break and indentation
 
 
 PRETTY = {
@@ -61,15 +59,15 @@ PRETTY = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("whitespace", "taken"),
-    [
-        ("bounded", {"compact", "usual", "spaced", "indented", "by tabs"}),
-        ("any", set(PRETTY)),
-        ("none", {"compact"}),
-    ],
-)
-def test_white_space_follows_the_option(form, whitespace, taken):
-    grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
-    assert {name for name, text in PRETTY.items() if accepts(grammar, text)} == taken
+TAKEN = {
+    "bounded": {"compact", "usual", "spaced", "indented", "by tabs"},
+    "any": set(PRETTY),
+    "none": {"compact"},
+}
+
+
+def test_white_space_follows_the_option():
+    for form, (whitespace, taken) in itertools.product(FORMS, TAKEN.items()):
+        grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
+        found = {name for name, text in PRETTY.items() if accepts(grammar, text)}
+        assert found == taken, (form, whitespace)

@@ -18,18 +18,7 @@ def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_rows_are_float32_when_looked_at(kind: str) -> None:
-    block = LogitBlock(VALUES if kind == "float32" else bfloat16(VALUES))
-    assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
-    assert [row.tolist() for row in block] == VALUES.tolist()
-    assert all(row.dtype == np.float32 for row in block)
-    assert block.address == block.rows_RV.ctypes.data
-    with pytest.raises(IndexError):
-        block[3]
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_rows_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> None:
+def test_rows_are_float32_and_those_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> None:
     made = VALUES if kind == "float32" else bfloat16(VALUES)
     shown: list[str] = []
 
@@ -39,8 +28,13 @@ def test_rows_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> No
 
     block = LogitBlock.from_address(made.ctypes.data, kind, (3, 3), show)
     same = LogitBlock(made)
-    assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
-    assert (block.address, block.nbytes) == (same.address, same.nbytes) == (made.ctypes.data, made.nbytes)
+    for one in (block, same):
+        assert (one.dtype, one.vocab, one.stride, len(one)) == (kind, 3, 3, 3)
+        assert (one.address, one.nbytes) == (made.ctypes.data, made.nbytes)
     assert not shown
-    assert [row.tolist() for row in block] == VALUES.tolist()
+    for one in (block, same):
+        assert [row.tolist() for row in one] == VALUES.tolist()
+        assert all(row.dtype == np.float32 for row in one)
+        with pytest.raises(IndexError):
+            one[3]
     assert shown == ["once"]
