@@ -114,4 +114,6 @@ async def an_agent_hands_over_to_another() -> None:
 async def errors_are_the_clients_own() -> None:
     for model in MODELS:
         with refused(openai.BadRequestError, "top_p"):
-            await Runner.run(Agent(name="guide", model=model, model_settings=ModelSettings(top_p=3)), GREETING)
+            await Runner.run(
+                Agent(name="guide", model=model, model_settings=ModelSettings(top_p=3)), GREETING
+            )

@@ -70,7 +70,7 @@ def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int 
 
 
 def with_threads(answer: Callable[[], Any]) -> list[Any]:
-    """What is answered with 1, 2 and 8 threads of the library."""
+    """The answers with 1, 2 and 8 threads of the library."""
     library, answers = kernels("native").library, []
     before = library.threads()
     try:

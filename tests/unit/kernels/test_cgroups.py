@@ -79,7 +79,7 @@ def group(folder: str = "", **files: int | str) -> Groups:
 
 
 def nested(outside: int, inside: int) -> Groups:
-    """What is taken of 1000 in a group, and of 500 in one below it."""
+    """A group that uses `outside` of 1000, and one below it that uses `inside` of 500."""
     return group("a/", max_=1000, current=outside) | group("a/b/", max_=500, current=inside)
 
 

@@ -116,7 +116,7 @@ def test_what_the_last_caches_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert cache_bytes() == held, caches
 
 
-OMP = [  # OMP_NUM_THREADS, wanted threads, threads: an explicit number is used, outer regions count
+OMP = [  # OMP_NUM_THREADS, requested threads, threads: an explicit number is used, outer regions count
     *((None, None, 4), (None, 3, 3), (None, 9, 9), ("", None, 4), ("2", None, 2), ("2", 3, 2), ("2", 1, 1)),
     *(("8", None, 4), ("8", 9, 8), ("3,2", None, 3), (" 2 ", None, 2)),
     *((wrong, None, 4) for wrong in ("0", "-1", "many", ",2", "2.5")),
