@@ -1,6 +1,6 @@
 // Compares native kernels with plain loops: `proof LIBRARY` prints a line for each fault.
 //
-// kernels/faults.py compares products with PyTorch on the machine that uses them. This program needs no Python, so it
+// check/kernel_faults.py compares products with PyTorch on the machine that uses them. This program needs no Python, so it
 // runs under an emulator, and also tests the operations between products. int8 products, int4 ones without a matrix
 // unit, sums and copies must be equal to the last bit, and others within a tolerance. No row may depend on other rows.
 // tests/unit/kernels/test_native_proof.py compiles and runs it.

@@ -35,6 +35,19 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
+def test_files_that_the_code_names_exist() -> None:
+    sources = [
+        *ROOT.glob("specinfer/**/*.py"),
+        *ROOT.glob("specinfer/kernels/cpu/*"),
+        *ROOT.glob("tests/native/*"),
+    ]
+    files = {path.as_posix() for path in ROOT.glob("specinfer/**/*.*")}
+    files |= {path.as_posix() for path in ROOT.glob("tests/**/*.*")}
+    for source in sources:
+        for name in re.findall(r"(?<![\w/<*])(?:\w+/)+\w+\.(?:py|cpp)\b", source.read_text(encoding="utf-8")):
+            assert any(file.endswith(f"/{name}") for file in files), f"{source.name}: {name}"
+
+
 def test_the_readme_shows_commands() -> None:
     lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
     assert len([line for line in lines if line.startswith("specinfer ")]) >= 2

@@ -39,7 +39,7 @@ struct Paths {
   }
 };
 
-// The fault in paths over a cache of `num_slots` slots, numbered as in attention/native.py; 0: none.
+// The fault in paths over a cache of `num_slots` slots, numbered as in kernels/attention.py; 0: none.
 int32_t fault_of(const Paths& paths, int64_t num_slots);
 
 }  // namespace specinfer

@@ -1,4 +1,4 @@
-// Floats of a file as int8 and int4 weights. kernels/quantizers.py defines the numbers; every operation here rounds as
+// Floats of a file as int8 and int4 weights. kernels/layout.py defines the numbers; every operation here rounds as
 // there, and the squares of a group's errors are added in the same order, so all bits are equal.
 //
 // Sixteen rows are quantized together, one per lane, which is the layout of products.
@@ -191,11 +191,12 @@ template <bool kAbove, bool kBelow>
   return even + odd;
 }
 
-// The same grid for all channels, several times as fast: errors are computed with fewer roundings, and as PyTorch does only
-// those of a channel that are too near to its least one. `place` above is at most 32, so its two roundings, and the two of
-// PyTorch's, err by less than 2^-18, and an element's error differs from PyTorch's by less than d = 2^-16, also if the
-// level differs. So the sum s of squares differs by less than d (8 + 4 s), since the sum of 32 absolute values is at most
-// 4 + 2 s, and by roundings of the sums. False if a number is not finite, or an error too large.
+// The grid of least error for each channel, as PyTorch finds it, but several times as fast: errors are computed with fewer
+// roundings. If several errors of a channel are too near to the least, these are computed again as PyTorch does. `place`
+// above is at most 32, so its two roundings, and the two of PyTorch's, err by less than 2^-18, and an element's error differs
+// from PyTorch's by less than d = 2^-16, also if the level differs. So the sum s of squares differs by less than d (8 + 4 s),
+// since the sum of 32 absolute values is at most 4 + 2 s, and by roundings of the sums. False if a number is not finite, or
+// an error too large.
 bool find_grid(const Floats* x, Grid& best) {
   constexpr float kEach = 9 * 0x1p-16f, kOfSum = 5 * 0x1p-16f;
   Floats low = 0.0f, high = 0.0f;

@@ -43,7 +43,7 @@ _FEW: Final = 3  # plain steps needed after such a change
 _GIVEN_UP: Final = 128  # steps without guesses before layers get a draft's memory
 KEPT: Final = 5  # recent multiples whose median is used
 
-# Stages of a step (engine/metrics.py): those of the target's pass, and those of speculators.
+# Stages of a step (engine/steps.py): those of the target's pass, and those of speculators.
 TARGET_STAGES: Final = ("target_forward", "verify")
 GUESSING_STAGES: Final = ("propose", "observe")
 

@@ -33,7 +33,7 @@ class LevelPass:
 class StepReport:
     """Results of a step.
 
-    `seconds` has the time of each stage of the step (engine/metrics.py), and as `observe` the time of the
+    `seconds` has the time of each stage of the step (engine/steps.py), and as `observe` the time of the
     speculators' `observe`. It is empty for requests that end outside a step.
     """
 
