@@ -14,9 +14,15 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat_prompt import ChatPrompt
 from specinfer.serve.api.reports import Tally
 from specinfer.serve.api.service import Service
+from specinfer.serve.dialect.call_parser import (
+    ArgumentsPiece,
+    CallEnded,
+    CallStarted,
+    Content,
+    ReasoningPiece,
+)
+from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.dialect.dialect import AnswerReader
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content, ReasoningPiece
-from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError, OwnNames

@@ -15,8 +15,8 @@ from specinfer.serve.api.answer import Event, Prompts
 from specinfer.serve.api.completions import ChoicesAnswer
 from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, ReasoningPiece
-from specinfer.serve.dialect.reader import Event as Found
+from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallStarted, Content, ReasoningPiece
+from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
 from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, TextPart

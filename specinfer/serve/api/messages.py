@@ -13,7 +13,7 @@ from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.chat_prompt import ChatPrompt
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.reader import Event as Found
+from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.http.api_error import ApiError, OwnNames
 
 # Kind of a part -> type of its deltas, and the field that holds their text.

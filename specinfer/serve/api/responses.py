@@ -17,7 +17,7 @@ from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.reports import ChatLogprobs
 from specinfer.serve.api.response_fields import ResponseFields, output_messages, stored_items
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.reader import Event as Found
+from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.http.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.http.event_stream import typed_events
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specinfer.errors import RequestError
 from specinfer.grammar.lark import escaped
 from specinfer.request import Delta
 from specinfer.serve.dialect.call_format import CallFormat
-from specinfer.serve.dialect.call_parser import CallParser
-from specinfer.serve.dialect.reader import Content, Event, Reader, ReasoningPiece, Rule
+from specinfer.serve.dialect.call_parser import CallParser, Content, Event, ReasoningPiece, certain
 from specinfer.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -70,8 +70,8 @@ class Reasoning:
         return {"preamble": reasoning, "gap": r"/\n{1,4}/"} | self.delimiter_rules(blanks=False)
 
 
-class ReasoningSplitter(Reader[tuple[str, str]]):
-    """Splits an answer incrementally into reasoning and content.
+class ReasoningSplitter:
+    """Splits an answer incrementally into reasoning and content, however it is cut into pieces.
 
     `starts_inside`: the prompt has opened the reasoning (`Reasoning.opened_by`). Otherwise an answer has
     reasoning only if it starts with OPEN. Line breaks next to the delimiters and white space before OPEN are
@@ -79,43 +79,36 @@ class ReasoningSplitter(Reader[tuple[str, str]]):
     """
 
     def __init__(self, starts_inside: bool) -> None:
-        super().__init__()
-        self._inside = starts_inside
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
+        self._held = ""  # text whose meaning is not known yet
+        self._part: Literal["start", "inside", "content"] = "inside" if starts_inside else "start"
+        self._begins = True  # the next line breaks follow a delimiter
 
-    def _take(self) -> tuple[str, str]:
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        self._reasoning, self._content = [], []
-        return reasoning, content
+    def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Take more text; returns new reasoning and content. `last` ends the answer."""
+        self._held += text
+        if self._part == "start":
+            begun = self._held.lstrip()
+            if begun.startswith(OPEN):
+                self._part, self._held = "inside", begun.removeprefix(OPEN)
+            elif last or not OPEN.startswith(begun):
+                self._part, self._begins = "content", False
+        reasoning = self._reasoning(last) if self._part == "inside" else ""
+        return reasoning, self._rest() if self._part == "content" else ""
 
-    def _text(self) -> Rule[None]:
-        if not self._inside:
-            yield from self._spaces()
-            self._inside = yield from self._literal(OPEN)
-        if self._inside:
-            self._drop()
-            yield from self._up_to_close()
-        self._content.append(self._release())
-        while self.char:
-            self._content.append(self.char)
-            yield
+    def _reasoning(self, last: bool) -> str:
+        found, closed, rest = self._rest().partition(CLOSE)
+        if closed:
+            self._part, self._held, self._begins = "content", rest, True
+            return found.rstrip("\n")
+        size = len(found) if last else certain(found, CLOSE, "\n")
+        self._held = found[size:]
+        return found[:size]
 
-    def _up_to_close(self) -> Rule[None]:
-        """Reasoning, CLOSE, and the line breaks around it."""
-        yield from self._newlines()
-        self._drop()
-        while self.char:
-            yield from self._newlines()
-            if self.char == CLOSE[0] and (yield from self._literal(CLOSE)):
-                yield from self._newlines()
-                self._drop()
-                return
-            self._reasoning.append(self._release())
-            if self.char and self.char not in ("\n", CLOSE[0]):
-                self._reasoning.append(self.char)
-                yield
-        self._reasoning.append(self._release())
+    def _rest(self) -> str:
+        """Take the held text, without line breaks that follow a delimiter."""
+        taken, self._held = self._held.lstrip("\n") if self._begins else self._held, ""
+        self._begins = self._begins and not taken
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +153,10 @@ class AnswerReader:
         In a text with both reasoning and content, tokens are counted in proportion to characters.
         """
         text, last = delta.text, delta.finish_reason is not None
-        reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text)
-        if self._splitter is not None and last:
-            rest = self._splitter.finish()
-            reasoning, content = reasoning + rest[0], content + rest[1]
+        reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text, last=last)
         if reasoning:
             self.reasoning_tokens += len(delta.token_ids) * len(reasoning) // len(reasoning + content)
         found: list[Event] = [ReasoningPiece(reasoning)] if reasoning else []
         if self._parser is None:
             return [*found, Content(content)] if content else found
-        found += self._parser.feed(content)
-        return found + self._parser.finish() if last else found
+        return found + self._parser.feed(content, last=last)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from specinfer.serve.dialect.call_format import (
-    FUNCTION,
-    FUNCTION_END,
-    PARAMETER,
-    PARAMETER_END,
-    CallFormat,
-    Tool,
-)
-from specinfer.serve.dialect.call_parser import CallParser, NoCallError
-from specinfer.serve.dialect.reader import Rule
+from specinfer.serve.dialect.call_format import FUNCTION_END, PARAMETER, PARAMETER_END, CallFormat, Tool
+from specinfer.serve.dialect.call_parser import CallParser, certain
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEFINITIONS: Final = ("$defs", "definitions")
@@ -24,6 +17,9 @@ _JSON_TYPES: Final[Mapping[type, str]] = {
     **{str: "string", float: "number", int: "integer", bool: "boolean", type(None): "null"},
     **{list: "array", dict: "object"},
 }
+_TAG: Final = re.compile(rf"\s*(?:{PARAMETER}([^>\n]+)>\n|{FUNCTION_END})")  # of a parameter, or the last one
+_TEXT: Final = frozenset({"string"})  # a value of these types is written without quotes
+_VALUE_END: Final = f"\n{PARAMETER_END}"
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
 
 
@@ -86,13 +82,10 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def call_parser(
-    call_format: CallFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
-) -> CallParser:
+def call_parser(call_format: CallFormat, tools: Sequence[Tool]) -> CallParser:
     """Return a parser for calls of these tools in a format."""
-    if call_format.name == "qwen3_coder":
-        return TaggedCallParser(call_format, tools, new_id)
-    return CallParser(call_format, [tool.name for tool in tools], new_id)
+    kind = TaggedCallParser if call_format.name == "qwen3_coder" else CallParser
+    return kind(call_format, tools)
 
 
 class TaggedCallParser(CallParser):
@@ -101,75 +94,41 @@ class TaggedCallParser(CallParser):
     The schemas decide which values are strings. A value that should be JSON but is not becomes a string.
     """
 
-    def __init__(
-        self, call_format: CallFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
-    ) -> None:
-        super().__init__(call_format, [tool.name for tool in tools], new_id)
+    def __init__(self, call_format: CallFormat, tools: Sequence[Tool]) -> None:
+        super().__init__(call_format, tools)
         self._types = {
             tool.name: {name: types_of(schema) for name, schema in schemas_of(tool).items()} for tool in tools
         }
 
-    def _call(self) -> Rule[None]:
-        yield from self._expect(FUNCTION)
-        name = self._known((yield from self._name()))
-        self._start(name)
-        try:
-            yield from self._parameters(self._types[name])
-        except NoCallError:
-            self._stop(complete=False)
-            raise
-        self._stop(complete=True)
+    def _start(self, name: str) -> None:
+        self._parameters = self._types[name]
+        self._between = "{"
+        self._open: frozenset[str] | None = None  # types of the value that has started
 
-    def _parameters(self, types: dict[str, frozenset[str]]) -> Rule[None]:
-        between = "{"
+    def _arguments(self) -> str:
+        written = ""
         while True:
-            yield from self._spaces()
-            yield from self._expect("<")
-            if self.char == FUNCTION_END[1]:
-                break
-            yield from self._expect(PARAMETER[1:])
-            key = yield from self._name()
-            if self.char == "\n":
-                yield from self._hold()
-            self._drop()
-            self._emit(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._value(types.get(key, TYPES))
-            between = ", "
-        yield from self._expect(FUNCTION_END[1:])
-        self._drop()
-        self._emit("{}" if between == "{" else "}")
+            if self._open is not None:
+                written += self._value(self._open)
+            tag = _TAG.match(self._held) if self._open is None else None
+            if tag is None:
+                return written
+            self._take(tag.end())
+            if tag[1] is None:
+                self._inside = False
+                return written + ("{}" if self._between == "{" else "}")
+            self._open = self._parameters.get(tag[1], TYPES)
+            written += f"{self._between}{json.dumps(tag[1], ensure_ascii=False)}: "
+            written += '"' if self._open == _TEXT else ""
+            self._between = ", "
 
-    def _value(self, types: frozenset[str]) -> Rule[None]:
-        """A value and its closing tag, with the line break before the tag."""
-        is_text = types == {"string"}
-        kept: list[str] = []
-        if is_text:
-            self._emit('"')
-        while True:
-            if self.char == "\n":
-                yield from self._hold()
-            if self.char == PARAMETER_END[0] and (yield from self._literal(PARAMETER_END)):
-                self._drop()
-                self._emit('"' if is_text else json_of("".join(kept), types))
-                return
-            if not self.char:
-                raise NoCallError
-            is_plain = self.char not in ("\n", PARAMETER_END[0])
-            more = self._release() + (self.char if is_plain else "")
-            if is_text:
-                self._emit(json.dumps(more, ensure_ascii=False)[1:-1])
-            else:
-                kept.append(more)
-            if is_plain:
-                yield
-
-    def _name(self) -> Rule[str]:
-        """The name in a tag, up to its end."""
-        name: list[str] = []
-        while self.char != ">":
-            if self.char in ("", "\n"):
-                raise NoCallError
-            name.append(self.char)
-            yield from self._hold()
-        yield from self._hold()
-        return "".join(name)
+    def _value(self, types: frozenset[str]) -> str:
+        """Take a value, or what is there of a string; at its end `_open` becomes None."""
+        end = self._held.find(_VALUE_END)
+        if end < 0:
+            begun = self._take(certain(self._held, _VALUE_END, "")) if types == _TEXT else ""
+            return json.dumps(begun, ensure_ascii=False)[1:-1]
+        self._open = None
+        value = self._take(end)
+        self._take(len(_VALUE_END))
+        return json.dumps(value, ensure_ascii=False)[1:] if types == _TEXT else json_of(value, types)

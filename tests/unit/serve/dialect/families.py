@@ -95,6 +95,46 @@ TOOLS = tools_of(
 )
 
 
+# As the model's own has it, less the words around it.
+CODER_TEMPLATE = """\
+{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>{% endif %}
+{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls %}
+<tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items %}<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}{% endfor %}[assistant]"""
+CODER = Family(tokenizer(CODER_TEMPLATE, text=("<tool_call>", "</tool_call>")))
+SPECIAL_CODER = Family(tokenizer(CODER_TEMPLATE, special=("<tool_call>", "</tool_call>")))
+TAGGED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "size": {"$ref": "#/$defs/size"},
+        "n": {"type": "integer", "minimum": 1},
+        "on": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
+        "near": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["text", "size"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"enum": ["x", "y"]}, "size": {"type": "string", "enum": ["S", "XL", "\u00d6<\n"]}},
+}
+TAGGED_TOOLS = tools_of(
+    {"name": "put", "parameters": TAGGED_SCHEMA},
+    {"name": "now"},
+    {"name": "any", "parameters": {"type": "object"}},
+)
+
+
+def tagged(name, **values):
+    """A call as Qwen3-Coder writes it."""
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
 def verdict(family, grammar, text):
     """None for an answer that may be; else what of it is legal, with "..." where it is all but its end."""
     return verdict_of_form(family, structured_output(grammar=grammar), text)

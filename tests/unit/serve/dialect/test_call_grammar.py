@@ -4,11 +4,10 @@ import pytest
 
 from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.serve.dialect.call_parser import CallParser
 from specinfer.serve.dialect.dialect import Reasoning
 from specinfer.structured_output import structured_output
 from tests.unit.serve.dialect.families import FAMILIES, TOOLS, tools_of, verdict
-from tests.unit.serve.dialect.whole_answers import content_and_calls
+from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("required", "get_time")
 CITY = '{"city": "Oslo", "days": 2}'
@@ -165,8 +164,7 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, tex
         without = call_grammar(family.format, TOOLS, choice)
         assert call_grammar(family.format, TOOLS, choice, form=form) == without
     for answer, count in ((text, 0), (call, 1)):
-        parser = CallParser(family.format, ["get", "get_time"])
-        content, calls = content_and_calls([*parser.feed(answer), *parser.finish()])
+        content, calls = content_and_calls(events_of(family.format, TOOLS, answer))
         assert (content, len(calls)) == ("" if count else answer, count)
 
 

@@ -1,131 +1,76 @@
 """Parsing of calls and content, however the text is cut into pieces."""
 
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.serve.dialect.call_parser import CallParser
-from specinfer.serve.dialect.reader import (
-    ArgumentsPiece,
-    CallEnded,
-    CallStarted,
-    Content,
-)
+from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content
+from specinfer.serve.dialect.tagged_calls import call_parser
 from tests.operations import lines_run
-from tests.unit.serve.dialect.families import FAMILIES
-from tests.unit.serve.dialect.whole_answers import content_and_calls
+from tests.unit.serve.dialect.families import CODER, FAMILIES, TAGGED_TOOLS, tagged, tools_of
+from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
+TOOLS = (*tools_of({"name": "f"}, {"name": "g"}, {"name": "f.x-y:1"}), *TAGGED_TOOLS)
 H = FAMILIES["hermes"].format
 L = FAMILIES["llama3"].format
 M = FAMILIES["mistral"].format
 A = FAMILIES["mistral_args"].format
+C = CODER.format
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
-TWO = '<tool_call>{"arguments": {"b": [1, {}]}, "name": "g"}</tool_call>'
-CUT = ONE[: ONE.index(': "}"')]
+TWO = '<tool_call>\n{"name": "g", "arguments": {"b": [1, {}]}}\n</tool_call>'
 F, G = ("f", '{"a": "}"}'), ("g", '{"b": [1, {}]}')
-
-
-def parser(call_format):
-    numbers = count()
-    return CallParser(call_format, ["f", "g", "f.x-y:1"], lambda: f"id{next(numbers)}")
-
-
-def events_of(call_format, *pieces):
-    reader = parser(call_format)
-    return [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
-
-
-def read(call_format, *pieces):
-    """Return the content, and name and arguments of each call; calls must arrive in order."""
-    events = events_of(call_format, *pieces)
-    open_call, started = None, 0
-    for event in events:
-        match event:
-            case CallStarted(index, call_id, _):
-                assert (open_call, index, call_id) == (None, started, f"id{started}")
-                open_call, started = index, started + 1
-            case ArgumentsPiece(index, text):
-                assert index == open_call
-                assert text
-            case CallEnded(index):
-                assert index == open_call
-                open_call = None
-            case Content(text):
-                assert open_call is None
-                assert text
-    assert open_call is None
-    content, calls = content_and_calls(events)
-    return content, [(call.name, call.arguments) for call in calls]
-
-
+NOW = tagged("now")
+PUT = tagged("put", text="a\n\n</par <b>", size="S", n="2")
+PUT_ARGUMENTS = '{"text": "a\\n\\n</par <b>", "size": "S", "n": 2}'
 CASES = [
     (H, "", "", []),
     (H, "hello\n", "hello\n", []),
     (H, ONE, "", [F]),
-    (H, f"Let me see.\n\n{ONE}\n{TWO}\n", "Let me see.", [F, G]),
-    (H, f" {ONE} then {TWO}", " then", [F, G]),
-    (H, f"{ONE} and so\n on", " and so\n on", [F]),
-    (H, '<tool_call>{"id": "7", "type": "x", "name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
-    (H, '<tool_call>{"name": "f", "parameters": {"\u00d6": "\\"}"}}', "", [("f", '{"\u00d6": "\\"}"}')]),
-    (H, '<tool_call>{"name": "\\u0066", "arguments": {}}</tool_call>', "", [("f", "{}")]),
-    (H, '<tool_call>{"name": "f.x-y:1", "arguments": {}}</tool_call>', "", [("f.x-y:1", "{}")]),
+    (H, f"Let me see.\n\n{ONE}\n{TWO}", "Let me see.", [F, G]),
+    (H, ONE.replace('{"a": "}"}', '{"\u00d6": "\\"}"}'), "", [("f", '{"\u00d6": "\\"}"}')]),
+    (H, ONE.replace('"f"', '"f.x-y:1"'), "", [("f.x-y:1", F[1])]),
     (H, "a < b <tool_calls> </tool_call>", "a < b <tool_calls> </tool_call>", []),
-    # no calls
-    (H, "<tool_call>", "<tool_call>", []),
-    (H, "a\n<tool_call> f()</tool_call>", "a\n<tool_call> f()</tool_call>", []),
-    (H, f"<tool_call><tool_call>{ONE[11:]}", "<tool_call>", [F]),
     (H, f"<<tool_call{ONE}", "<<tool_call", [F]),
-    (H, ONE.replace('"f"', '"unknown"'), ONE.replace('"f"', '"unknown"'), []),
-    (H, ONE.replace('"f"', "f"), ONE.replace('"f"', "f"), []),
-    (H, ONE.replace('"f"', '"f\\x"'), ONE.replace('"f"', '"f\\x"'), []),
-    (H, ONE.replace("arguments", "more"), ONE.replace("arguments", "more"), []),
-    (H, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
-    (H, '<tool_call>{"name": "f", "arguments": "{}"}', '<tool_call>{"name": "f", "arguments": "{}"}', []),
-    (H, '<tool_call>{"arguments": {"a": 1}}', '<tool_call>{"arguments": {"a": 1}}', []),
-    (H, '<tool_call>{"name": "f", "name": "g"', '<tool_call>{"name": "f", "name": "g"', []),
     # incomplete calls
+    (H, "a\n<tool_call>", "a\n<tool_call>", []),
     (H, ONE[:20], ONE[:20], []),
-    (H, CUT, "", [("f", '{"a"')]),
+    (H, ONE[: ONE.index(': "}"')], "", [("f", '{"a"')]),
     (H, ONE[:-4], "", [F]),
-    (H, f"{ONE}\n<tool_", "", [F]),
-    (H, f"{ONE}\n<tool_call>\n{{", "", [F]),
     (H, f'{ONE}\n<tool_call>\n{{"name": "', "", [F]),
-    # texts that stop being a call
-    (H, '<tool_call>{"name": "f", "arguments": {"a": ]} x', "]} x", [("f", '{"a": ')]),
-    (H, f'<tool_call>{{"name": "f", "arguments": {{"a": {TWO}', "", [("f", '{"a": '), G]),
-    (H, '<tool_call>{"name": "f", "arguments": {}}, 1', ", 1", [("f", "{}")]),
-    (H, '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}', ', "arguments": {}}', [("f", "{}")]),
     (L, '{"name": "f", "parameters": {"a": "}"}}', "", [F]),
-    (L, '\n<|python_tag|>{"name": "f", "parameters": {"a": "}"}}; {"type": "function", "name": "g", '
-        '"parameters": {"b": [1, {}]}} ', "", [F, G]),
-    (L, '; '.join(3 * ['{"name": "f", "parameters": {}}']), "", 3 * [("f", "{}")]),
+    (L, '\n<|python_tag|>{"name": "f", "parameters": {"a": "}"}}; '
+        '{"name": "g", "parameters": {"b": [1, {}]}}', "", [F, G]),
+    (L, '{"type": "function", "name":"f", "parameters":{"a": "}"}}', "", [F]),
+    (L, '{ "name": "f",\n"parameters": {"a": "}"} }', "", [F]),
     (L, "hello {", "hello {", []),
     (L, ' {"title": "x", "name": "f"}', ' {"title": "x", "name": "f"}', []),
-    (L, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    (L, '{"name": "f", "parameters": {}}; or {"name": "f", "parameters": {}}',
-        "; or {\"name\": \"f\", \"parameters\": {}}", [("f", "{}")]),
-    (L, '{"name": "f", "parameters": {}};', "", [("f", "{}")]),
-    (L, '{"name": "f", "parameters": {}} is it', " is it", [("f", "{}")]),
+    (L, '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', []),
+    (L, '{"name": "f"}', '{"name": "f"}', []),
+    (L, '{"name": "f", "parameters": {"a": "}"}};', "", [F]),
     (L, ' {"name": "f", "param', ' {"name": "f", "param', []),
     (L, "  ", "  ", []),
     (M, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}, {"name": "g", "arguments": {"b": [1, {}]}}]',
         "", [F, G]),
-    (M, 'Yes.\n[TOOL_CALLS][{"name": "f", "arguments": {"a": "}"}, "id": "abcdefghi"}]', "Yes.", [F]),
-    (M, "[TOOL_CALLS] f", "[TOOL_CALLS] f", []),
+    (M, 'Yes.\n[TOOL_CALLS][{"name": "f", "arguments": {"a": "}"}}]', "Yes.", [F]),
     (M, "[TOOL] [1]", "[TOOL] [1]", []),
-    (M, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, ', "", [("f", "{}")]),
-    (M, '[TOOL_CALLS] [{"name": "f", "arguments": {}} ok', " ok", [("f", "{}")]),
+    (M, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}, ', "", [F]),
     (A, '[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[ARGS]{"b": [1, {}]}', "", [F, G]),
     (A, 'So: [TOOL_CALLS]f[CALL_ID]abcDEF012[ARGS]{"a": "}"}', "So:", [F]),
-    (A, '[TOOL_CALLS]f{"a": "}"}', "", [F]),
-    (A, "[TOOL_CALLS]f[ARG]{}", "[TOOL_CALLS]f[ARG]{}", []),
     (A, "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS]", []),
-    (A, "[TOOL_CALLS]f[CALL_ID]ab-[ARGS]{}", "[TOOL_CALLS]f[CALL_ID]ab-[ARGS]{}", []),
-    (A, "[TOOL_CALLS]h[ARGS]{}", "[TOOL_CALLS]h[ARGS]{}", []),
+    (C, f"Well.\n\n{NOW}\n{PUT}", "Well.", [("now", "{}"), ("put", PUT_ARGUMENTS)]),
+    (C, "a <function=now>", "a <function=now>", []),
+    (C, tagged("put", text="</parameter> a"), "", [("put", '{"text": "</parameter> a"}')]),
+    (C, PUT[: PUT.index("</par <b")], "", [("put", '{"text": "a\\n')]),
+    (C, PUT[: PUT.index("2\n")] + "2", "", [("put", PUT_ARGUMENTS[:-2])]),
+    (C, NOW[:-3], "", [("now", "{}")]),
 ]  # fmt: skip
+
+
+def read(call_format, *pieces):
+    return content_and_calls(events_of(call_format, TOOLS, *pieces))
 
 
 @pytest.mark.parametrize(("call_format", "text", "content", "calls"), CASES)
@@ -134,62 +79,62 @@ def test_an_answer_is_content_and_calls(call_format, text, content, calls):
     assert read(call_format, *text) == (content, calls)
 
 
-@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_however_an_answer_is_cut_it_says_the_same(data):
-    call_format = data.draw(st.sampled_from([H, L, M, A]))
-    known = [text for of, text, _, _ in CASES if of is call_format]
-    marks = [
-        "<tool_call>",
-        "[TOOL_CALLS]",
-        '{"name": "f", ',
-        '"arguments": {',
-        "}",
-        ' "\\',
-        "\n",
-        "; ",
-        "[ARGS]",
-    ]
-    parts = st.one_of(st.sampled_from(known), st.sampled_from(marks), st.text(max_size=3))
-    text = "".join(data.draw(st.lists(parts, max_size=5)))
+    call_format, text, *said = data.draw(st.sampled_from(CASES))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-    assert read(call_format, *pieces) == read(call_format, text)
+    assert read(call_format, *pieces) == tuple(said)
 
 
 def test_arguments_go_out_as_they_come():
-    reader = parser(H)
+    reader = call_parser(H, TOOLS)
     assert reader.feed('hi \n<tool_call>\n{"name": "f", "arguments": ') == [Content("hi")]
-    assert reader.feed('{"a"') == [CallStarted(0, "id0", "f"), ArgumentsPiece(0, '{"a"')]
-    assert reader.feed(': "\\"') == [ArgumentsPiece(0, ': "\\"')]
+    [started, piece] = reader.feed('{"a"')
+    assert (started.name, piece) == ("f", ArgumentsPiece(0, '{"a"'))
+    assert reader.feed(': "\\') == [ArgumentsPiece(0, ': "\\')]
+    assert reader.feed('"') == [ArgumentsPiece(0, '"')]
     assert reader.feed('"}}') == [ArgumentsPiece(0, '"}'), CallEnded(0)]
-    assert reader.feed("\n</tool_call>") == []
-    assert (reader.finish(), reader.calls) == ([], 1)
+    assert reader.feed("\n</tool_call>", last=True) == []
+    assert reader.calls == 1
+
+
+def test_tagged_texts_go_out_as_they_come_and_other_values_when_they_are_whole():
+    reader = call_parser(C, TOOLS)
+    assert reader.feed("hi\n<tool_call>\n<function=put") == [Content("hi")]
+    [started] = reader.feed(">\n<parameter=te")
+    assert isinstance(started, CallStarted)
+    assert reader.feed("xt>\nab\n") == [ArgumentsPiece(0, '{"text": "ab')]
+    assert reader.feed('\n"</p') == [ArgumentsPiece(0, '\\n\\n\\"</p')]
+    assert reader.feed("\n</parameter>\n<parameter=n>\n1") == [ArgumentsPiece(0, '", "n": ')]
+    assert reader.feed("2\n</parameter>\n") == [ArgumentsPiece(0, "12")]
+    assert reader.feed("</function>\n</tool_call>") == [ArgumentsPiece(0, "}"), CallEnded(0)]
 
 
 def test_only_a_possible_start_of_a_call_is_held_back():
-    reader = parser(H)
+    reader = call_parser(H, TOOLS)
     assert reader.feed("a <b") == [Content("a <b")]
     assert reader.feed(" \n<tool_") == []
-    assert reader.feed("kit>") == [Content(" \n<tool_kit>")]
-    assert reader.feed("\n") == []
-    assert reader.finish() == [Content("\n")]
-    reader = parser(L)
-    assert reader.feed("{") == []
-    assert reader.feed('"n') == []
-    assert reader.feed('ot": 1') == [Content('{"not": 1')]
+    assert reader.feed("kit>\n") == [Content(" \n<tool_kit>")]
+    assert reader.feed("", last=True) == [Content("\n")]
+    reader = call_parser(L, TOOLS)
+    assert reader.feed('{ "n') == []
+    assert reader.feed('ot": 1') == [Content('{ "not": 1')]
     assert reader.feed(' {"name": "f"') == [Content(' {"name": "f"')]
 
 
-@pytest.mark.parametrize(
-    "repeated",
-    ["<tool_call>", "<tool_call>{", '<tool_call>{"arguments": {"a": [', "\n", '"', ONE, '{"name": "'],
-)
-@pytest.mark.parametrize("call_format", [H, L], ids=["hermes", "llama3"])
-def test_the_time_grows_with_the_length_of_the_answer(call_format, repeated):
-    def cost(times):
-        return lines_run(partial(events_of, call_format, *(repeated * times)))
+def test_the_time_grows_with_the_length_of_the_answer():
+    def cost(call_format, begin, repeated, times):
+        return lines_run(partial(events_of, call_format, TOOLS, begin, *(repeated * times)))
 
-    small, large = cost(20), cost(200)
-    assert large < 11 * small
+    for call_format, begin, repeated in (
+        (H, "", "<tool_call"),
+        (H, "", ONE),
+        (H, ONE[:45], '{"'),
+        (L, "{", "\n"),
+        (C, "", PUT),
+        (C, "<tool_call>\n<function=put>\n<parameter=text>\n", "\n</para"),
+    ):
+        large = cost(call_format, begin, repeated, 200)
+        assert large < 11 * cost(call_format, begin, repeated, 20), (call_format.name, repeated)

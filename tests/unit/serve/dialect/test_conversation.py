@@ -6,10 +6,9 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import for_template
-from specinfer.serve.dialect.call_parser import CallParser
 from specinfer.tokenizer import ChatEncoder
-from tests.unit.serve.dialect.families import FAMILIES, PLAIN, TOOLS, Family, tokenizer
-from tests.unit.serve.dialect.whole_answers import content_and_calls
+from tests.unit.serve.dialect.families import FAMILIES, PLAIN, TOOLS, Family, tokenizer, tools_of
+from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 
 def call(name, arguments, call_id="abcdefghi"):
@@ -60,9 +59,9 @@ def test_a_system_message_describes_tools_if_the_template_does_not(name):
     # Earlier calls, and the example, are in the form that is read, and that the grammar asks for.
     for text, expected in ((answer, "get"), (system.partition("</tools>")[2].splitlines(), "function_name")):
         lines = [text] if isinstance(text, str) else ["\n".join(text[2:-1])]
-        parser = CallParser(family.format, ["get", "function_name"])
-        content, [found] = content_and_calls([*parser.feed(lines[0]), *parser.finish()])
-        assert (content, found.name) == ("", expected)
+        tools = tools_of({"name": expected})
+        content, [(called, _)] = content_and_calls(events_of(family.format, tools, lines[0]))
+        assert (content, called) == ("", expected)
 
 
 def test_several_calls_and_texts_beside_them_are_kept():
@@ -70,12 +69,8 @@ def test_several_calls_and_texts_beside_them_are_kept():
         family = Family(tokenizer(PLAIN), name)
         both = CALLING | {"tool_calls": [call("get", '{"city": "x"}'), call("get_time", "")]}
         [_, answer], _ = for_template([ASKED, both], (), family.format)
-        parser = CallParser(family.format, ["get", "get_time"])
-        content, calls = content_and_calls([*parser.feed(answer["content"]), *parser.finish()])
-        assert (content, [(c.name, c.arguments) for c in calls]) == (
-            "",
-            [("get", '{"city": "x"}'), ("get_time", "{}")],
-        )
+        said = content_and_calls(events_of(family.format, TOOLS, answer["content"]))
+        assert said == ("", [("get", '{"city": "x"}'), ("get_time", "{}")])
         [_, answer], _ = for_template([ASKED, both | {"content": "So."}], (), family.format)
         assert answer["content"].startswith("So.\n")
         assert "tool_calls" not in answer

@@ -13,7 +13,7 @@ from tests.unit.serve.dialect.families import FAMILIES, PLAIN, THINKING, tokeniz
 
 def split(inside, *pieces):
     splitter = ReasoningSplitter(inside)
-    found = [splitter.feed(piece) for piece in pieces] + [splitter.finish()]
+    found = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", last=True)]
     reasoning, content = ("".join(part) for part in zip(*found, strict=True))
     return reasoning, content
 
@@ -68,7 +68,7 @@ def test_reasoning_goes_out_as_it_comes():
     assert splitter.feed("c</") == ("\nc", "")
     assert splitter.feed("b></think>\n") == ("</b>", "")
     assert splitter.feed("\nD ") == ("", "D ")
-    assert splitter.finish() == ("", "")
+    assert splitter.feed("", last=True) == ("", "")
 
 
 def test_reasoning_is_detected_from_the_template():

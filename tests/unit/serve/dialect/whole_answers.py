@@ -1,44 +1,41 @@
-"""The text and the calls of an answer that is over."""
+"""Answers read piece by piece: their events, and the text and the calls in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from specinfer.serve.dialect.reader import (
-    ArgumentsPiece,
-    CallEnded,
-    CallStarted,
-    Content,
-    Event,
-    ReasoningPiece,
-)
+from specinfer.serve.dialect.call_format import CallFormat, Tool
+from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content, Event
+from specinfer.serve.dialect.tagged_calls import call_parser
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A whole call; `arguments` are JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
+def events_of(call_format: CallFormat, tools: Sequence[Tool], *pieces: str) -> list[Event]:
+    """The events of an answer that comes in these pieces."""
+    reader = call_parser(call_format, tools)
+    return [event for piece in pieces for event in reader.feed(piece)] + reader.feed("", last=True)
 
 
-def content_and_calls(events: Iterable[Event]) -> tuple[str, list[Call]]:
-    """All the text for the reader, and all the calls, of an answer that is over."""
-    content: list[str] = []
-    started: list[CallStarted] = []
-    arguments: list[list[str]] = []
+def content_and_calls(events: Iterable[Event]) -> tuple[str, list[tuple[str, str]]]:
+    """All the text, and name and arguments of each call, which must come in order."""
+    content, calls = "", list[tuple[str, str]]()
+    open_call: int | None = None
     for event in events:
         match event:
             case Content(text):
-                content.append(text)
-            case CallStarted():
-                started.append(event)
-                arguments.append([])
+                assert open_call is None
+                assert text
+                content += text
+            case CallStarted(index, call_id, name):
+                assert (open_call, index) == (None, len(calls))
+                assert call_id
+                open_call = index
+                calls.append((name, ""))
             case ArgumentsPiece(index, text):
-                arguments[index].append(text)
-            case ReasoningPiece() | CallEnded():
-                pass
-    calls = zip(started, arguments, strict=True)
-    return "".join(content), [Call(call.call_id, call.name, "".join(pieces)) for call, pieces in calls]
+                assert index == open_call
+                assert text
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case CallEnded(index):
+                assert index == open_call
+                open_call = None
+    assert open_call is None
+    return content, calls
