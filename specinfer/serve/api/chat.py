@@ -209,7 +209,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         if fields.trace:
             piece["trees"] = list(delta.trees)
         if delta.prompt_logprobs is not None:
-            piece |= await asyncio.to_thread(self._reported_prompt, number, delta)
+            piece |= await asyncio.to_thread(self._reported_prompt, delta)
         if not (any(piece.values()) or fields.trace or "prompt_logprobs" in piece):
             return []
         return [{"index": number} | one for one in self._split_end(piece, delta)]

@@ -52,6 +52,12 @@ class CompletionFields(SamplingFields):
     def check(self) -> None:
         """Raise ApiError for unsupported combinations of fields."""
         super().check()
+        if self.echo and self.logprobs is not None and (self.n or 1) > 1:
+            raise ApiError(
+                f"n is {self.n} with echo and logprobs; allowed there: 1, because only the first choice has "
+                "the log-probabilities of the prompt",
+                param="n",
+            )
         if self.suffix:
             if self.echo:
                 raise ApiError(
@@ -99,16 +105,15 @@ class ChoicesAnswer(EndpointAnswer[_Fields]):
     def _report(self) -> dict[str, Any]:
         return self._tally.report(steps=bool(self._fields.trace))
 
-    def _reported_prompt(self, number: int, delta: Delta) -> dict[str, Any]:
-        """Return the log-probabilities of a prompt as a field of its choices; only the first one has them.
+    def _reported_prompt(self, delta: Delta) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt as a field of its first choice.
 
         They are as long as the prompt, so this runs in a thread.
         """
         top = self._fields.prompt_logprobs
         if delta.prompt_logprobs is None or top is None:
             return {}
-        reports = () if number % self._n else delta.prompt_logprobs
-        return {"prompt_logprobs": reported_prompt(reports, top) or None}
+        return {"prompt_logprobs": reported_prompt(delta.prompt_logprobs, top) or None}
 
     def _object(self, choices: list[dict[str, Any]], kind: str = "") -> dict[str, Any]:
         return {
@@ -192,7 +197,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
         choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
         if fields.trace:
             choice["trees"] = list(delta.trees)
-        return choice | self._reported_prompt(number, delta)
+        return choice | self._reported_prompt(delta)
 
     def _shape(self, top: int, tokens: Sequence[int]) -> CompletionLogprobs:
         """Create the log-probabilities of a choice, which start with those of `tokens`."""

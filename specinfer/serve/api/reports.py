@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -200,42 +200,3 @@ def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:
 def finite(logprob: float) -> float:
     """Return a finite log-probability, for JSON."""
     return max(logprob, _NEVER)
-
-
-class SharedPrompts:
-    """Copies the prompt log-probabilities of completion 0 to the first deltas of the other completions.
-
-    Earlier deltas of the other completions are held until completion 0 has reported.
-    """
-
-    def __init__(self, n: int, prompts: Iterable[int]) -> None:
-        """Create for n completions of each prompt; `prompts` are the indices with log-probabilities."""
-        self._n = n
-        self._held: dict[int, list[tuple[int, Delta]]] = {prompt: [] for prompt in prompts}
-        self._known: dict[int, Sequence[Logprobs | None] | None] = {}
-        self._started: set[int] = set()
-
-    def awaits(self, number: int) -> bool:
-        """True if other completions wait for the prompt log-probabilities of this one."""
-        prompt, completion = divmod(number, self._n)
-        return completion == 0 and prompt in self._held and prompt not in self._known and self._n > 1
-
-    def ready(self, number: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
-        """Take a delta of completion `number`; yields the deltas that can be sent now, zero or more."""
-        prompt, completion = divmod(number, self._n)
-        if prompt not in self._held or completion == 0:
-            yield number, delta
-        elif prompt in self._known:
-            yield number, self._with_reports(number, delta)
-        else:
-            self._held[prompt].append((number, delta))
-        if prompt in self._held and completion == 0 and prompt not in self._known:
-            self._known[prompt] = delta.prompt_logprobs
-            for other, held in self._held[prompt]:
-                yield other, self._with_reports(other, held)
-
-    def _with_reports(self, number: int, delta: Delta) -> Delta:
-        if number in self._started:
-            return delta
-        self._started.add(number)
-        return replace(delta, prompt_logprobs=self._known[number // self._n])

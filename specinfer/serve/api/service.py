@@ -22,12 +22,11 @@ from pydantic import BaseModel
 from specinfer.errors import RequestError, naming
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.reports import SharedPrompts
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, EngineInfo, Observe, UnavailableError, Work
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
-from specinfer.serve.fields.policy import FieldPolicy
+from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.http.api_error import CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import relevant_tokens
@@ -194,8 +193,6 @@ class Service:
         engine is available now.
         """
         _check_reports(prompts, params)
-        scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
-        shared = SharedPrompts(max((own.n for own in params), default=1), scored)
         adapter = model if model in self.adapters else None
         works: dict[str, int] = {}
         all_works: list[Work] = []
@@ -221,7 +218,7 @@ class Service:
                             one.delta(delta, now)
                         if delta.finish_reason is FinishReason.ERROR:
                             failed += 1
-                            if not delta.internal_error or failed == len(all_works) or shared.awaits(number):
+                            if not delta.internal_error or failed == len(all_works):
                                 status = 500 if delta.internal_error else 400
                                 raise ApiError(
                                     delta.error or "the completion failed in the engine",
@@ -231,8 +228,7 @@ class Service:
                         unadmitted.discard(delta.id)
                         may_start = may_start or delta.started or not delta.is_empty
                         if not delta.is_empty:
-                            for ready in shared.ready(number, delta):
-                                yield ready
+                            yield number, delta
                         elif may_start and not unadmitted and not announced:
                             announced = True
                             yield number, delta

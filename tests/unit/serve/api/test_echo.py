@@ -78,7 +78,7 @@ def test_a_batch_of_token_ids_is_scored_as_a_plain_pass_scores_it(
 
 
 def test_a_stream_has_the_same(served: Served) -> None:
-    body = HARNESS | {"prompt": PROMPTS, "max_tokens": 5, "n": 2, "temperature": 1}
+    body = HARNESS | {"prompt": PROMPTS, "max_tokens": 5, "temperature": 1}
     whole = served.post("/v1/completions", body).json()["choices"]
     streamed: dict[int, dict[str, Any]] = {}
     for line in served.post("/v1/completions", body | {"stream": True}).text.splitlines():
@@ -90,8 +90,13 @@ def test_a_stream_has_the_same(served: Served) -> None:
                 choice["text"] += piece["text"]
                 for name, values in piece["logprobs"].items():
                     choice["logprobs"][name] += values
-    assert [streamed[number]["text"] for number in range(6)] == [choice["text"] for choice in whole]
-    assert [streamed[number]["logprobs"] for number in range(6)] == [choice["logprobs"] for choice in whole]
+    for name in ("text", "logprobs"):
+        assert [streamed[number][name] for number in range(3)] == [choice[name] for choice in whole]
+    refused = served.post("/v1/completions", body | {"n": 2}).json()["error"]
+    assert (refused["param"], "n is 2 with echo and logprobs; allowed there: 1" in refused["message"]) == (
+        "n",
+        True,
+    )
 
 
 def test_prompt_logprobs_have_the_requested_number(served: Served) -> None:
