@@ -10,8 +10,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
-from specinfer.serve.fields.body import parse
-from specinfer.serve.fields.policy import FieldPolicy
+from specinfer.serve.fields.body import FieldPolicy, parse
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1.0]}}}

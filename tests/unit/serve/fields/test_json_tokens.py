@@ -1,4 +1,4 @@
-"""Tokens of a JSON text, counted and cut without parsing."""
+"""Tokens of a JSON text, counted without parsing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.serve.fields.body import beginning, has_more_tokens
+from specinfer.serve.fields.body import has_more_tokens
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\,[{:\n\u00e9'), max_size=6),
@@ -37,40 +37,6 @@ def test_tokens_are_counted(value: Any, ascii_only: bool) -> None:
     assert not has_more_tokens(text, count)
     if count:
         assert has_more_tokens(text, count - 1)
-
-
-def is_beginning(part: Any, whole: Any) -> bool:
-    """Return whether a value equals another one except for its last part."""
-    if isinstance(part, list) and isinstance(whole, list):
-        return len(part) <= len(whole) and all(map(is_beginning, part, whole))
-    if isinstance(part, dict) and isinstance(whole, dict):
-        return list(part) == list(whole)[: len(part)] and all(is_beginning(part[k], whole[k]) for k in part)
-    return bool(part == whole)
-
-
-@given(VALUES, st.integers(0, 40))
-def test_a_beginning_is_json_again(value: Any, most: int) -> None:
-    part = beginning(json.dumps(value).encode(), most)
-    if part:
-        assert tokens(json.loads(part)) <= 2 * most
-        assert is_beginning(json.loads(part), value)
-
-
-def test_beginnings() -> None:
-    cases: list[tuple[bytes, int, bytes]] = [
-        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 99, b'{"a": 1, "b": [2, {"c": 3}]}'),
-        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 7, b'{"a": 1}'),
-        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 8, b'{"a": 1, "b": [2]}'),
-        (b'{"a\\"},": 1, "b": 2}', 5, b'{"a\\"},": 1}'),
-        (b'{"a\\\\": 1, "b": 2}', 5, b'{"a\\\\": 1}'),
-        (b'{"a": 1, "b": 2}', 2, b""),
-        (b"[[[[", 99, b""),
-        (b"]]]], 1", 99, b""),
-        (b'"a, b', 99, b""),
-        (b"1, 2", 99, b"1"),
-    ]
-    for text, most, part in cases:
-        assert beginning(text, most) == part, (text, most)
 
 
 def test_tokens_of_invalid_json_are_counted() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
-from specinfer.serve.fields.policy import FieldPolicy
+from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from tests.unit.serve.fields.bodies import HI, TOOL, read
 
