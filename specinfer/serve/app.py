@@ -35,7 +35,6 @@ from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
-_MAX_ITEMS: Final = 100  # items of one page of a list, as in OpenAI's API
 
 
 def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
@@ -185,7 +184,10 @@ def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
         """Return a stored response as one object."""
-        _parameters(request)
+        for param in request.query_params:
+            raise ApiError(
+                f"{param[:100]} is not a query parameter of this path; remove it", param=param[:100]
+            )
         return Response(store.get(name).body, media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
@@ -193,17 +195,6 @@ def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
         """Delete a response; later responses that continue it stay."""
         store.forget(name)
         return {"id": name, "object": "response", "deleted": True}
-
-    @app.get("/v1/responses/{name}/input_items")
-    async def input_items(name: str, request: Request) -> dict[str, Any]:
-        """List the input items of a stored response, without those of earlier responses."""
-        given = _parameters(request, "after", "limit", "order")
-        limit, order = given.get("limit", "20"), given.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_ITEMS:
-            raise ApiError(f"limit is {limit[:20]!r}; allowed: 1 to {_MAX_ITEMS}", param="limit")
-        if order not in ("asc", "desc"):
-            raise ApiError(f"order is {order[:20]!r}; allowed: asc, desc", param="order")
-        return store.page(name, after=given.get("after"), limit=int(limit), order=order)
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> None:
@@ -213,15 +204,6 @@ def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
             "only background responses can be cancelled, and this server has none; "
             "close the connection to end a response"
         )
-
-
-def _parameters(request: Request, *allowed: str) -> dict[str, str]:
-    """Return the query parameters of a request; raises ApiError for one that is not allowed."""
-    for param in request.query_params:
-        if param not in allowed:
-            known = f"allowed: {', '.join(allowed)}" if allowed else "remove it"
-            raise ApiError(f"{param[:100]} is not a query parameter of this path; {known}", param=param[:100])
-    return dict(request.query_params)
 
 
 def _add_server_paths(app: FastAPI, service: Service) -> None:

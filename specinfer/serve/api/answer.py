@@ -236,8 +236,6 @@ class GrowingAnswer(EndpointAnswer[_Conversation]):
         super().__init__(service, fields)
         self._messages = messages
         self._params = SamplingParams()  # until the prompt's length is known
-        self._trees: list[Any] = []
-        self._unsent_trees: list[Any] = []  # sent with the next event
 
     async def _prepare(self) -> Prompts:
         token_ids, self._params, [self._reader] = await self._converse(self._fields, self._messages)
@@ -248,13 +246,7 @@ class GrowingAnswer(EndpointAnswer[_Conversation]):
             raise ApiError("the answer was cut off before its end", status=500)
         found = self._reader.read(delta)
         self._tally.reasoning_tokens = self._reader.reasoning_tokens
-        events = self._grow(delta, found)
-        if self._fields.trace:
-            self._trees.extend(delta.trees)
-            self._unsent_trees.extend(delta.trees)
-            if events:
-                events[-1]["trees"], self._unsent_trees = self._unsent_trees, []
-        return events
+        return self._grow(delta, found)
 
     @abstractmethod
     def _grow(self, delta: Delta, found: Sequence[Found]) -> list[Event]:

@@ -38,6 +38,7 @@ class InfillFields(SamplingFields):
     takes_defaults = False  # llama.cpp's defaults apply
     refused = {
         "n": "an answer is one text; send the request again with another seed",
+        "trace": "the trees of steps come with /v1/completions; add suffix there",
         "prompt_logprobs": "the answer has no field for them; use /v1/completions with suffix",
         "stream_options": "the last event of a stream has the counts; remove it",
     }
@@ -98,7 +99,6 @@ class Infill(EndpointAnswer[InfillFields]):
         self._clock = clock
         self._text = ""
         self._tokens: list[int] = []
-        self._trees: list[Any] = []
         self._ended = {"stop_type": "none", "stopping_word": ""}
         self._started = clock()
         self._first: float | None = None  # time of the first token
@@ -147,9 +147,6 @@ class Infill(EndpointAnswer[InfillFields]):
         if self._is_finished(before):
             self._ended = {"stop_type": "limit", "stopping_word": ""}
         piece = {"content": self._text[before:], "tokens": list(delta.token_ids), "stop": False}
-        if self._fields.trace:
-            self._trees.extend(delta.trees)
-            piece["trees"] = list(delta.trees)
         return {"index": 0} | piece | self._counts()
 
     def _is_finished(self, before: int) -> bool:
@@ -165,7 +162,6 @@ class Infill(EndpointAnswer[InfillFields]):
 
     def _last(self, text: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream, or the whole answer."""
-        more = {"trees": self._trees} if self._fields.trace else {}
         return (
             {"index": 0}
             | text
@@ -179,7 +175,6 @@ class Infill(EndpointAnswer[InfillFields]):
                 "metrics": self._tally.metrics(),
             }
             | self._ended
-            | more
         )
 
     def _counts(self) -> dict[str, Any]:

@@ -258,6 +258,7 @@ class MessageFields(ConversationFields):
     effort_field = "output_config.effort"
     refused = {
         "n": "an answer is one message; send the request again with another seed",
+        "trace": "the trees of steps come with /v1/chat/completions",
         "prompt_logprobs": "a message has no field for them; use /v1/completions",
         "response_format": "at this endpoint it is output_config.format; move it there",
         "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",

@@ -115,8 +115,7 @@ class Messages(GrowingAnswer[MessageFields]):
         return events
 
     def _finish(self) -> dict[str, Any]:
-        message = self._message(self._blocks.values()) | {"metrics": self._tally.metrics()}
-        return message | ({"trees": self._trees} if self._fields.trace else {})
+        return self._message(self._blocks.values()) | {"metrics": self._tally.metrics()}
 
     def _ending(self, delta: Delta) -> list[Event]:
         limit = self._fields.max_tokens or 0

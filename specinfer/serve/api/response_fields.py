@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -21,7 +20,6 @@ _KINDS: Final = {
     "function_call": "Call",
     "function_call_output": "CallOutput",
 }
-_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 LOGPROBS: Final = "message.output_text.logprobs"  # a value of `include`
@@ -151,26 +149,6 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     return [message if "content" in message else message | {"content": ""} for message in messages]
 
 
-def stored_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert input items for storage: each gets an id and a status, and texts become lists of parts."""
-    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
-    return [_stored(item) for item in items]
-
-
-def _stored(item: Item) -> dict[str, Any]:
-    kind = item.type or "message"
-    stored = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True), "type": kind}
-    stored.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
-    if isinstance(item, MessageItem) and isinstance(item.content, str):
-        part = {"type": "output_text", "text": item.content, "annotations": []}
-        stored["content"] = [
-            part if item.role == "assistant" else {"type": "input_text", "text": item.content}
-        ]
-    if isinstance(item, ReasoningItem):
-        stored.setdefault("summary", [])
-    return stored
-
-
 def output_messages(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert the items of an output to messages, as if a client sent them back."""
     return messages_of(_ITEMS.validate_python(list(output)))
@@ -223,6 +201,7 @@ class ResponseFields(ConversationFields):
     refused = {
         "prompt": "prompt templates are not stored; send the text as instructions and input",
         "n": "a response has one answer; send the request again with another seed",
+        "trace": "the trees of steps come with /v1/chat/completions",
         "prompt_logprobs": "a response has no field for them; use /v1/completions",
         "response_format": "at this endpoint it is text.format; move it there",
     }

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.reports import ChatLogprobs
-from specinfer.serve.api.response_fields import ResponseFields, output_messages, stored_items
+from specinfer.serve.api.response_fields import ResponseFields, output_messages
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.http.api_error import CALLER, ApiError, OwnNames, cut
@@ -46,7 +46,6 @@ class StoredResponse:
 
     body: bytes  # the response, as JSON
     messages: tuple[Mapping[str, Any], ...]  # the conversation with its answer, without instructions
-    items: tuple[Mapping[str, Any], ...]  # its own input items
     size: int
 
 
@@ -63,18 +62,12 @@ class ResponseStore:
         self._responses: dict[tuple[int, str], StoredResponse] = {}  # by API key and id; oldest first
         self._size = 0
 
-    def keep(
-        self,
-        name: str,
-        response: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
-        items: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Store a finished response with its conversation and its input items."""
+    def keep(self, name: str, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Store a finished response with its conversation."""
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages shared with earlier responses are counted again, so the size is an upper bound.
-        size = len(body) + sum(len(str(one)) for one in (*messages, *items))
-        self._responses[CALLER.get().key, name] = StoredResponse(body, tuple(messages), tuple(items), size)
+        size = len(body) + sum(len(str(one)) for one in messages)
+        self._responses[CALLER.get().key, name] = StoredResponse(body, tuple(messages), size)
         self._size += size
         while len(self._responses) > self.max_count or (
             self._size > self._max_bytes and len(self._responses) > 1
@@ -91,31 +84,6 @@ class ResponseStore:
                 code="previous_response_not_found",
             )
         return found.messages
-
-    def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
-        """Return a page of a response's input items as OpenAI's list object: those behind the item `after`.
-
-        Raises ApiError if there is no such response, or no such item in it.
-        """
-        items = list(self.get(name).items)
-        if order == "desc":
-            items.reverse()
-        if after is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise ApiError(
-                    f"after is {cut(after)!r}; allowed: the id of an input item of this response",
-                    param="after",
-                )
-            items = items[ids.index(after) + 1 :]
-        shown = items[:limit]
-        return {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else "",
-            "last_id": shown[-1]["id"] if shown else "",
-            "has_more": len(items) > limit,
-        }
 
     def forget(self, name: str) -> None:
         """Delete a response; raises ApiError if the id is unknown."""
@@ -285,8 +253,7 @@ class Responses(GrowingAnswer[ResponseFields]):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._stored:
             answer = output_messages(response["output"])
-            items = stored_items(self._fields.input)
-            self._store.keep(self._id, response, [*self._conversation, *answer], items)
+            self._store.keep(self._id, response, [*self._conversation, *answer])
         return response
 
     def _failed(self, error: ApiError) -> list[Event]:
@@ -334,9 +301,7 @@ class Responses(GrowingAnswer[ResponseFields]):
             "user": fields.user,
         }
         if status != "in_progress":
-            response |= self._tally.report(steps=bool(fields.trace)) | {"usage": self._usage()}
-            if fields.trace:
-                response["trees"] = self._trees
+            response |= {"usage": self._usage(), "metrics": self._tally.metrics()}
         return response
 
     def _usage(self) -> dict[str, Any]:

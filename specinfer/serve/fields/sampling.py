@@ -112,7 +112,7 @@ class SamplingFields(Fields):
         """Raise ApiError for unsupported fields and lists that are too long."""
         for name, advice in self.refused.items():
             value = getattr(self, name)
-            if value not in (None, []) and (name, value) != ("n", 1):
+            if value is not False and value not in (None, []) and (name, value) != ("n", 1):
                 raise ApiError(f"{name} is not supported here: {advice}", param=name)
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)

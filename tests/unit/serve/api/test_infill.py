@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from specinfer.request import Delta, FinishReason
+from specinfer.request import FinishReason
 from specinfer.serve.api.infill import Infill, InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
@@ -216,6 +216,5 @@ def test_a_model_without_fill_in_tokens_is_refused(tmp_path: Path) -> None:
 def test_a_cut_answer_is_marked(tokenizer: Tokenizer) -> None:
     server = Filling(tokenizer, says("1", reason=FinishReason.LENGTH))
     assert server.post(n_predict=1).json()["stop_type"] == "limit"
-    tree = Delta("", "1", (49,), trees=({"step": 1},), finish_reason=FinishReason.STOP)
-    server.backend._scripts = [[tree]]
-    assert server.post(trace=True).json()["trees"] == [{"step": 1}]
+    refused = server.post(trace=True).json()["error"]
+    assert (refused["param"], "/v1/completions" in refused["message"]) == ("trace", True)

@@ -88,6 +88,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"type": "object"}}, "response_format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"n": 2}, "n"),
+    ({"trace": True}, "trace"),
     ({"temperature": -1}, "temperature"),
     ({"thinking": {"type": "always"}}, "thinking.type"),
     ({"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "regex"),

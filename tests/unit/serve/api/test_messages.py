@@ -170,30 +170,17 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
 
 def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("hello"))
-    message = server.message(
+    server.message(
         regex="[a-z]+",
         speculation={"max_nodes": 4},
         prediction={"type": "content", "content": "hello"},
         cache_salt="me",
     )
-    assert "trees" not in message
     params = server.backend.works[0].params
     assert params.structured_output is not None
     assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
     assert params.prediction is not None
     assert len(params.prediction) == len("hello")
-
-
-def test_trees_are_sent_on_request(tokenizer: Tokenizer) -> None:
-    first, second = says("Hel", "lo")
-    script = [
-        Delta("", first.text, first.token_ids, trees=({"step": 1},)),
-        Delta("", "lo", second.token_ids, trees=({"step": 2},), finish_reason=FinishReason.STOP),
-    ]
-    server = MessagesServer(tokenizer, script)
-    assert server.message(trace=True)["trees"] == [{"step": 1}, {"step": 2}]
-    events = server.events(trace=True)
-    assert [one["trees"] for one in events if "trees" in one] == [[{"step": 1}], [{"step": 2}]]
 
 
 def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:

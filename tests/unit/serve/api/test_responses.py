@@ -168,7 +168,7 @@ def test_an_answer_belongs_to_the_key_of_its_request(tokenizer: Tokenizer) -> No
 
     _, first = status_and_body("POST", "", "own", input="One")
     place = f"/{first['id']}"
-    for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+    for method, more in (("GET", ""), ("POST", "/cancel"), ("DELETE", "")):
         status, reply = status_and_body(method, place + more, "other")
         assert (status, reply["error"]["code"]) == (404, "response_not_found")
     later: dict[str, Any] = {"input": "Two", "previous_response_id": first["id"]}
@@ -215,61 +215,13 @@ def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
     assert server.backend.works[0].params.logprobs == 1
 
 
-def test_trees_are_sent_if_requested(tokenizer: Tokenizer) -> None:
-    tree = {"tokens": [1, 2]}
-    server = ResponsesServer(tokenizer, says("ok", trees=(tree,)))
-    events = server.events(input="Hi", trace=True)
-    assert [one["trees"] for one in events if "trees" in one] == [[tree]]
-    assert events[-1]["response"]["trees"] == [tree]
-    assert server.backend.works[0].traced
-
-
-def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
-    server = ResponsesServer(tokenizer, says("ok"))
-    first = server.responses.create(model=MODEL, input="One")
-    listed = list(server.responses.input_items.list(first.id))
-    [item] = [one.model_dump() for one in listed]
-    assert (item["type"], item["role"], item["status"]) == ("message", "user", "completed")
-    assert item["content"][0]["text"] == "One"
-    assert item["content"][0]["type"] == "input_text"
-    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Two"}]},
-        {"type": "message", "role": "assistant", "content": "Three", "id": "msg_3"},
-        call,
-        {"type": "function_call_output", "call_id": "c1", "output": "four"},
-    ]
-    second = server.responses.create(model=MODEL, input=items, previous_response_id=first.id)  # type: ignore[arg-type]
-    page = server.responses.input_items.list(second.id, limit=3, order="asc")
-    assert page.has_more is True  # type: ignore[attr-defined]
-    assert [one.type for one in page.data] == ["message", "message", "function_call"]
-    assert page.data[1].id == "msg_3"
-    found = list(server.responses.input_items.list(second.id, limit=1))
-    assert [one.type for one in found] == ["function_call_output", "function_call", "message", "message"]
-    assert len({one.id for one in found}) == 4
-    behind = server.responses.input_items.list(second.id, after="msg_3")
-    assert [one.type for one in behind.data] == ["message"]
-    for query, param in (
-        ("limit=0", "limit"),
-        ("limit=101", "limit"),
-        ("limit=x", "limit"),
-        ("order=up", "order"),
-        ("after=x", "after"),
-        ("include=x", "include"),
-    ):
-        refused = server.http.get(f"/responses/{second.id}/input_items?{query}")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-
-
 def test_a_finished_answer_is_not_cancelled(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("ok"))
     answer = server.responses.create(model=MODEL, input="One")
     with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
         server.responses.cancel(answer.id)
     with pytest.raises(openai.NotFoundError):
-        server.responses.cancel("resp_none")
-    with pytest.raises(openai.NotFoundError):
-        server.responses.input_items.list("resp_" + "x" * 10_000)
+        server.responses.cancel("resp_" + "x" * 10_000)
 
 
 def test_the_oldest_leave_where_all_are_too_large() -> None:

@@ -207,7 +207,6 @@ def test_figures_of_each_step_come_with_the_trace(tokenizers: dict[str, Tokenize
     cases: list[tuple[str, dict[str, Any]]] = [
         ("/chat/completions", {"messages": HI}),
         ("/completions", {"prompt": "a"}),
-        ("/responses", {"input": "a"}),
     ]
     for path, asks in cases:
         script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
