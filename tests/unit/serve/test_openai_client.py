@@ -96,7 +96,7 @@ def test_log_probabilities_of_a_prompt_come_once_whatever_n(client: openai.OpenA
     more = {"prompt_logprobs": 2}
     reply = client.completions.create(model="tiny", prompt="Hello there", **options, extra_body=more)
     assert [choice.text for choice in reply.choices] == [output.text for output in offline.outputs]
-    first, *others = [choice.model_extra["prompt_logprobs"] for choice in reply.choices]
+    first, *others = [choice.model_extra.get("prompt_logprobs") for choice in reply.choices]
     assert others == [None, None]
     assert first[0] is None
     for got, want in zip(first[1:], offline.prompt_logprobs[1:], strict=True):
@@ -169,25 +169,3 @@ def test_refusals_of_the_engine_are_client_errors_also_in_streams(client: openai
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="tiny", prompt="x", extra_body={"regex": "("})
     assert error.value.body["param"] == "regex"
-
-
-def test_a_client_that_goes_away_frees_its_blocks(client: openai.OpenAI, served: Served) -> None:
-    with client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
-        next(iter(stream))
-    served.wait_idle()
-    assert served.get("/metrics").text.count('request_success_total{finished_reason="abort"') == 1
-
-
-def test_metrics_health_and_version(served: Served) -> None:
-    assert served.get("/health").json() == {"status": "ok"}
-    assert served.get("/ready").json()["status"] == "ready"
-    names = {line.split("{")[0].split(" ")[0] for line in served.get("/metrics").text.splitlines()}
-    documented = """
-        spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
-        num_requests_running num_requests_waiting prompt_tokens_total generation_tokens_total
-        request_success_total time_to_first_token_seconds_bucket time_per_output_token_seconds_bucket
-        inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket kv_cache_usage_perc
-    """
-    assert {f"specinfer:{name}" for name in documented.split()} <= names

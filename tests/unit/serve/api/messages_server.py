@@ -42,3 +42,18 @@ class MessagesServer(Asked):
         assert body["request_id"] == answer.headers["x-request-id"]
         assert set(body["error"]) == {"type", "message"}
         return answer.status_code, body["error"]["type"], body["error"]["message"]
+
+
+def start(index: int, **block: Any) -> dict[str, Any]:
+    """The event that opens a block."""
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def more(index: int, kind: str, **text: str) -> dict[str, Any]:
+    """The event of more text in a block."""
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, **text}}
+
+
+def stop(index: int) -> dict[str, Any]:
+    """The event that closes a block."""
+    return {"type": "content_block_stop", "index": index}

@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messages_server import HI, MessagesServer
+from tests.unit.serve.api.messages_server import HI, MessagesServer, more, start, stop
 
 # It writes calls as Hermes does, and has a switch for thoughts.
 TEMPLATE = (
@@ -70,39 +70,16 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     name = events[7]["content_block"].pop("id")
     assert name
     assert events == [
-        {
-            "type": "content_block_start",
-            "index": 0,
-            "content_block": {"type": "thinking", "thinking": "", "signature": ""},
-        },
-        {
-            "type": "content_block_delta",
-            "index": 0,
-            "delta": {"type": "thinking_delta", "thinking": "Hm."},
-        },
-        {
-            "type": "content_block_delta",
-            "index": 0,
-            "delta": {"type": "signature_delta", "signature": "unsigned"},
-        },
-        {"type": "content_block_stop", "index": 0},
-        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
-        {"type": "content_block_stop", "index": 1},
-        {
-            "type": "content_block_start",
-            "index": 2,
-            "content_block": {"type": "tool_use", "name": "weather", "input": {}},
-        },
-        *(
-            {
-                "type": "content_block_delta",
-                "index": 2,
-                "delta": {"type": "input_json_delta", "partial_json": piece},
-            }
-            for piece in (ROME[:5], ROME[5:])
-        ),
-        {"type": "content_block_stop", "index": 2},
+        start(0, type="thinking", thinking="", signature=""),
+        more(0, "thinking_delta", thinking="Hm."),
+        more(0, "signature_delta", signature="unsigned"),
+        stop(0),
+        start(1, type="text", text=""),
+        more(1, "text_delta", text="So."),
+        stop(1),
+        start(2, type="tool_use", name="weather", input={}),
+        *(more(2, "input_json_delta", partial_json=piece) for piece in (ROME[:5], ROME[5:])),
+        stop(2),
     ]
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 

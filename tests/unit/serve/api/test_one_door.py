@@ -56,44 +56,28 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 WRITTEN = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
+
+def turns(*said: tuple[str, str]) -> str:
+    """Messages as the template `chatml` writes them."""
+    return "".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in said)
+
+
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": [text("4"), text("2")]}
+CALLING = assistant(None, tool_calls=[CALL], name=None, annotations=[], audio=None)
+REFUSING = {"type": "refusal", "refusal": "No."}
 # Template, messages, and what of the prompt stands before the assistant's turn.
 TABLE: list[tuple[str, Messages, str]] = [
-    ("chatml", [user("hi")], "<|im_start|>user\nhi<|im_end|>\n"),
-    ("chatml", [user([text("h"), text("i")])], "<|im_start|>user\nhi<|im_end|>\n"),
-    ("chatml", [user([])], "<|im_start|>user\n<|im_end|>\n"),
-    ("chatml", [user("")], "<|im_start|>user\n<|im_end|>\n"),
+    ("chatml", [user("")], turns(("user", ""))),
+    ("chatml", [user([])], turns(("user", ""))),
+    ("chatml", [user("hi"), assistant(None)], turns(("user", "hi"), ("assistant", ""))),
+    ("chatml", [user("hi"), assistant(None, refusal="No.")], turns(("user", "hi"), ("assistant", "No."))),
+    ("chatml", [user("hi"), assistant([REFUSING])], turns(("user", "hi"), ("assistant", "No."))),
     (
         "chatml",
-        [user("hi"), assistant(None)],
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n",
-    ),
-    (
-        "chatml",
-        [user("hi"), assistant(None, refusal="No.")],
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
-    ),
-    (
-        "chatml",
-        [user("hi"), assistant([{"type": "refusal", "refusal": "No."}])],
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
-    ),
-    (
-        "chatml",
-        [
-            user("hi"),
-            assistant(None, tool_calls=[CALL], name=None, annotations=[], audio=None),
-            {"role": "tool", "tool_call_id": "c1", "content": [text("4"), text("2")]},
-        ],
-        f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{WRITTEN}<|im_end|>\n"
-        "<|im_start|>tool\n42<|im_end|>\n",
-    ),
-    (
-        "chatml",
-        [{"role": "developer", "content": "Be brief."}, user("hi")],
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n",
+        [{"role": "developer", "content": "Be brief."}, user([text("h"), text("i")]), CALLING, RESULT],
+        turns(("system", "Be brief."), ("user", "hi"), ("assistant", WRITTEN), ("tool", "42")),
     ),
     ("both", [user([text("a"), text("b")]), assistant("c")], "[user]ab[assistant]c"),
-    ("parts", [user([text("a"), text("b")]), assistant("c")], "[user]ab[assistant]c"),
     ("parts", [user("a"), assistant(None)], "[user]a[assistant]"),
     (
         "named",
@@ -137,30 +121,13 @@ def test_library_and_endpoints_render_the_same_prompt(
 
 
 def test_items_of_responses_render_the_same_prompt(tokenizers: dict[str, Tokenizer]) -> None:
-    items = [
-        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}],
-        },
-        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
-        {"type": "function_call_output", "call_id": "c1", "output": "42"},
-    ]
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        *(
-            user("hi"),
-            assistant(None, tool_calls=[CALL]),
-            {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        ),
-    ]
+    said = [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}]
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "42"}
     server = Asked(tokenizers["chatml"])
-    server.ok("/responses", input=items)
-    assert (
-        server.prompts[0]
-        == library(tokenizers["chatml"], messages)
-        == chatting(tokenizers["chatml"], messages)
-    )
+    server.ok("/responses", input=[{"role": "developer", "content": "Be brief."}, user(said), call, result])
+    [(_, messages, prompt)] = [row for row in TABLE if RESULT in row[1]]
+    assert server.prompts[0] == prompt + "<|im_start|>assistant\n", messages
 
 
 def test_content_other_than_text_is_refused_with_its_path(tokenizers: dict[str, Tokenizer]) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls as items of a response."""
+"""Reasoning and tool calls as items of a response."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tests.unit.serve.api.responses_server import ResponsesServer
 
 TEMPLATE = (
     "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{{ '\n' }}{% endfor %}assistant: {# <think></think> #}"
+    "{% endfor %}{{ '\n' }}{% endfor %}assistant: "
+    "{% if thinks %}({{ reasoning_effort }})<think>{{ '\n' }}{% endif %}"
 )
 PLACE = {
     "type": "object",
@@ -114,7 +117,7 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
     """By the id of the answer, or by sending its items back: the prompts are the same."""
 
     both = CALL + call("weather", OSLO)
-    server = ResponsesServer(tokenizer, says(f"Well.\n{CALL}"), says(both), says("Dry."))
+    server = ResponsesServer(tokenizer, says(f"<think>Hm.</think>Well.\n{CALL}"), says(both), says("Dry."))
     asked: list[Any] = [{"role": "user", "content": "Rain?"}]
     more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
     for result in ("no", "yes"):
@@ -126,13 +129,12 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
             more["previous_response_id"] = answer.id
     parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
     server.responses.create(input=[*asked, {"role": "user", "content": parts}], **more)
+    rome, oslo = (
+        f'<tool_call>{{"name": "weather", "arguments": {given}}}</tool_call>' for given in (ROME, OSLO)
+    )
     assert server.prompts[-1] == (
-        "tools: weather \nuser: Rain?\n"
-        'assistant: Well.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
-        "tool: no\n"
-        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
-        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>\n'
-        "tool: yes\nuser: So?\nassistant: "
+        f"tools: weather \nuser: Rain?\nassistant: <think>Hm.</think>Well.{rome}\n"
+        f"tool: no\nassistant: {rome}{oslo}\ntool: yes\nuser: So?\nassistant: "
     )
 
 
@@ -194,3 +196,65 @@ def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
         assert (status, named) == (400, param), message
         assert ".function" not in message or param == "input"
     assert server.backend.works == []
+
+
+def test_reasoning_is_an_item_before_the_message(tokenizer: Tokenizer) -> None:
+    thinks = ("<think>\nTwo ", "and two.", "\n</think>\n\nFo", "ur.")
+    server = ResponsesServer(tokenizer, says(*thinks))
+    events, types = server.stream(input="2+2?")
+    assert types == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [one["delta"] for one in events if "delta" in one] == ["Two ", "and two.", "Fo", "ur."]
+    assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 7
+    reasoning_item, message = events[-1]["response"]["output"]
+    assert (reasoning_item["summary"], reasoning_item["status"]) == ([], "completed")
+    details = events[-1]["response"]["usage"]["output_tokens_details"]
+    assert details == {"reasoning_tokens": len(thinks[0] + thinks[1])}
+    assert (events[6]["item"], events[-2]["item"]) == (reasoning_item, message)
+    assert events[2]["item"] == reasoning_item | {"content": [], "status": "in_progress"}
+    assert events[5]["text"] == reasoning_item["content"][0]["text"] == "Two and two."
+    assert {one["item_id"] for one in events[3:6]} == {reasoning_item["id"]}
+
+
+def test_an_answer_may_end_within_its_reasoning(tokenizer: Tokenizer) -> None:
+    server = ResponsesServer(tokenizer, says("<think>Tw", reason=FinishReason.LENGTH))
+    answer = server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
+    [reasoning_item] = answer.output
+    assert (answer.status, reasoning_item.type, reasoning_item.status) == (
+        "incomplete",
+        "reasoning",
+        "incomplete",
+    )  # type: ignore[union-attr]
+    assert answer.output_text == ""
+
+
+def test_the_template_may_open_the_reasoning_and_gets_the_effort(tokenizer: Tokenizer) -> None:
+    server = ResponsesServer(tokenizer, says("Hm.</think>Four."))
+    answer = server.responses.create(
+        model=MODEL,
+        input="2+2?",
+        reasoning={"effort": "low"},
+        extra_body={"chat_template_kwargs": {"thinks": True}},
+    )
+    assert server.prompts == ["user: 2+2?\nassistant: (low)<think>\n"]
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output_text == "Four."
+    assert answer.reasoning is not None
+    assert answer.reasoning.effort == "low"
+    unknown = {"chat_template_kwargs": {"odd": 1}}
+    assert server.refusal(input="x", **unknown)[:2] == (400, "chat_template_kwargs")

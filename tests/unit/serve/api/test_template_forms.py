@@ -16,17 +16,6 @@ from specinfer.tokenizer.chat_template import ChatTemplate, MessageStyle, messag
 from tests.scripted_server import byte_tokenizer
 from tests.unit.serve.api.test_one_door import chatting, library, text, tokenized, user
 
-# Results that follow each other are one turn, found by their neighbours (Qwen2.5).
-NEIGHBOURS = """\
-{% for m in messages %}
-{% if m.role == 'tool' %}
-{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<user>{% endif %}
-({{ m.content }}){% if loop.last or messages[loop.index0 + 1].role != 'tool' %}</>{% endif %}
-{% elif m.tool_calls %}
-<assistant>{{ m.content }}{% for c in m.tool_calls %}{% set f = c.function if c.function is defined else c %}
-{{ f.name }}{{ f.arguments | tojson }}{% endfor %}</>
-{% else %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endif %}
-{% endfor %}{{ tools | length if tools }}"""
 # The last question is looked for from the end, and thoughts before it are left out (Qwen3).
 BACKWARDS = """\
 {% set n = namespace(last=none) %}
@@ -76,23 +65,10 @@ NINE = """\
 {{ m.tool_call_id + '=' + result | string }}
 {% else %}{{ ' ' + m.content | trim + '</s>' }}{% endif %}
 {% endfor %}{{ tools | length if tools }}"""
-# Results by the loop's own neighbours; an assistant's message has calls, or it has content (Hermes).
-EITHER = """\
-{% for m in messages %}
-{% if m.role == 'tool' %}{{ '<tool>' if loop.previtem and loop.previtem.role != 'tool' }}({{ m.content }})
-{{ '</>' if loop.last or loop.nextitem.role != 'tool' }}
-{% elif m.role == 'assistant' and m.tool_calls is defined %}
-{{ '<assistant>' }}{% for c in m.tool_calls %}{{ '{"name": "' + c.function.name + '", ' }}
-{{ c.function.arguments | tojson }}
-{% endfor %}</>
-{% else %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endif %}
-{% endfor %}{{ tools | length if tools }}"""
 FORMS = {
-    "neighbours": (NEIGHBOURS, MessageStyle()),
     "backwards": (BACKWARDS, MessageStyle()),
     "single": (SINGLE, MessageStyle(single_calls=True)),
     "nine": (NINE, MessageStyle(id_length=9)),
-    "either": (EITHER, MessageStyle()),
 }
 
 
@@ -134,14 +110,6 @@ def test_client_messages_render_like_normalized_ones_in_transformers(form: str, 
         assert wrong not in expected
     for said in ("Be brief.", "Rain or snow?", "none", "3 cm", "Snow.", "How deep?", "\u00d6slo"):
         assert said in expected
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_longer_conversation_begins_with_the_shorter_ones_calls(form: str, tmp_path: Path) -> None:
-    """Ids are the same in every turn, or nothing of a prompt's prefix could be used again."""
-    tokenizer = byte_tokenizer(tmp_path, FORMS[form][0])
-    shorter, longer = library(tokenizer, AGENT[1:6]), library(tokenizer, AGENT[1:])
-    assert longer.startswith(shorter)
 
 
 PARTS: dict[str, str] = {

@@ -5,79 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.served import Served
 
 pytestmark = pytest.mark.thorough
 
-PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/infill"),
-)
-CONVERSATIONS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-FIELDS = (
-    *("messages", "prompt", "tokens", "model", "stream", "stream_options", "temperature", "top_p", "top_k"),
-    *("min_p", "seed", "n", "stop", "logprobs", "top_logprobs", "logit_bias", "response_format", "regex"),
-    *("choice", "grammar", "tools", "tool_choice", "prediction", "speculation", "max_tokens", "min_tokens"),
-    *("presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids", "stop_token_ids", "echo"),
-    *("prompt_logprobs", "logprobs_mode", "cache_salt", "trace", "user", "metadata", "best_of", "suffix"),
-    *("system", "thinking", "stop_sequences", "output_config", "output_format", "context_management"),
-    *("input_prefix", "input_suffix", "input_extra", "n_predict", "n_indent", "samplers", "response_fields"),
-)
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=20)
-    | st.sampled_from(["auto", "none", "text", "json_object", "user", "a+", "x" * 300, "\x00", "\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from([*FIELDS, "role", "content", "type"]) | st.text(max_size=5), inner, max_size=4
-        )
-    ),
-    max_leaves=8,
-)
-
-
-@pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
-    """A client that keeps its connection: making one takes longer than a refusal."""
-    with httpx.Client(timeout=60) as client:
-        yield client
-
-
-@settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    path=st.sampled_from(PATHS),
-    changed=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),
-    keep=st.booleans(),
-)
-def test_a_field_may_be_anything(
-    served: Served, http: httpx.Client, path: str, changed: dict[str, Any], keep: bool
-) -> None:
-    body = {"max_tokens": 2, **(GOOD if path in CONVERSATIONS else {"prompt": "ab"}), **changed}
-    if path == "/detokenize" or not keep:
-        body = {"max_tokens": 2, **changed}
-    answer = http.post(served.url + path, content=json.dumps(body).encode("utf-8", "surrogatepass"))
-    assert answer.status_code in (200, 400, 404), answer.text
-    if answer.status_code != 200:
-        assert answer.json()["error"]["message"]
 
 
 RAW = {

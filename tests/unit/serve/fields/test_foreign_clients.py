@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -248,21 +247,6 @@ def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
             assert Sent(tokenizer, path, {**asks, "add_special_tokens": given}).status == 200
     # A conversation that gets it is encoded without, behind the token that a text would begin with.
     assert seen == [True, True, False, False, True, False, False]
-
-
-def test_unknown_fields_are_ignored_or_refused(
-    tokenizers: dict[str, Tokenizer], caplog: pytest.LogCaptureFixture
-) -> None:
-    body = {"messages": HI, "odd": 1, "typical_p": 1}
-    assert Sent(tokenizers["plain"], "/chat/completions", body, unknown_fields="error").param == "odd"
-    with caplog.at_level(logging.WARNING, "specinfer"):
-        sent = Sent(tokenizers["plain"], "/chat/completions", body)
-    assert sent.prompt == THINKS
-    assert [record.getMessage() for record in caplog.records] == ["the unknown field 'odd' is ignored"]
-    refused = Sent(tokenizers["plain"], "/chat/completions", body | {"typical_p": 0.5})
-    assert refused.param == "typical_p"
-    counted = Sent(tokenizers["plain"], "http://server/tokenize", {"prompt": "a", "odd": 1})
-    assert json.loads(counted.text)["count"] == 1
 
 
 LONG: list[tuple[str, dict[str, Any]]] = [
