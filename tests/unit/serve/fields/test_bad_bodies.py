@@ -20,17 +20,12 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_to
 
 
 RAW = {
-    "nothing": b"",
     "no JSON": b"hello",
-    "invalid UTF-8": b'{"prompt": "\xff\xfe\x80"}',
     "half a pair": b'{"prompt": "\\ud800"}',
-    "deep": b'{"prompt": ' + b"[" * 200_000,
     "deep schema": b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": '
     + b'{"name": "n", "schema": {"not":' * 90
     + b"{}"
     + b"}" * 92,
-    "huge numbers": b'{"prompt": "a", "seed": ' + b"9" * 4000 + b', "max_tokens": -1e308}',
-    "NaN": b'{"prompt": "a", "temperature": NaN}',
     "500 kB of stop": json.dumps({"prompt": "a", "max_tokens": 2, "stop": ["x" * 100] * 5000}).encode(),
     "10 MB of prompt": json.dumps({"prompt": "a b" * 3_500_000}).encode(),
     "20 MB": b" " * 20_000_000,

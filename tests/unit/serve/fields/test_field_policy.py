@@ -18,7 +18,7 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.fields.body import REFUSED, RENAMED, SCHEMAS, THINKING, FieldPolicy, parse
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
-from tests.unit.serve.fields.bodies import HI, MADE, PLAIN, SCHEMA, TOOL, params, read
+from tests.unit.serve.fields.bodies import MADE, PLAIN, SCHEMA, TOOL, params, read
 
 # A body of llama.cpp's own clients, which send all their settings.
 LLAMA_CPP: dict[str, Any] = {
@@ -245,18 +245,6 @@ def test_reasoning_options_are_translated() -> None:
     assert refusal(ChatFields, clash)["param"] == "enable_thinking"
 
 
-def test_free_form_values_are_not_translated() -> None:
-    body = {
-        "messages": HI,
-        "guided_json": SCHEMA,
-        "chat_template_kwargs": {"a": [1.0, None]},
-    }
-    fields = read(ChatFields, body)
-    assert fields.response_format["json_schema"]["schema"] == SCHEMA
-    assert isinstance(fields.chat_template_kwargs["a"][0], float)
-    assert fields.chat_template_kwargs["a"][1] is None
-
-
 def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
     names = {*REFUSED, *RENAMED, *SCHEMAS, *THINKING, "structured_outputs"}
     assert names - documented_names() == set()
@@ -282,11 +270,13 @@ def test_free_form_json_is_unchanged() -> None:
     body: dict[str, Any] = {
         "messages": [{"role": "assistant", "content": [used | {"extra": None}]}],
         "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
+        "chat_template_kwargs": {"a": [1.0, None]},
     }
     FieldPolicy().apply(MessageFields, body)
     assert body["messages"][0]["content"] == [used]
     assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
     assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"
+    assert repr(body["chat_template_kwargs"]) == "{'a': [1.0, None]}"
 
 
 OTHERS: list[tuple[dict[str, Any], str, str]] = [

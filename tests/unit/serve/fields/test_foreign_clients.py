@@ -82,14 +82,8 @@ THINKS, DOES_NOT = "<user>Hi</user><assistant>", "<user>Hi</user><assistant><thi
     [
         ({"reasoning_effort": "none"}, DOES_NOT),
         ({"reasoning_effort": "medium"}, THINKS),
-        ({"reasoning_effort": "low"}, THINKS),
         ({"enable_thinking": True}, THINKS),
         ({"enable_thinking": False}, DOES_NOT),
-        ({"think": True}, THINKS),
-        ({"reasoning": {"effort": "high"}}, THINKS),
-        ({"reasoning": {"enabled": False}}, DOES_NOT),
-        ({"thinking": {"type": "enabled"}}, THINKS),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, THINKS),
         ({"chat_template_kwargs": {"enable_thinking": None}}, DOES_NOT),
         ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, DOES_NOT),
     ],
@@ -226,7 +220,6 @@ def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:
 
     assert max_tokens_of("/completions", prompt="a") == 16
     assert max_tokens_of("/completions", prompt="a", max_tokens=-1) == FACTS.max_length - 1
-    assert max_tokens_of("/completions", prompt="a", n_predict=-1) == FACTS.max_length - 1
     assert max_tokens_of("/completions", prompt="a", max_tokens=0) == 0
     assert max_tokens_of("/chat/completions", messages=HI, max_tokens=-1) == FACTS.max_length - len(THINKS)
     assert max_tokens_of("/responses", input="Hi", max_tokens=7) == 7
