@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 from haystack import Pipeline
 from haystack.components.agents import Agent
 from haystack.components.builders import ChatPromptBuilder
@@ -12,7 +11,7 @@ from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
 from haystack.utils import Secret
 from pydantic import BaseModel
-from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, says
 
 AT = {"model": MODEL, "api_base_url": URL, "api_key": Secret.from_token("unused")}
 SHORT = {"max_tokens": 32, "temperature": 0}
@@ -83,15 +82,3 @@ def an_agent_calls_its_tool() -> None:
     assert messages[-1].tool_call_result.result.startswith("21 degrees")
     answer = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(messages, tools=[tool])
     assert answer["replies"][0].text
-
-
-@check
-async def answers_come_without_blocking() -> None:
-    done = await OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run_async(QUESTION)
-    assert done["replies"][0].text == says(RIVERS, max_tokens=32, temperature=0)
-
-
-@check
-def errors_are_the_clients_own() -> None:
-    with refused(openai.BadRequestError, "top_p"):
-        OpenAIChatGenerator(**AT, generation_kwargs={"top_p": 3}).run(QUESTION)

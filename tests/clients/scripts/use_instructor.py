@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import instructor
 import openai
-from instructor.core import InstructorRetryException
 from pydantic import BaseModel, Field
-from zoo import JSON, LISBON, MODEL, URL, City, check, refused
+from zoo import JSON, LISBON, MODEL, URL, City, check
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
 ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 1}
@@ -68,24 +67,8 @@ def parts_of_a_class_grow_in_a_stream() -> None:
 
 
 @check
-async def answers_come_without_blocking() -> None:
-    asking = instructor.from_openai(openai.AsyncOpenAI(base_url=URL, api_key="unused"))
-    assert isinstance(
-        await asking.chat.completions.create(response_model=Weather, **question(LISBON), **ASKED), Weather
-    )
-
-
-@check
 def lists_of_classes_are_read() -> None:
     made = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(
         response_model=Iterable[Strict], **question(LISBON), **ASKED
     )
     assert all(isinstance(day, Weather) for day in made)
-
-
-@check
-def errors_are_raised() -> None:
-    with refused(InstructorRetryException, "top_p"):
-        client(instructor.Mode.TOOLS).chat.completions.create(
-            response_model=Weather, top_p=3, **question(LISBON), **ASKED
-        )

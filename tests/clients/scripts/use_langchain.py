@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-import openai
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain.tools import tool
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from zoo import JSON, LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+from zoo import JSON, LISBON, MODEL, RIVERS, URL, City, Unit, check, says
 
 AT = {"model": MODEL, "base_url": URL, "api_key": "unused", "temperature": 0}
 chat = ChatOpenAI(**AT, max_tokens=32, stream_usage=True)
@@ -72,14 +71,6 @@ def forms_are_kept_by_each_method() -> None:
     assert isinstance(longer.with_structured_output(Weather, method="json_mode").invoke(JSON), Weather)
 
 
-@check
-def an_agent_calls_its_tool_and_answers() -> None:
-    forced = longer.bind(max_tokens=100)
-    agent = create_agent(forced, [weather], system_prompt="Use the tool.")
-    result = agent.invoke({"messages": [("user", LISBON)]})["messages"]
-    assert result[-1].content
-
-
 @wrap_model_call
 def once(request: ModelRequest, handler: Callable[[ModelRequest], object]) -> object:
     """Force the tool first, then an answer: a small model might call the tool forever."""
@@ -98,19 +89,6 @@ def an_agent_with_tools_answers_in_a_form() -> None:
 
 
 @check
-def a_prompt_is_continued() -> None:
-    model = OpenAI(**AT, max_tokens=8)
-    assert "Paris" in model.invoke("The capital of France is")
-    assert "".join(model.stream("The capital of France is")) == model.invoke("The capital of France is")
-
-
-@check
 def the_responses_endpoint_is_used() -> None:
     model = ChatOpenAI(**AT, max_tokens=32, use_responses_api=True)
     assert model.invoke(RIVERS).text == says(RIVERS, max_tokens=32, temperature=0)
-
-
-@check
-def errors_are_the_clients_own() -> None:
-    with refused(openai.BadRequestError, "top_p"):
-        chat.invoke(RIVERS, top_p=3)

@@ -30,12 +30,6 @@ def a_stream_has_the_text_of_the_whole_answer() -> None:
 
 
 @check
-async def answers_come_without_blocking() -> None:
-    answer = await litellm.acompletion(**ASKED)
-    assert answer.choices[0].message.content == says(RIVERS, max_tokens=32, temperature=0)
-
-
-@check
 def the_provider_for_vllm_servers_works_too() -> None:
     answer = litellm.completion(**{**ASKED, "model": f"hosted_vllm/{MODEL}"}, top_k=1)
     assert answer.choices[0].message.content == says(RIVERS, max_tokens=32, temperature=0)

@@ -15,7 +15,7 @@ from agents import (
     function_tool,
 )
 from pydantic import BaseModel
-from zoo import GREETING, LISBON, MODEL, URL, City, Unit, check, refused, says
+from zoo import GREETING, LISBON, MODEL, URL, City, Unit, check, says
 
 client = openai.AsyncOpenAI(base_url=URL, api_key="unused")
 MODELS = (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client))
@@ -108,12 +108,3 @@ async def an_agent_hands_over_to_another() -> None:
         done = await Runner.run(desk, LISBON, max_turns=4)
         assert done.last_agent.name == "clerk"
         assert isinstance(done.final_output, Weather)
-
-
-@check
-async def errors_are_the_clients_own() -> None:
-    for model in MODELS:
-        with refused(openai.BadRequestError, "top_p"):
-            await Runner.run(
-                Agent(name="guide", model=model, model_settings=ModelSettings(top_p=3)), GREETING
-            )

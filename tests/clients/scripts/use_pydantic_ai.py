@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, RunContext, ToolOutput
-from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.usage import UsageLimits
-from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, says
 
 AT = OpenAIProvider(base_url=URL, api_key="unused")
 chat = OpenAIChatModel(MODEL, provider=AT)
@@ -82,9 +81,3 @@ def a_conversation_goes_on() -> None:
     first = agent.run_sync(RIVERS)
     second = agent.run_sync("And one more.", message_history=first.all_messages())
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
-
-
-@check
-def errors_are_the_clients_own() -> None:
-    with refused(ModelHTTPError, "top_p"):
-        Agent(chat, model_settings={"top_p": 3}).run_sync(RIVERS)
