@@ -36,7 +36,7 @@ def main() -> None:
             visits[client.name] = Visit([Check("its packages can be installed", False, str(error))], 0, 0)
     with tempfile.TemporaryDirectory() as tokenizer:
         write_tokenizer(resolve(args.model), Path(tokenizer))
-        flags = ("--served-model-name", args.model, "--call-format", args.call_format)
+        flags = ("--served-model-name", args.model, "--call-format", "hermes")
         with Served(args.model, "--log-format", "json", *flags) as server:
             variables = {"ZOO_URL": server.url, "ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
             for name, words in commands.items():
@@ -44,9 +44,7 @@ def main() -> None:
                 print(_summary(name, visits[name]), flush=True)
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
-        args.page.write_text(
-            "\n".join(page(chosen, visits, args.model, args.call_format)) + "\n", encoding="utf-8"
-        )
+        args.page.write_text("\n".join(page(chosen, visits, args.model)) + "\n", encoding="utf-8")
     print(f"{len(visits) - len(failed)} of {len(visits)} clients passed all checks")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; see {args.home}/homes/NAME/log.txt")
@@ -58,9 +56,6 @@ def _arguments(names: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--model", default="smollm2-135m", help="served model (default %(default)s)")
-    parser.add_argument(
-        "--call-format", default="hermes", help="call format of the server (default %(default)s)"
-    )
     parser.add_argument("--page", type=Path, help="write the results as a Markdown page")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer-clients"
     home = Path(os.environ.get("SPECINFER_CLIENTS") or cache)
@@ -80,7 +75,7 @@ def _summary(name: str, done: Visit) -> str:
     return "\n".join(lines)
 
 
-def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, call_format: str) -> list[str]:
+def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> list[str]:
     """Return the page as lines of Markdown."""
     where = provenance()
     machine = where["hardware"]
@@ -93,7 +88,7 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, cal
         "if a request is refused that its script does not expect to be refused.",
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
-        f"- server: `specinfer serve {model} --call-format {call_format}`, everything else at its default",
+        f"- server: `specinfer serve {model} --call-format hermes`, everything else at its default",
         f"- date and commit: {where['date'][:10]}, {where['commit']}",
         f"- hardware: {machine['cpu']}, {machine['cores']} cores",
         "",

@@ -29,6 +29,6 @@ def test_every_script_is_a_clients() -> None:
 def test_the_page_names_versions_and_failures() -> None:
     client = Client("x", "pip", ["openai==3.57.0"], [], "2026-01-01", "pip==26.3")
     done = Visit([Check("it asks", True, ""), Check("it hears", False, "TypeError: deaf")], 3, 1)
-    lines = page([client], {"x": done}, "tiny", "hermes")
+    lines = page([client], {"x": done}, "tiny")
     assert "| x | openai 3.57.0 | 1 of 2 | 3 | 1 |" in lines
     assert lines[-1] == "- x fails: it hears: TypeError: deaf"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specinfer.serve.api import chat_prompt
-from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
 from tests.unit.serve.asked import Asked
 
@@ -58,8 +58,8 @@ def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer
     assert server.backend.works[0].params.preamble is None
 
 
-@pytest.mark.parametrize("work", ["read_tools", "call_grammar"])
-def test_schemas_are_compiled_while_others_are_answered(
+@pytest.mark.parametrize("work", ["read_tools", "call_grammar", "_render"])
+def test_schemas_and_templates_are_read_while_others_are_answered(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     where: list[int] = []
@@ -71,7 +71,8 @@ def test_schemas_are_compiled_while_others_are_answered(
 
     monkeypatch.setattr(chat_prompt, work, watched)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert ask(Asked(tokenizer), tools=tools)["status"] == 200
+    for body in ({}, {"tools": tools}):
+        assert ask(Asked(tokenizer), **body)["status"] == 200
     assert where
     assert threading.get_ident() not in where
 
@@ -102,28 +103,3 @@ def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tok
     answer = ask(Asked(tokenizer), messages=[*HI, {"role": "assistant", "tool_calls": [call]}])
     assert answer["status"] == 400
     assert answer["error"]["param"] == "messages"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 50_000}}]},
-        {"chat_template_kwargs": {"closed": "x" * 50_000}},
-    ],
-    ids=["short", "tools", "variables"],
-)
-def test_templates_run_while_others_are_answered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-) -> None:
-    where: list[int] = []
-
-    def render(self: ChatEncoder, *args: Any, real: Any = ChatEncoder.render, **more: Any) -> Rendered:
-        where.append(threading.get_ident())
-        made: Rendered = real(self, *args, **more)
-        return made
-
-    monkeypatch.setattr(ChatEncoder, "render", render)
-    assert ask(Asked(tokenizer), **body)["status"] == 200
-    assert len(where) == 1
-    assert threading.get_ident() not in where

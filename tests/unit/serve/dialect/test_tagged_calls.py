@@ -7,7 +7,6 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import CallFormat, Tool, ToolChoice, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.structured_output import structured_output
 from specinfer.tokenizer import ChatEncoder
 from tests.unit.serve.dialect.families import (
     CODER,
@@ -24,18 +23,6 @@ AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
 NOW = tagged("now")
 PUT = tagged("put", text="a\n\n</par <b>", size="S", n="2")
 TAGS = '["x", "y"]'
-
-
-@pytest.mark.parametrize("family", [CODER, SPECIAL_CODER], ids=["spelled", "special"])
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [({"response_format": {"type": "json_object"}}, '{"a": "<"}'), ({"regex": "<[a-z]+>"}, "<to>")],
-)
-def test_beside_a_form_an_answer_is_calls_or_the_form(family, form, text):
-    grammar = call_grammar(family.format, TAGGED_TOOLS, AUTO, form=structured_output(**form))
-    call = tagged("now")
-    assert [verdict(family, grammar, one) for one in (text, call)] == [None, None]
-    assert None not in [verdict(family, grammar, one) for one in ("", "so", f"so {call}", text + call)]
 
 
 def test_values_have_the_types_of_their_schemas():

@@ -36,49 +36,39 @@ def test_arguments_are_always_an_object():
         assert tool.parameters == (read or schema | {"type": "object"}), schema
 
 
-PARAMETERS = "tools[0].function.parameters"
-
-
 def test_invalid_tools_are_refused():
     cases = [
-        ([function(name="")], "tools[0].function.name is ''; allowed: 1 to 128 letters", "tools"),
-        ([function(name='a"b')], "tools[0].function.name is 'a\"b'; allowed", "tools"),
-        (
-            [function(), function()],
-            "tools[1].function.name is 'f', like an earlier one's; rename it",
-            "tools",
-        ),
-        ([function(parameters={"x-guidance": {}})], f'{PARAMETERS} has the key "x-guidance"', PARAMETERS),
-        ([function(parameters={"const": {1}})], f"{PARAMETERS} cannot be written as JSON", PARAMETERS),
-        ([function(parameters={"type": "string"})], f"{PARAMETERS} has the type 'string'; al", PARAMETERS),
-        (
-            [function(parameters={"properties": {"a": {"type": "text"}}, "required": ["a"]})],
-            f"{PARAMETERS} cannot be used: Invalid type: text; change or drop that part of the schema",
-            PARAMETERS,
-        ),
-        (
-            [function(parameters={"properties": {"a": False}, "required": ["a"]})],
-            f"{PARAMETERS} cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable",
-            PARAMETERS,
-        ),
-        (
-            [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
-            f"{PARAMETERS} cannot be used: Unknown format: poem; change or drop that part of the schema, or "
-            "leave out strict",
-            PARAMETERS,
-        ),
-        (
-            [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150), strict=True)],
-            f'{PARAMETERS} cannot be used: failed to parse "%json": recursion limit exceeded',
-            PARAMETERS,
-        ),
-        ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
+        ([function(name="")], ".name is ''; allowed: 1 to 128 letters"),
+        ([function(name='a"b')], ".name is 'a\"b'; allowed"),
+        ([function(), function()], "tools[1].function.name is 'f', like an earlier one's; rename it"),
+        ([function()] * 129, "tools has 129 tools; allowed: at most 128"),
     ]
-    for given, message, parameter in cases:
+    deep = json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150)
+    poem = {"properties": {"a": {"format": "poem", "type": "string"}}}
+    for schema, strict, message in (
+        ({"x-guidance": {}}, False, ' has the key "x-guidance"'),
+        ({"const": {1}}, False, " cannot be written as JSON"),
+        ({"type": "string"}, False, " has the type 'string'; allowed: object"),
+        (
+            {"properties": {"a": {"type": "text"}}, "required": ["a"]},
+            False,
+            " cannot be used: Invalid type: text; change or drop that part of the schema",
+        ),
+        (
+            {"properties": {"a": False}, "required": ["a"]},
+            False,
+            " cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable",
+        ),
+        (poem, True, "Unknown format: poem; change or drop that part of the schema, or leave out strict"),
+        (deep, True, ' cannot be used: failed to parse "%json": recursion limit exceeded'),
+    ):
+        cases.append(([function(parameters=schema, strict=strict)], message))
+    for given, message in cases:
         with pytest.raises(RequestError, match=re.escape(message)) as caught:
             pytest.fail(f"{given!r}: {tools_of(*given)}")
-        assert caught.value.parameter == parameter, (given, message)
-        assert "\n" not in str(caught.value), (given, message)
+        named = "tools[0].function.parameters" if "parameters" in given[0] else "tools"
+        assert caught.value.parameter == named, message
+        assert "\n" not in str(caught.value), message
 
 
 def test_a_choice_is_among_the_tools():

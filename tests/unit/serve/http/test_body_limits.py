@@ -13,7 +13,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields
-from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.body import has_more_tokens, parse
 from specinfer.serve.http.api_error import ApiError
 from tests.unit.serve.fields.test_fields import HI, error_of
 
@@ -68,6 +68,21 @@ def test_a_body_has_only_so_many_values() -> None:
         assert caught.value.status == 413
     long = json.dumps({"messages": [{"role": "user", "content": '",[{:' * 2_000_000}]}).encode()
     assert parse(ChatFields, long).messages
+
+
+def test_tokens_of_any_text_are_counted() -> None:
+    cases: list[tuple[bytes, int]] = [
+        (b'{"a": [1, "b\\"],"], "c\\\\": {}} ' + b" " * 99, 13),
+        (b'"' * 1_000_001, 500_001),
+        (b'\\"' * 500_000, 0),
+        (b'"' + b'\\"' * 500_000, 1),
+        (b'"' + b"\\" * 1_000_001, 1),
+        (b"," * 1_000_000, 1_000_000),
+        (b"\xff" * 1_000_000, 0),
+    ]
+    for text, count in cases:
+        assert not has_more_tokens(text, count), text
+        assert count == 0 or has_more_tokens(text, count - 1), text
 
 
 # Bodies of one piece again and again, and the status where there are as many of it as there may be.
