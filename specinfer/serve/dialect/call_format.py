@@ -19,15 +19,13 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from specinfer.errors import RequestError
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.chat_template import messages_for_template
 
 FormatName = Literal["hermes", "qwen3_coder", "llama3", "mistral", "mistral_args"]
-FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
-ALIASES: Mapping[str, FormatName] = {"qwen": "hermes"}
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -47,13 +45,12 @@ _PARAMETERS = re.compile(r'\\?"parameters\\?": ')  # in a template, where quotes
 _LETTERS = string.ascii_letters + string.digits
 
 Message = Mapping[str, Any]
-_EXAMPLE = ("function_name", {"argument": "value"})
 _INSTRUCTIONS = """\
 You may call functions to answer the user. Here they are, one a line, with JSON schemas of their arguments:
 <tools>
 {tools}
 </tools>
-{how}:
+To call one, write its name and its arguments as JSON, in this form, at the end of your answer:
 {example}
 What a function returns is then given to you between <tool_response> and </tool_response>."""
 _MAY_NAME_OTHERS = frozenset(  # keywords besides `properties` that may allow other names
@@ -126,10 +123,10 @@ class ToolChoice:
 class CallFormat:
     """The call format of a model.
 
-    `native`: the chat template describes tools in this format; otherwise `for_template` adds a message.
-    `single`: the template accepts one call per answer. `with_ids`: it writes ids of calls before arguments.
-    `special` has the ids of delimiters that are special tokens. The tokenizer must render these in the text,
-    or calls are not found. Other delimiters are plain text.
+    `native`: the chat template describes tools in this format; otherwise it is hermes, and `for_template`
+    adds a message. `single`: the template accepts one call per answer. `with_ids`: it writes ids of calls
+    before arguments. `special` has the ids of delimiters that are special tokens. The tokenizer must render
+    these in the text, or calls are not found. Other delimiters are plain text.
     """
 
     name: FormatName
@@ -140,20 +137,20 @@ class CallFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "auto") -> CallFormat:
-        """Return the format of the model's chat template ("auto"), or the one called `name`.
+        """Return the format of the model's chat template ("auto"), or "hermes" for any template.
 
-        Raises RequestError if the name is unknown, or if the template has no supported format.
+        Raises RequestError for another name, or if the template has no supported format.
         """
         template = tokenizer.tool_template or ""
         found = format_in(template)
-        chosen = ALIASES.get(name, name)
-        if chosen == "auto":
-            if found is None:
-                raise RequestError(_no_format(template), "tools")
-            chosen = found
-        if chosen not in FORMAT_NAMES:
-            names = ", ".join(("auto", *FORMAT_NAMES, *ALIASES))
-            raise RequestError(f"the tool format is {name!r}; allowed: {names}", "tools")
+        if name == "auto" and found is None:
+            raise RequestError(_no_format(template), "tools")
+        if name not in ("auto", "hermes", found):
+            raise RequestError(
+                f"the tool format is {name!r}; allowed: auto, or hermes, which a system message describes",
+                "tools",
+            )
+        chosen = found if found is not None and name in ("auto", found) else "hermes"
         native = chosen == found
         found_ids = ((text, tokenizer.special_id(text)) for text in _DELIMITERS[chosen])
         return cls(
@@ -191,8 +188,8 @@ def _no_format(template: str) -> str:
         return "the model has no chat template to describe tools in; leave tools out"
     shown = "writes tool calls in an unsupported format" if _USES_TOOLS.search(template) else "has no tools"
     return (
-        f"the model's chat template {shown}; leave tools out, or serve with --call-format and one of "
-        f"{', '.join(FORMAT_NAMES)}: a system message then describes the tools"
+        f"the model's chat template {shown}; leave tools out, or serve with --call-format hermes: "
+        "a system message then describes the tools"
     )
 
 
@@ -211,25 +208,19 @@ def for_template(
             if message["role"] == "tool":
                 _add_result(written, message)
             elif "tool_calls" in message:
-                written.append(_as_text(message, call_format.name))
+                written.append(_as_text(message))
             else:
                 written.append(message)
-        return (_with_instructions(written, tools, call_format.name) if tools else written), []
+        return (_with_instructions(written, tools) if tools else written), []
     except RecursionError:
         raise RequestError("call arguments are nested too deeply; send flatter ones", "messages") from None
 
 
-def _with_instructions(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> list[Message]:
+def _with_instructions(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
     """Add a description of the tools to the system message, or a system message if there is none."""
-    how = "To call one, answer with nothing but this, its name and its arguments as JSON"
-    if name == "qwen3_coder":
-        how = "To call one, write its name and its arguments in this form, at the end of your answer"
-    elif name != "llama3":
-        how = "To call one, write its name and its arguments as JSON, in this form, at the end of your answer"
+    described = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(
-        tools="\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools),
-        how=how,
-        example=_calls([_EXAMPLE], name),
+        tools=described, example=_call("function_name", {"argument": "value"})
     )
     first = messages[0]
     if first["role"] != "system":
@@ -237,11 +228,18 @@ def _with_instructions(messages: list[Message], tools: Sequence[Tool], name: For
     return [{**first, "content": _joined(first["content"], "\n\n", instructions)}, *messages[1:]]
 
 
-def _as_text(message: Message, name: FormatName) -> Message:
+def _as_text(message: Message) -> Message:
     """Return an assistant's message with its calls written into its text."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = "\n".join(_call(function["name"], function["arguments"]) for function in functions)
     others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return others | {"content": _joined(message["content"], "\n", _calls(calls, name))}
+    return others | {"content": _joined(message["content"], "\n", calls)}
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Write a call as Hermes does."""
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"{TOOL_CALL}\n{written}\n{TOOL_CALL_END}"
 
 
 def _joined(content: str, between: str, text: str) -> str:
@@ -257,31 +255,3 @@ def _add_result(messages: list[Message], message: Message) -> None:
         messages[-1] = {**last, "content": f"{last['content']}\n{text}"}
     else:
         messages.append({"role": "user", "content": text})
-
-
-def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], name: FormatName) -> str:
-    """Write calls as the model does."""
-    key = "parameters" if name == "llama3" else "arguments"
-    objects = [json.dumps({"name": called, key: given}, ensure_ascii=False) for called, given in calls]
-    match name:
-        case "hermes":
-            return "\n".join(f"{TOOL_CALL}\n{written}\n{TOOL_CALL_END}" for written in objects)
-        case "qwen3_coder":
-            return "\n".join(_function(called, given) for called, given in calls)
-        case "llama3":
-            return "; ".join(objects)
-        case "mistral":
-            return f"{TOOL_CALLS} [{', '.join(objects)}]"
-        case "mistral_args":
-            pairs = [(called, json.dumps(given, ensure_ascii=False)) for called, given in calls]
-            return "".join(f"{TOOL_CALLS}{called}{ARGS}{given}" for called, given in pairs)
-
-
-def _function(called: str, given: Mapping[str, Any]) -> str:
-    """Write a call with its arguments between tags: strings unchanged, other values as JSON."""
-    texts = {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in given.items()
-    }
-    tags = [f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items()]
-    return f"{TOOL_CALL}\n{FUNCTION}{called}>\n{''.join(tags)}{FUNCTION_END}\n{TOOL_CALL_END}"

@@ -65,11 +65,12 @@ FAMILIES = {
     # In Qwen's vocabulary <tool_call> is one token, but text; other models spell it, or have it special.
     "qwen": Family(tokenizer(QWEN, text=("<tool_call>", "</tool_call>", "<think>", "</think>"))),
     "hermes": Family(tokenizer(QWEN)),
+    "hermes, described": Family(tokenizer(PLAIN), "hermes"),
     "hermes, special": Family(
         tokenizer(QWEN, special=("<tool_call>", "</tool_call>", "<think>", "</think>"))
     ),
     "llama3": Family(tokenizer(LLAMA, special=("<|python_tag|>",))),
-    "llama3, forced": Family(tokenizer(PLAIN), "llama3"),  # several calls, no tag
+    "llama3, several": Family(tokenizer(LLAMA.replace("single tool-calls", "calls"))),  # and no tag
     "mistral": Family(tokenizer(MISTRAL, special=("[TOOL_CALLS]",))),
     "mistral, spelled": Family(tokenizer(MISTRAL)),
     "mistral_args": Family(tokenizer(MISTRAL_ARGS, special=("[TOOL_CALLS]", "[ARGS]"))),

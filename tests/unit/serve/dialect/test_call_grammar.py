@@ -40,7 +40,7 @@ def mistral_ids(name, arguments):
 # family -> one call, two calls, and whether text may stand before them
 WRITTEN = {
     "qwen": (hermes, lambda *both: "\n".join(hermes(*call) for call in both), True),
-    "llama3, forced": (llama3, lambda *both: "; ".join(llama3(*call) for call in both), False),
+    "llama3, several": (llama3, lambda *both: "; ".join(llama3(*call) for call in both), False),
     "mistral": (
         lambda *call: mistral(mistral_item(*call)),
         lambda *both: mistral(*(mistral_item(*call) for call in both)),
@@ -51,9 +51,10 @@ WRITTEN = {
 }
 WRITTEN |= {
     "hermes": WRITTEN["qwen"],
+    "hermes, described": WRITTEN["qwen"],
     "hermes, special": WRITTEN["qwen"],
     "mistral, spelled": WRITTEN["mistral"],
-    "llama3": WRITTEN["llama3, forced"],
+    "llama3": WRITTEN["llama3, several"],
 }
 PLAIN = [
     "",
