@@ -7,7 +7,7 @@ from typing import Literal
 
 import dspy
 from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
-from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
+from zoo import LISBON, MODEL, RIVERS, URL, City, check, says
 
 AT = {"api_base": URL, "api_key": "unused", "cache": False, "temperature": 0, "num_retries": 0}
 # DSPy sends schemas and tools only to providers that declare support for them.
@@ -46,20 +46,6 @@ def a_signature_is_filled_in() -> None:
 
 
 @check
-def several_samples_are_taken() -> None:
-    samples = lm(RIVERS, n=3, temperature=1.0, max_tokens=16)
-    assert len(samples) == 3
-
-
-@check
-def programs_run_side_by_side() -> None:
-    predict = dspy.Predict(Review)
-    reviews = [dspy.Example(review=text).with_inputs("review") for text in ("Lovely.", "Awful.", "Fine.")]
-    together = dspy.Parallel(num_threads=3)([(predict, review) for review in reviews])
-    assert [one.mood for one in together] == [predict(**review.inputs()).mood for review in reviews]
-
-
-@check
 async def a_program_is_streamed() -> None:
     predict = dspy.Predict(Review)
     listener = dspy.streaming.StreamListener(signature_field_name="mood")
@@ -76,9 +62,3 @@ def a_tool_is_called_by_a_native_call() -> None:
         signature = dspy.Signature("question: str, tools: list[dspy.Tool] -> calls: dspy.ToolCalls")
         filled = dspy.Predict(signature)(question=LISBON, tools=[tool])
     assert tool(**filled.calls.tool_calls[0].args).startswith("21 degrees")
-
-
-@check
-def errors_are_raised() -> None:
-    with refused(Exception, "top_p"):
-        dspy.LM(f"openai/{MODEL}", max_tokens=32, top_p=3, **AT)(RIVERS)

@@ -57,8 +57,3 @@ def a_schema_is_kept() -> None:
 def its_model_for_openai_works_too() -> None:
     model = asked(OpenAI(MODEL, **AT), LISBON, json("weather", schema=Weather))
     assert Weather.model_validate_json(model["weather"])
-
-
-@check
-def another_models_name_is_answered() -> None:
-    assert asked(VLLMModel("gpt-4o", **AT), RIVERS, gen("rivers", regex="[A-Z][a-z]{2,9}"))["rivers"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from haystack import Pipeline
 from haystack.components.agents import Agent
-from haystack.components.builders import ChatPromptBuilder
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.components.generators.utils import print_streaming_chunk
 from haystack.dataclasses import ChatMessage
@@ -44,17 +42,6 @@ def a_stream_has_the_text_of_the_whole_answer() -> None:
     [streamed] = streaming.run(QUESTION)["replies"]
     assert "".join(piece.content for piece in pieces) == streamed.text == whole.text
     assert whole.meta["usage"]["completion_tokens"] == 32
-
-
-@check
-def a_pipeline_fills_in_a_prompt() -> None:
-    pipeline = Pipeline()
-    template = [ChatMessage.from_user("Name three rivers of {{ place }}.")]
-    pipeline.add_component("prompt", ChatPromptBuilder(template=template, required_variables="*"))
-    pipeline.add_component("llm", OpenAIChatGenerator(**AT, generation_kwargs=SHORT))
-    pipeline.connect("prompt.prompt", "llm.messages")
-    done = pipeline.run({"prompt": {"place": "Europe"}})
-    assert done["llm"]["replies"][0].text == says(RIVERS, max_tokens=32, temperature=0)
 
 
 @check

@@ -9,7 +9,6 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain.tools import tool
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from zoo import JSON, LISBON, MODEL, RIVERS, URL, City, Unit, check, says
@@ -42,15 +41,6 @@ def a_stream_has_the_text_of_the_whole_answer() -> None:
     chunks = list(chat.stream(RIVERS))
     assert "".join(chunk.content for chunk in chunks) == whole.content
     assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) == 32
-
-
-@check
-async def a_chain_runs_many_at_once() -> None:
-    chain = ChatPromptTemplate.from_messages([("system", "Be short."), ("user", "{question}")]) | chat
-    asked = [{"question": RIVERS}, {"question": LISBON}, {"question": RIVERS}]
-    first, second, third = await chain.abatch(asked)
-    assert first.content == third.content == (await chain.ainvoke(asked[0])).content
-    assert second.content == (await chain.ainvoke(asked[1])).content
 
 
 @check

@@ -52,11 +52,6 @@ def a_pattern_is_kept() -> None:
 
 
 @check
-def a_number_is_a_number() -> None:
-    assert isinstance(int(as_vllm("How many rivers has Lisbon?", int, **ASKED, stop="\n")), int)
-
-
-@check
 def a_grammar_is_kept() -> None:
     grammar = CFG('start: sum\nsum: DIGIT "+" DIGIT\nDIGIT: /[0-9]/\n')
     assert re.fullmatch(r"[0-9]\+[0-9]", as_vllm("Write a sum.", grammar, **ASKED))

@@ -70,57 +70,29 @@ def test_null_and_neutral_values_have_no_effect() -> None:
 
 
 def test_nulls_inside_of_objects() -> None:
-    expected: dict[str, Any] = {
+    call = {"id": "1", "type": "function", "index": None, "function": {"name": "f", "arguments": "{}"}}
+    said = {"content": None, "reasoning": "Hm.", "provider_specific_fields": {}, "function_call": None}
+    given: dict[str, Any] = {
         "messages": [
-            {"role": "system", "content": "Be brief.", "name": None},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a", "citations": None}],
-            },
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning": "Hm.",
-                "reasoning_details": [],
-                "provider_specific_fields": {},
-                "function_call": None,
-                "tool_calls": [
-                    {
-                        "id": "1",
-                        "type": "function",
-                        "index": None,
-                        "function": {"name": "f", "arguments": "{}"},
-                    }
-                ],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": "x", "name": None},
+            {"role": "user", "content": [{"type": "text", "text": "a", "citations": None}], "name": None},
+            {"role": "assistant", **said, "tool_calls": [call]},
         ],
-        "tools": [
-            TOOL | {"defer_loading": True},
-            {"type": "function", "function": {"name": "g", "description": None, "strict": None}},
-        ],
+        "tools": [TOOL, {"type": "function", "function": {"name": "g", "description": None, "strict": None}}],
         "stream_options": {"include_usage": None},
         "speculation": {"max_nodes": 8.0, "expansion": None},
-        "response_format": None,
     }
-    fields = read(ChatFields, expected)
-    assert fields.messages[2].reasoning_content == "Hm."
+    fields = read(ChatFields, given)
+    assert fields.messages[1].reasoning_content == "Hm."
     described = [one.model_dump(exclude_none=True) for one in fields.functions]
     assert described == [TOOL["function"], {"name": "g"}]
     assert described[0]["parameters"]["properties"]["a"]["enum"] == [None, 1.0]
     assert isinstance(fields.tools[0].function.parameters["properties"]["a"]["enum"][1], float)
     assert fields.speculation == {"max_nodes": 8}
-    item = {
-        "role": "user",
-        "content": [{"type": "input_text", "text": "a"}],
-        "id": None,
-    }
+    item = {"role": "user", "content": [{"type": "input_text", "text": "a"}], "id": None}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "async": None}
     assert read(ResponseFields, {"input": [item, call]}).messages[0] == {"role": "user", "content": "a"}
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": None, "description": None},
-    }
+    inner = {"name": "answer", "schema": SCHEMA, "strict": None, "description": None}
+    form = {"type": "json_schema", "json_schema": inner}
     assert params(ChatFields, {"response_format": form}) == params(ChatFields, {"guided_json": SCHEMA})
 
 

@@ -15,7 +15,6 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ApiError
 from specinfer.structured_output import structured_output
-from specinfer.tokenizer.chat_template import messages_for_template
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -137,26 +136,6 @@ def test_fields_become_sampling_parameters() -> None:
     assert fields.params(max_tokens=9) == SamplingParams(
         stop=("END",), logit_bias={42: -5.0}, choice=("yes", "no"), max_tokens=9, **same
     )
-
-
-def test_messages_are_passed_in_the_templates_format() -> None:
-    messages = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
-        },
-        {"role": "assistant", "content": None, "refusal": None, "audio": None},
-        {
-            "role": "assistant",
-            "content": [{"type": "text", "text": ""}, {"type": "refusal", "refusal": "No."}],
-        },
-    ]
-    fields = parse(ChatFields, json.dumps({"messages": messages}).encode())
-    assert messages_for_template([message.rendered() for message in fields.messages]) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "assistant", "content": ""},
-        {"role": "assistant", "content": "No."},
-    ]
 
 
 @pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
