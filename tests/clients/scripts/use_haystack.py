@@ -1,8 +1,7 @@
-"""Haystack: a generator, tools, structured output, a pipeline and an agent."""
+"""Haystack: a generator, tools and structured output."""
 
 from __future__ import annotations
 
-from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.components.generators.utils import print_streaming_chunk
 from haystack.dataclasses import ChatMessage
@@ -59,13 +58,3 @@ def a_form_is_a_pydantic_class() -> None:
     generator = OpenAIChatGenerator(**AT, generation_kwargs={**LONG, "response_format": Weather})
     [reply] = generator.run([ChatMessage.from_user(LISBON)])["replies"]
     assert Weather.model_validate_json(reply.text)
-
-
-@check
-def an_agent_calls_its_tool() -> None:
-    generator = OpenAIChatGenerator(**AT, generation_kwargs={**LONG, **NAMED})
-    agent = Agent(chat_generator=generator, tools=[tool], exit_conditions=["weather"])
-    messages = agent.run(messages=[ChatMessage.from_user(LISBON)])["messages"]
-    assert messages[-1].tool_call_result.result.startswith("21 degrees")
-    answer = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(messages, tools=[tool])
-    assert answer["replies"][0].text

@@ -46,17 +46,6 @@ def a_class_comes_back_in_each_mode() -> None:
 
 
 @check
-def a_class_with_its_completion() -> None:
-    asking = client(instructor.Mode.TOOLS)
-    made, completion = asking.create_with_completion(response_model=Weather, **question(LISBON), **ASKED)
-    assert (
-        completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
-    )
-    arguments = completion.choices[0].message.tool_calls[0].function.arguments
-    assert Weather.model_validate_json(arguments).model_dump() == made.model_dump()
-
-
-@check
 def parts_of_a_class_grow_in_a_stream() -> None:
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         asking = client(mode)

@@ -76,9 +76,3 @@ def an_agent_with_tools_answers_in_a_form() -> None:
         result = agent.invoke({"messages": [("user", LISBON)]}, {"recursion_limit": 9})
         assert isinstance(result["structured_response"], Weather)
         assert any(message.type == "tool" for message in result["messages"])
-
-
-@check
-def the_responses_endpoint_is_used() -> None:
-    model = ChatOpenAI(**AT, max_tokens=32, use_responses_api=True)
-    assert model.invoke(RIVERS).text == says(RIVERS, max_tokens=32, temperature=0)

@@ -156,8 +156,6 @@ def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
 def test_unsupported_values_are_refused(tokenizer: Tokenizer) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input_suffix": None}, "input_suffix"),
-        ({"n": 2}, "n"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"n_predict": 5, "max_tokens": 9}, "n_predict"),
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"input_prefix": "x" * 7_000_000}, "input_suffix"),

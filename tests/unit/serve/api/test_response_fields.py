@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from openai.types.responses import Response
 
 from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import FACTS, says
+from tests.scripted_server import says
 from tests.unit.serve.api.responses_server import ResponsesServer
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -89,12 +88,3 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
     _, param, message = server.refusal(input="Hi")
     assert param == "max_output_tokens"
     assert message.endswith("lower max_output_tokens")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("size", [120_000, 7_000_000])
-def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
-    server = ResponsesServer(tokenizer)
-    status, param, message = server.refusal(input="x" * size)
-    assert (status, param) == (400, "input")
-    assert f"allowed: at most {FACTS.max_length - 1}" in message

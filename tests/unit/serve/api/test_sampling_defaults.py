@@ -49,13 +49,6 @@ def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer, 
     assert law(asked(tokenizer, {}, path)) == usual
 
 
-def test_a_range_of_penalties_is_refused_where_the_model_recommends_a_penalty(tokenizer: Tokenizer) -> None:
-    body: dict[str, Any] = {"prompt": "hi", "repeat_last_n": 64}
-    refused = Asked(tokenizer, sampling=SAMPLING).refused("/completions", **body)
-    assert refused[:2] == (400, "repeat_last_n")
-    Asked(tokenizer).ok("/completions", **body)
-
-
 def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
     assert InfillFields(input_prefix="", input_suffix="").takes_defaults is False
     service = scripted_service(tokenizer, ScriptedBackend(), sampling=SAMPLING)

@@ -113,8 +113,6 @@ def test_a_prompt_that_cannot_be_served() -> None:
         b"",
         b"{",
         b"null",
-        b"[]",
-        b'"a"',
         b'{"messages": NaN}',
         b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
         b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
