@@ -142,9 +142,9 @@ def _reasoning_state(
     """
     if reasoning is None:
         return False, False, None
-    start = prompt.continued
-    opened = reasoning.opened_by(prompt.text) or start.rfind(OPEN) > start.rfind(CLOSE)
-    closed = reasoning.closed_by(prompt.text) or (bool(start.strip()) and not opened)
+    start, end = prompt.continued, prompt.text.rstrip()
+    opened = end.endswith(OPEN) or start.rfind(OPEN) > start.rfind(CLOSE)
+    closed = end.endswith(CLOSE) or (bool(start.strip()) and not opened)
     if not fields.forms or _covers_reasoning(fields) or closed:
         return opened, closed, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble_rules(opened).items()]

@@ -35,14 +35,6 @@ class Reasoning:
         found = ((text, tokenizer.special_id(text)) for text in (OPEN, CLOSE))
         return cls({text: token for text, token in found if token is not None})
 
-    def opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends within the reasoning, so that the answer starts there."""
-        return prompt.rstrip().endswith(OPEN)
-
-    def closed_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends after the reasoning, so that the answer has none."""
-        return prompt.rstrip().endswith(CLOSE)
-
     def delimiter_rules(self, *, blanks: bool = True) -> dict[str, str]:
         """Return Lark rules by name: `open` is OPEN, after blanks if `blanks`; `close` is all up to CLOSE."""
         spaces = r"\s{0,8}" if blanks else ""
@@ -73,7 +65,7 @@ class Reasoning:
 class ReasoningSplitter:
     """Splits an answer incrementally into reasoning and content, however it is cut into pieces.
 
-    `starts_inside`: the prompt has opened the reasoning (`Reasoning.opened_by`). Otherwise an answer has
+    `starts_inside`: the prompt has opened the reasoning (it ends with OPEN). Otherwise an answer has
     reasoning only if it starts with OPEN. Line breaks next to the delimiters and white space before OPEN are
     dropped. Reasoning without CLOSE extends to the end of the answer.
     """

@@ -191,7 +191,18 @@ class FieldPolicy:
             if body[name] is None:
                 del body[name]
         own = own_names(kind)
-        translate(body, own, self._sampling)
+        for name in [name for name in RENAMED if name in body and name not in own]:
+            if target := next((one for one in RENAMED[name] if one in own), None):
+                put(body, target, body.pop(name), name)
+        if "response_format" in own:
+            _read_forms(body, own)
+        if "chat_template_kwargs" in own:
+            _read_template_fields(body, own)
+        for name in [name for name in body if name in REFUSED and name not in own]:
+            value = body.pop(name)
+            # Penalties look at the whole text; their range has no effect without them.
+            if name != "repeat_last_n" or _penalized({**self._sampling, **body}):
+                _check_neutral(name, value, REFUSED[name])
         _settle(body, own)
 
     def read(self, kind: type[_Body], body: Any) -> _Body:
@@ -293,25 +304,6 @@ def _unknown(value: Any) -> Iterator[str]:
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
         for one in value:
             yield from _unknown(one)
-
-
-def translate(body: dict[str, Any], own: Own, sampling: Mapping[str, Any]) -> None:
-    """Rewrite the foreign fields of a body in place; raises ApiError for one that would change the text.
-
-    `sampling` holds the defaults of sampling fields, by name.
-    """
-    for name in [name for name in RENAMED if name in body and name not in own]:
-        if target := next((one for one in RENAMED[name] if one in own), None):
-            put(body, target, body.pop(name), name)
-    if "response_format" in own:
-        _read_forms(body, own)
-    if "chat_template_kwargs" in own:
-        _read_template_fields(body, own)
-    for name in [name for name in body if name in REFUSED and name not in own]:
-        value = body.pop(name)
-        # Penalties look at the whole text; their range has no effect without them.
-        if name != "repeat_last_n" or _penalized({**sampling, **body}):
-            _check_neutral(name, value, REFUSED[name])
 
 
 def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:

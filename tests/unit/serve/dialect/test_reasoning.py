@@ -82,18 +82,6 @@ def test_reasoning_is_detected_from_the_template():
     assert tuple(Reasoning.of(special).special.values()) == (257, 258)
 
 
-def test_a_prompt_may_open_the_reasoning():
-    cases = [
-        ("[user]hi[assistant]", False),
-        ("[user]hi[assistant]<think>", True),
-        ("[user]hi[assistant]<think>\n", True),
-        ("[user]hi[assistant]<think>\n\n</think>\n\n", False),
-        ("[user]what is <think> for?[assistant]", False),
-    ]
-    for prompt, inside in cases:
-        assert Reasoning().opened_by(prompt) is inside, prompt
-
-
 # (inside, text, longest legal prefix; None: all of it)
 BEFORE_A_FORM = [
     (False, "ab", None),
