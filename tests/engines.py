@@ -18,7 +18,6 @@ from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import Quantization
@@ -112,6 +111,4 @@ def engine_of(llm: LLM) -> Engine:
 
 def runner_of(llm: LLM) -> ModelRunner:
     """Return the target's runner, with its cache."""
-    executor = engine_of(llm)._executor
-    assert isinstance(executor, LocalExecutor)
-    return executor.target
+    return engine_of(llm)._executor.target

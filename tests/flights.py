@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.engine.target_laws import TargetLaws
-from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance, coupled_choice
@@ -26,7 +26,7 @@ def flight_of(logits_RV: NDArray[np.float32]) -> Flight:
 
 def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
     """Return a Flight whose output layer has these logits."""
-    return HostFlight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
+    return Flight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
 
 
 def choose(laws: TargetLaws, node: int) -> int:

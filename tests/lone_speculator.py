@@ -7,7 +7,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.executor import Executor
 from specinfer.sampling_params import SamplingParams
 from specinfer.scheduler_config import SchedulerConfig
 from specinfer.speculate.ensemble import Ensemble
@@ -40,7 +40,7 @@ def answer(
     request = Request(request_id, PROMPT, PARAMS, seed=0, prediction=prediction)
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
-        executor=LocalExecutor(tiny.target, num_blocks=8, block_size=16),
+        executor=Executor(tiny.target, num_blocks=8, block_size=16),
         speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=SpeculationPolicy()),
         tokenizer=tiny.tokenizer,
         admission=Admission(

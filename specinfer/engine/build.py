@@ -29,7 +29,7 @@ from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, local_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
@@ -137,10 +137,10 @@ def _max_context(config: EngineConfig, models: Models) -> int:
     return asked or own
 
 
-def _executor(config: EngineConfig, models: Models, max_context: int) -> LocalExecutor:
+def _executor(config: EngineConfig, models: Models, max_context: int) -> Executor:
     """Return an executor with KV caches that fit into memory."""
     long_requests = min(config.scheduler.max_batch_size, _LONG_REQUESTS)
-    return LocalExecutor.within_memory(
+    return Executor.within_memory(
         models.target,
         [*models.drafts.values()],
         block_size=config.cache.block_size,
@@ -165,7 +165,7 @@ class _Sizing(NamedTuple):
 
 
 def _sizing(
-    asked: EngineConfig, models: Models, executor: LocalExecutor, progress: Progress | None
+    asked: EngineConfig, models: Models, executor: Executor, progress: Progress | None
 ) -> tuple[EngineConfig, _Sizing]:
     """Return the config with numbers for "auto", and what its costs of passes, if needed, determine."""
     threads, stop = threads_of_torch(asked, models), first_stop(asked, models)

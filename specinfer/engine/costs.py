@@ -18,7 +18,7 @@ from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, never
-from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_SECONDS: Final = 0.3  # time to measure a curve before the first answer
 
 
-Measure = Callable[..., CostCurve]  # LocalExecutor.curve with the options of an engine
+Measure = Callable[..., CostCurve]  # Executor.curve with the options of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def first_stop(config: EngineConfig, models: Models) -> Stop:
 
 
 def measuring(
-    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None, stop: Stop
+    config: EngineConfig, executor: Executor, models: Models, progress: Progress | None, stop: Stop
 ) -> Measure:
     """Return the function that measures a curve, or reads an earlier measurement.
 
@@ -123,7 +123,7 @@ def draft_curves(models: Models, runners: Mapping[str, Timed], measure: Measure)
 
 
 def timed_drafts(
-    config: EngineConfig, executor: LocalExecutor, models: Models, shape: Shape
+    config: EngineConfig, executor: Executor, models: Models, shape: Shape
 ) -> dict[str, tuple[Timed, Draft]]:
     """Return the drafts by name with their own KV caches, and the probes that time their passes."""
     return {
@@ -148,7 +148,7 @@ def measure_curves(
     The drafts' passes have the limits of `of_drafts`, by default also of `config`.
     """
     config, size = models.with_kinds(config), config.cache.block_size
-    executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
+    executor = Executor(models.target, num_blocks=-(-rows // size), block_size=size)
     drafts = timed_drafts(of_drafts or config, executor, models, Shape.of(config.speculation))
     with torch_threads(threads_of_torch(config, models)):
         target, _ = target_curves(config, models, measuring(config, executor, models, progress, stop))

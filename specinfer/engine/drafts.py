@@ -26,7 +26,7 @@ from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
-from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.executor import Executor
 from specinfer.speculate.drafts.draft import Draft, DraftModel
 from specinfer.speculate.drafts.draft_tokens import (
     DraftVocabulary,
@@ -278,7 +278,7 @@ def timing_key(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
 def make_draft(
     name: str,
     model: AnyDraft,
-    executor: LocalExecutor,
+    executor: Executor,
     shape: Shape,
     vocabulary: DraftVocabulary | None,
     foreign: ForeignTokens | None = None,

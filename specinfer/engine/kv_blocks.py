@@ -58,11 +58,6 @@ class BlockPool:
         """Number of blocks without an owner."""
         return self._untouched + len(self._free) + len(self._kept)
 
-    @property
-    def num_touched(self) -> int:
-        """Number of blocks that were ever allocated, which take memory."""
-        return self._touched
-
     def blocks_for(self, positions: int) -> int:
         """Return the number of blocks for `positions` cache positions."""
         return -(-positions // self.block_size)

@@ -32,7 +32,7 @@ from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined
-from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import probe_rows
 
 
@@ -224,7 +224,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
 
     def flight(self, read_RD: Tensor) -> Flight:
         """Return a Flight that computes logits of these rows on demand."""
-        return HostFlight(read_RD, self.logits, len(self.ids), self.kernels.scan)
+        return Flight(read_RD, self.logits, len(self.ids), self.kernels.scan)
 
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
         """See HeadModel."""

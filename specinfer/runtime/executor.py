@@ -1,8 +1,7 @@
 """Executor: runs the target's passes for an engine.
 
-The engine depends only on the protocol. It does not depend on devices, or on the number of processes that
-share a model. A device may still compute when `launch` returns: reading a flight waits for it.
-docs/contracts.md has the requirements of an implementation.
+The engine does not depend on devices, or on the number of processes that share a model. A device may still
+compute when `launch` returns: reading a flight waits for it. docs/contracts.md has the guarantees.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
@@ -27,39 +25,6 @@ from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.tree import TokenTree
 
 
-class Executor(Protocol):
-    """Runs the target's passes over cache slots that the scheduler assigns, for one thread at a time."""
-
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
-        """Run the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
-
-        The pass writes K and V of the rows of `runtime.batch.step_rows`. `logit_rows` has the numbering of
-        the flight's rows with logits. `taps` are layers whose inputs the flight keeps.
-        """
-        ...
-
-    def close(self) -> None:
-        """Refuse further passes: a pass that waits for weights, and each later one, raises StoppedError.
-
-        Callable from any thread, also during a pass.
-        """
-        ...
-
-    @property
-    def stream(self) -> WeightStream | None:
-        """The stream of the target's weights, or None if they are in memory."""
-        ...
-
-    @property
-    def rank_seconds(self) -> Mapping[str, float]:
-        """Return the seconds of the target's ranks by activity, such as "0 computing" and "1 waiting"."""
-        ...
-
-    def move(self, moves: Sequence[Move]) -> None:
-        """Move accepted nodes' K and V to their texts, after a pass and before the next one."""
-        ...
-
-
 @dataclass(slots=True)
 class Host:
     """A host that runs ranks of the target."""
@@ -73,7 +38,7 @@ class Host:
         self.free += size
 
 
-class LocalExecutor:
+class Executor:
     """Executor of one process: models, their caches and their cost curves, on one device."""
 
     def __init__(
@@ -104,7 +69,7 @@ class LocalExecutor:
         memory: int | None = None,
         hosts: Sequence[Host] = (),
         adapters: AdapterCache | None = None,
-    ) -> LocalExecutor:
+    ) -> Executor:
         """Return an executor whose caches, of the target and of these drafts, fit into memory.
 
         See `kv_cache.num_blocks`. Other ranks have caches of as many blocks. The first of `hosts` is this
@@ -152,7 +117,11 @@ class LocalExecutor:
         return self.num_blocks * self.block_size
 
     def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
-        """See Executor."""
+        """Run the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
+
+        The pass writes K and V of the rows of `runtime.batch.step_rows`. `logit_rows` has the numbering of
+        the flight's rows with logits. `taps` are layers whose inputs the flight keeps.
+        """
         return self.target.launch(
             step_rows(plan, trees),
             likelihoods=partial(likelihoods, plan, trees),
@@ -161,21 +130,27 @@ class LocalExecutor:
         )
 
     def close(self) -> None:
-        """See Executor; a pass whose weights are in memory completes."""
+        """Refuse further passes: a pass that waits for weights, and each later one, raises StoppedError.
+
+        Callable from any thread, also during a pass; one whose weights are in memory completes.
+        """
         self._closed = True
 
     def move(self, moves: Sequence[Move]) -> None:
-        """See Executor."""
+        """Move accepted nodes' K and V to their texts, after a pass and before the next one."""
         self.target.move(moves)
 
     @property
     def stream(self) -> WeightStream | None:
-        """See Executor."""
+        """The stream of the target's weights, or None if they are in memory."""
         return self.target.model.stream
 
     @property
     def rank_seconds(self) -> Mapping[str, float]:
-        """See Executor; variants share the target's numbers."""
+        """Return the seconds of the target's ranks by activity, such as "0 computing" and "1 waiting".
+
+        Variants share these numbers.
+        """
         group = self.target.model.group
         return {} if group is None else group.times.by_rank
 

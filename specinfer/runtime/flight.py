@@ -1,7 +1,5 @@
 """Flight: the results of a model's pass, which reads logits where they are.
 
-`Flight` is the protocol for passes on any device; `HostFlight` has logits in host memory.
-
 Most callers need one token of a row, the model's choice. A row of logits has a third of a megabyte at a large
 vocabulary, and verification reads few rows of a tree. So the output layer makes logits in blocks of rows, the
 likeliest nodes first and the others on demand, and few blocks are held at a time:
@@ -18,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -88,65 +86,11 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Flight(Protocol):
-    """The rows with logits of one pass, numbered in order.
+class Flight:
+    """The rows with logits of one pass, numbered in order; it makes and scans them in host memory.
 
     Only `row` and `copy` transfer logits to the caller. Every method may wait for the pass.
     """
-
-    @property
-    def vocab(self) -> int:
-        """Number of logits of a row."""
-        ...
-
-    @property
-    def scan(self) -> Scan:
-        """Scan for rows that the caller has changed, with the same results as the flight's."""
-        ...
-
-    @property
-    def at_once(self) -> int:
-        """Maximum rows that can be read together at no cost, even if not all results are used."""
-        ...
-
-    def choices(
-        self,
-        rows: Sequence[int],
-        requests: Sequence[SampleRequest],
-        changes: Sequence[RowChanges] | None = None,
-    ) -> list[int]:
-        """Return the model's choice at each row after its changes, as `verify.scan.choice` does.
-
-        It is `verify.scan.NO_TOKEN` if the largest logit is not finite.
-        """
-        ...
-
-    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """Return the n >= 1 likeliest tokens at each row, and its mass; see `verify.scan.Scan`."""
-        ...
-
-    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """Return the scores of one token at each row and of the `top` likeliest; see `verify.logprobs`."""
-        ...
-
-    def row(self, row: int) -> NDArray[np.float32]:
-        """Return one row of logits, [vocab]; the caller may not write to it."""
-        ...
-
-    def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        """Write one row of logits to `into`, [vocab]."""
-        ...
-
-    def tapped(self, layers: Sequence[int]) -> Tensor:
-        """Return the inputs of these layers, contiguous [T, N, D], for all rows of the pass.
-
-        The tensor is on the model's device and may not be written. Raises KeyError for a layer without a tap.
-        """
-        ...
-
-
-class HostFlight:
-    """Flight that makes logits in host memory and scans them there."""
 
     __slots__ = (
         "_blocks",
@@ -202,23 +146,20 @@ class HostFlight:
 
     @property
     def at_once(self) -> int:
-        """See Flight; a row takes microseconds if the logits of all rows exist."""
+        """Maximum rows that can be read together at no cost, even if not all results are used.
+
+        A row takes microseconds if the logits of all rows exist.
+        """
         return _FEW_ROWS if self._whole is not None else 0
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of logits held now."""
-        blocks = [block.logits for block in self._blocks] if self._whole is None else [self._whole]
-        return sum(block.nbytes for block in blocks)
-
     def row(self, row: int) -> NDArray[np.float32]:
-        """See Flight."""
+        """Return one row of logits, [vocab]; the caller may not write to it."""
         found: list[NDArray[np.float32]] = []
         self._visit(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
         return found[0]
 
     def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        """See Flight."""
+        """Write one row of logits to `into`, [vocab]."""
         self._visit(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
 
     def choices(
@@ -227,7 +168,10 @@ class HostFlight:
         requests: Sequence[SampleRequest],
         changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
-        """See Flight."""
+        """Return the model's choice at each row after its changes, as `verify.scan.choice` does.
+
+        It is `verify.scan.NO_TOKEN` if the largest logit is not finite.
+        """
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
         if changed is None and (whole := self._whole) is not None:  # the usual case
             self._check(rows)
@@ -243,7 +187,7 @@ class HostFlight:
         return chosen.tolist()
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """See Flight."""
+        """Return the n >= 1 likeliest tokens at each row, and its mass; see `verify.scan.Scan`."""
         temperature_array, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
 
         def look(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -255,7 +199,10 @@ class HostFlight:
         return found
 
     def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """See Flight; each block of logits is reduced before the next one is made."""
+        """Return the scores of one token at each row and of the `top` likeliest; see `verify.logprobs`.
+
+        Each block of logits is reduced before the next one is made.
+        """
         token_array, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
 
         def read(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -265,7 +212,10 @@ class HostFlight:
         return found
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
-        """See Flight."""
+        """Return the inputs of these layers, contiguous [T, N, D], for all rows of the pass.
+
+        The tensor is on the model's device and may not be written. Raises KeyError for a layer without a tap.
+        """
         known, tapped_TND = self._taps or ((), self._hidden_RD)
         if tuple(layers) == tuple(known):
             return tapped_TND

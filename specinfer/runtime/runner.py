@@ -15,7 +15,7 @@ from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
-from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, inference, rows_at_once
+from specinfer.runtime.flight import BLOCK_ROWS, Flight, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
@@ -81,7 +81,7 @@ class ModelRunner:
         model = self.model
         vocab = model.config.vocab_size
         read = self._run(rows, taps, max_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
-        return HostFlight(
+        return Flight(
             read.hidden_RD,
             self._head,
             vocab,

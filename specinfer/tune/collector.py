@@ -27,7 +27,7 @@ from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.request import Delta, FinishReason
 from specinfer.runtime.features import TextFeatures
-from specinfer.runtime.flight import HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
 from specinfer.speculation_config import NO_SPECULATION
@@ -273,7 +273,7 @@ def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     logprobs: list[Tensor] = []
     for rows_RD in torch.split(hidden_RD, _ROWS):
         read_RD = target.final_norm(Residual(rows_RD.contiguous()))
-        flight = HostFlight(read_RD, target.logits, vocab, target.kernels.scan)
+        flight = Flight(read_RD, target.logits, vocab, target.kernels.scan)
         likeliest = flight.likeliest(range(len(rows_RD)), count, [1.0] * len(rows_RD))
         values = torch.from_numpy(likeliest.values - likeliest.values[:, :1]).double()
         masses = torch.from_numpy(likeliest.masses)[:, None]

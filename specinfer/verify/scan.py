@@ -93,11 +93,6 @@ class LogitBlock:
             self._rows_RV = self._view()
         return self._rows_RV
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self._count * self.vocab * (4 if self.dtype == "float32" else 2)
-
     def __len__(self) -> int:
         return self._count
 

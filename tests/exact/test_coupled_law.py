@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specinfer.engine.target_laws import TargetLaws, verify_trees
-from specinfer.runtime.flight import HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
@@ -28,7 +28,7 @@ from tests.oracles import verification
 from .enumeration import World, all_trees
 
 
-class NotedFlight(HostFlight):
+class NotedFlight(Flight):
     """Notes the rows whose choice is read; `at_once` decides whether all are read in one call."""
 
     at_once = 0
@@ -94,7 +94,7 @@ def test_the_text_is_the_same_with_any_speculation(params):
                         frontier.append((child, (*path, token)))
             tree = builder.build()
             rows = [world.logits("target", text + tree.path_tokens(node)) for node in range(tree.num_nodes)]
-            flight = HostFlight(torch.from_numpy(np.stack(rows)), lambda rows: rows, world.vocab, NUMPY)
+            flight = Flight(torch.from_numpy(np.stack(rows)), lambda rows: rows, world.vocab, NUMPY)
             entry = plans.entry([], text, params=params, seed=11)
             [acceptance] = verify_trees([TargetLaws(entry, tree, flight, 0)], "coupled", flight)
             text += (*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.heads.block import BlockModel
 from specinfer.heads.runner import MarkovTerm
-from specinfer.runtime.flight import HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.one_pass import MIN_PATH, WIDTH, OnePassTrees
@@ -129,7 +129,7 @@ class PlainTrees:
         candidates = _RACERS if racing else _CANDIDATES
         grown = [_Levels(one, self._markov) for one in guessed]
         if self._markov is None:
-            flight = HostFlight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
+            flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
             rows = [one.first + level for one in guessed for level in range(one.levels)]
             temperatures = [one.site.temperature for one in guessed for _ in range(one.levels)]
             likeliest = flight.likeliest(rows, candidates, temperatures)
@@ -156,7 +156,7 @@ class PlainTrees:
         rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
         mean_RM = torch.stack([one.mean_M for one in grown])
         made_RU = logits_TU.index_select(0, rows).float() + self._markov.logits(mean_RM)
-        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
+        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
         temperatures = [one.guessed.site.temperature for one in grown]
         likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
         for row, one in enumerate(grown):

@@ -28,7 +28,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.kernels.structures import TREE_REQUEST, TYPES, GrownArgs, GuesserArgs
 from specinfer.request import Request
-from specinfer.runtime.flight import HostFlight, inference
+from specinfer.runtime.flight import Flight, inference
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
@@ -123,7 +123,7 @@ class OnePassTrees:
         made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
         if markov is not None:
             made_RU += markov.logits(markov.before(before))
-        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._model.kernels.scan)
+        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._model.kernels.scan)
         draw_children(flight, sites, self._name, self._vocabulary)
         goes_on = list[GuessedTree]()
         for one in guessed:

@@ -10,13 +10,9 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from specinfer import SamplingParams
 from specinfer.plan import StepPlan
@@ -27,8 +23,7 @@ from specinfer.runtime.runner import Move
 from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.work import Work
 from specinfer.tree import TokenTree
-from specinfer.verify.logprobs import Scores
-from specinfer.verify.scan import NUMPY, Likeliest, SampleRequest, Scan
+from specinfer.verify.scan import NUMPY, SampleRequest, Scan
 from tests.engines import engine_of, write_tiny
 
 pytestmark = pytest.mark.thorough
@@ -58,21 +53,6 @@ class Choices:
         changes: Sequence[RowChanges] | None = None,
     ) -> list[int]:
         return [self.chosen[row] for row in rows]
-
-    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        raise NotImplementedError
-
-    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        raise NotImplementedError
-
-    def row(self, row: int) -> NDArray[np.float32]:
-        raise NotImplementedError
-
-    def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        raise NotImplementedError
-
-    def tapped(self, layers: Sequence[int]) -> Tensor:
-        return torch.empty(0, len(layers), 0)
 
 
 class Recited:
@@ -128,7 +108,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
     )
     with tiny.llm(**options) as llm:
         engine = engine_of(llm)
-        engine._executor = Recited([*PROMPT, *text])
+        engine._executor = cast(Any, Recited([*PROMPT, *text]))
         ledger = Ledger("coupled")
 
         async def answer() -> tuple[list[float], list[int], str, list[int]]:

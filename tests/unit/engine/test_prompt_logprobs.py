@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specinfer import LLM, SamplingParams
 from specinfer.request import Delta
-from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.verify.logprobs import PromptLogprobs
 from tests.engines import Tiny, engine_of, runner_of, write_tiny
 
@@ -30,16 +30,16 @@ def params(**more: Any) -> SamplingParams:
 def count_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes the rows of logits that are made, block by block."""
     model, made = runner_of(llm).model, list[int]()
-    logits, init = model.logits, HostFlight.__init__
+    logits, init = model.logits, Flight.__init__
 
     def counted(hidden_RD: Tensor) -> Tensor:
         made.append(hidden_RD.size(0))
         return logits(hidden_RD)
 
-    def without_shortcut(self: HostFlight, hidden_RD: Tensor, head: Any, *args: Any, **options: Any) -> None:
+    def without_shortcut(self: Flight, hidden_RD: Tensor, head: Any, *args: Any, **options: Any) -> None:
         init(self, hidden_RD, counted, *args, **{**options, "logits_RV": None})
 
-    monkeypatch.setattr(HostFlight, "__init__", without_shortcut)
+    monkeypatch.setattr(Flight, "__init__", without_shortcut)
     return made
 
 
@@ -109,14 +109,14 @@ def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
 ) -> None:
     llm = tiny.llm(max_step_tokens=512)
     held: list[int] = []
-    scores = HostFlight.scores
+    scores = Flight.scores
 
-    def noted(self: HostFlight, *args: Any) -> Any:
+    def noted(self: Flight, *args: Any) -> Any:
         found = scores(self, *args)
         held.append(max(len(block.rows) for block in self._blocks))
         return found
 
-    monkeypatch.setattr(HostFlight, "scores", noted)
+    monkeypatch.setattr(Flight, "scores", noted)
     made = count_logits(llm, monkeypatch)
     llm.generate([LONG], params(prompt_logprobs=1))
     assert made[:3] == [64, 64, 64], "not all rows at once"

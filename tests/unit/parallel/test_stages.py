@@ -21,7 +21,7 @@ from specinfer.models.open_model import open_model
 from specinfer.models.shard import Layout
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
-from specinfer.runtime.executor import Host, LocalExecutor
+from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.stages import StageTimes, cut_rows
 from specinfer.speculation_config import Quantization
@@ -170,12 +170,12 @@ def test_parts_are_the_rows_of_the_whole(data: st.DataObject) -> None:
 def test_a_stage_has_its_layers_alone(llama: Path, tmp_path: Path) -> None:
     whole = whole_model(llama, kernels("native"), tmp_path)
     wanted: dict[str, Any] = {"block_size": 16, "wanted_positions": 1 << 20, "needed_positions": 16}
-    blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
+    blocks = Executor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
     with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
         assert len(ModelRunner(model, num_blocks=1, block_size=8).cache.keys) == 2
         later = Layout(1, (0, 2, 4)).part(1, whole.config)
         hosts = [Host("", [later])]
-        executor = LocalExecutor.within_memory(model, [], limit=1 << 20, hosts=hosts, **wanted)
+        executor = Executor.within_memory(model, [], limit=1 << 20, hosts=hosts, **wanted)
     assert executor.num_blocks == blocks
 
 

@@ -22,7 +22,7 @@ from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import Host, LocalExecutor
+from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
@@ -201,16 +201,14 @@ def test_an_overflow_in_the_columns_of_one_rank_ends_its_own_request_alone(tmp_p
 def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> None:
     wanted: dict[str, Any] = {"block_size": 16, "wanted_positions": 1 << 20, "needed_positions": 16}
     whole = whole_model(llama, kernels("native"), tmp_path)
-    blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
+    blocks = Executor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
     parts = [Shard(rank, 2).of(whole.config) for rank in (0, 1)]
     with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
-        executor = LocalExecutor.within_memory(
-            target, [], limit=1 << 20, hosts=[Host("", parts[1:])], **wanted
-        )
+        executor = Executor.within_memory(target, [], limit=1 << 20, hosts=[Host("", parts[1:])], **wanted)
         there = Host("10.0.0.2", parts[1:], free=1 << 19)  # its caches may have half of it
-        shared = LocalExecutor.within_memory(target, [], limit=None, hosts=[Host("", ()), there], **wanted)
+        shared = Executor.within_memory(target, [], limit=None, hosts=[Host("", ()), there], **wanted)
         with pytest.raises(CapacityError, match=r"kv_cache_memory is 1.00 MiB, but .* free on 10\.0\.0\.2"):
-            LocalExecutor.within_memory(target, [], limit=1 << 20, hosts=[Host("", ()), there], **wanted)
+            Executor.within_memory(target, [], limit=1 << 20, hosts=[Host("", ()), there], **wanted)
     assert executor.num_blocks == blocks
     # K and V of 2 layers, 4 bytes per element, 16 positions.
     block = len(parts[1].part.keys) * 2 * 2 * 4 * 16

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
-from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.scan import NUMPY, choice, sample_request
 
@@ -48,7 +48,7 @@ def hidden(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
     head, hidden_RD = Head(dtype), hidden(5, dtype)
-    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY)
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY)
     want = head.rows(hidden_RD).float().tolist()
     assert [flight.row(i).tolist() for i in range(5)] == want
     assert flight.row(3).dtype == np.float32
@@ -70,14 +70,14 @@ def test_what_is_made_with_the_pass(
     rows: int, likelihoods: Callable[[], list[float]] | None, passes: list[int]
 ) -> None:
     head = Head()
-    HostFlight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
+    Flight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
     assert head.passes == passes
 
 
 def test_the_likeliest_rows_come_first_and_the_others_when_asked_for() -> None:
     head, hidden_RD = Head(), hidden(200)
     likely = [float(i % 2) for i in range(200)]  # 100 of them
-    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: likely)
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: likely)
     want = head.rows(hidden_RD).numpy()
     for row in range(1, 128, 2):
         assert flight.row(row).tolist() == want[row].tolist()
@@ -91,7 +91,7 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
     head, hidden_RD = Head(), hidden(150)
     want = head.rows(hidden_RD).numpy()
     rng = np.random.default_rng(0)
-    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
     for size in (1, 7, 150, 300):
         rows = rng.integers(0, 150, size).tolist()  # some of them twice
         requests = [REQUESTS[i % len(REQUESTS)] for i in range(size)]
@@ -123,18 +123,14 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
     hidden_RD = torch.zeros(1024, 1, dtype=dtype)
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []  # bytes, whenever a block is made
-    flights: list[Flight] = []
 
     def head(rows: Tensor) -> Tensor:
         logits = torch.zeros(len(rows), vocab, dtype=dtype)
         made.append(weakref.ref(logits))
-        held = flights[0].held_bytes if flights else 0
-        referred = sum(tensor.nbytes for ref in made if (tensor := ref()) is not None)
-        alive.append(max(held + logits.nbytes, referred))
+        alive.append(sum(tensor.nbytes for ref in made if (tensor := ref()) is not None))
         return logits
 
-    flight = HostFlight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)
-    flights.append(flight)
+    flight = Flight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)
     assert len(made) == 1
     for first in range(0, 1024, 128):  # a walk that asks for everything
         flight.row(first)

@@ -30,7 +30,7 @@ def test_rows_are_float32_and_those_of_an_address_are_shown_when_somebody_looks(
     same = LogitBlock(made)
     for one in (block, same):
         assert (one.dtype, one.vocab, one.stride, len(one)) == (kind, 3, 3, 3)
-        assert (one.address, one.nbytes) == (made.ctypes.data, made.nbytes)
+        assert one.address == made.ctypes.data
     assert not shown
     for one in (block, same):
         assert [row.tolist() for row in one] == VALUES.tolist()
