@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,8 +142,8 @@ def more_blocks_owned_than_ever_were() -> None:
 
 
 def more_slots_read_than_written() -> None:
-    shape: dict[str, Any] = {"num_layers": 1, "num_slots": 4, "num_kv_heads": 1, "head_dim": 2}
-    KvCache(**shape, dtype=torch.float32, device=torch.device("cpu")).move([1], [2, 3])
+    config: Any = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=2)
+    KvCache(config, 4, torch.float32, torch.device("cpu")).move([1], [2, 3])
 
 
 def law_without_its_likeliest_token() -> None:

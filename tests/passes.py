@@ -33,7 +33,7 @@ class Passes:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self.cache = KvCache.of(model.config, 10 * BLOCK, model.dtype, model.device)
+        self.cache = KvCache(model.config, 10 * BLOCK, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()

@@ -53,7 +53,7 @@ from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, table_bytes
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.kv_cache import bytes_per_block
 from specinfer.runtime.runner import ModelRunner
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -229,9 +229,7 @@ def forward_rows(
     runner.forward([chain_rows(text, 0, table, logits=True)])
     config = target.config
     weights = weight_bytes(resolve(model).path, engine_config, target.kernels)
-    size = weights + args.context * KvCache.bytes_per_slot(
-        config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
-    )
+    size = weights + bytes_per_block([(config, target.dtype)], args.context)
     times: dict[int, float] = {}
     floors: dict[int, float] = {}
     operations: dict[int, dict[str, float]] = {}

@@ -47,7 +47,7 @@ from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import KvCache, process_bytes
+from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from specinfer.transport.trial import exchange_seconds
@@ -309,9 +309,7 @@ def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, tex
     if (experts := config.experts) is not None:
         left = experts.count - experts.per_token
         size -= expert_bytes(opened, model.dtype, quantization) * left // experts.count
-    return size + text * KvCache.bytes_per_slot(
-        config.num_layers, config.num_kv_heads, config.head_dim, model.dtype
-    )
+    return size + bytes_per_block([(config, model.dtype)], text)
 
 
 def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], object]:

@@ -33,7 +33,7 @@ from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_by
 from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
-from specinfer.runtime.kv_cache import KvCache, address_space_left, free_bytes, gib, process_bytes
+from specinfer.runtime.kv_cache import address_space_left, bytes_per_block, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 from specinfer.support import Feature, check_support
 
@@ -380,9 +380,7 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
 def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:
     """Return the bytes of KV caches of these models with `positions` each, at most four contexts."""
     most = 4 * min(config.max_context for config, _ in models)
-    return min(positions, most) * sum(
-        KvCache.bytes_per_slot(one.num_layers, one.num_kv_heads, one.head_dim, dtype) for one, dtype in models
-    )
+    return bytes_per_block(models, min(positions, most))
 
 
 def draft_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:

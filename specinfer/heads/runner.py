@@ -119,7 +119,7 @@ class HeadRunner(Generic[Model]):
     def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        kv = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
+        kv = KvCache(model.config, num_blocks * block_size, model.dtype, model.device)
         self.cache = HeadCache(block_size, kv, model.kernels.attention.over(kv.keys, kv.values))
 
     @inference

@@ -23,42 +23,11 @@ class KvCache:
     One tensor holds all layers, so that moving an accepted path is one gather and one scatter.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
+    def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (2, config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         self._kv_2LPKH = _zeros(shape, dtype, device)
         self.keys: tuple[Tensor, ...] = tuple(self._kv_2LPKH[0])  # per layer [num_slots, K, H]
         self.values: tuple[Tensor, ...] = tuple(self._kv_2LPKH[1])
-
-    @classmethod
-    def of(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> KvCache:
-        """Return a cache for a model with this config."""
-        return cls(
-            num_layers=config.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-
-    @staticmethod
-    def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one cache position, K and V of all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-
-    @property
-    def num_slots(self) -> int:
-        """Number of cache positions."""
-        return int(self._kv_2LPKH.shape[2])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots `sources` to slots `targets` in every layer; all are read before any is written."""
@@ -150,9 +119,9 @@ def num_blocks(
 
 
 def bytes_per_block(configs: Sequence[tuple[ModelConfig, torch.dtype]], block_size: int) -> int:
-    """Return the bytes of one block in the caches of all these models together."""
+    """Return the bytes of one block in the caches of all these models together: K and V of all layers."""
     return block_size * sum(
-        KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
+        2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize for c, dtype in configs
     )
 
 

@@ -49,7 +49,7 @@ class ModelRunner:
         self.model = model
         self._adapters = adapters
         self.block_size = block_size
-        self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
+        self.cache = KvCache(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
         self._leader: Leader | None = None
         self._passes = None if model.group is None else StagedPasses(model.group, model)

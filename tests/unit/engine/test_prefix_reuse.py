@@ -154,7 +154,7 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
     cache = runner_of(llm).cache
-    assert cache.num_slots >= 4000
+    assert len(cache.keys[0]) >= 4000
     short = SamplingParams(temperature=0, max_tokens=2)
     for number in range(30):
         llm.generate([number, *SYSTEM], short)

@@ -40,7 +40,7 @@ def load(
 
 
 def cache_of(model: LayeredModel, num_blocks: int = 6) -> KvCache:
-    return KvCache.of(model.config, num_blocks * BLOCK, model.dtype, model.device)
+    return KvCache(model.config, num_blocks * BLOCK, model.dtype, model.device)
 
 
 def read(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +23,8 @@ MIB = 1 << 20
 
 
 def test_moves_read_everything_before_they_write() -> None:
-    cache = KvCache(num_layers=2, num_slots=8, num_kv_heads=1, head_dim=1, dtype=torch.float32, device=CPU)
+    config: Any = SimpleNamespace(num_layers=2, num_kv_heads=1, head_dim=1)
+    cache = KvCache(config, 8, torch.float32, CPU)
     for layer in range(2):
         cache.keys[layer][:, 0, 0] = torch.arange(8) + 100 * layer
         cache.values[layer][:, 0, 0] = torch.arange(8) + 100 * layer + 50
@@ -34,9 +37,10 @@ def test_moves_read_everything_before_they_write() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_cache_takes_memory_where_it_is_written_only(dtype: torch.dtype) -> None:
     process = psutil.Process()
-    slots = 512 * MIB // KvCache.bytes_per_slot(4, 8, 64, dtype)
+    config: Any = SimpleNamespace(num_layers=4, num_kv_heads=8, head_dim=64)
+    slots = 512 * MIB // kv_cache.bytes_per_block([(config, dtype)], 1)
     before = process.memory_info().rss
-    cache = KvCache(num_layers=4, num_slots=slots, num_kv_heads=8, head_dim=64, dtype=dtype, device=CPU)
+    cache = KvCache(config, slots, dtype, CPU)
     assert process.memory_info().rss - before < 8 * MIB
     for layer in range(4):
         cache.keys[layer][:16] = 1
