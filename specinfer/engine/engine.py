@@ -229,14 +229,19 @@ class Engine:
         self.clock.lap(Stage.VERIFY)
         now = self.clock.now()
         committed = self._commit(launched, laws, verdicts, now)
-        changed, outcomes = self._outcomes(launched, verdicts, committed, now)
+        for running, _ in committed:
+            if running.transcript.finished:
+                self._remove(running)
         self._pass_states(launched, verdicts)
         self.clock.lap(Stage.COMMIT)
+        outcomes = [
+            Outcome(one.request.request_id, tokens, one.transcript.finished) for one, tokens in committed
+        ]
         self._speculators.observe(StepReport(outcomes, self.clock.last))
         if self._memory is not None:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
-        return [running.delta() for running in changed]
+        return [running.delta() for running, _ in committed]
 
     def _commit(
         self,
@@ -244,63 +249,52 @@ class Engine:
         laws: Sequence[TargetLaws],
         verdicts: Sequence[Acceptance | UserError],
         now: float,
-    ) -> list[tuple[int, ...]]:
-        """Add the accepted tokens to their texts, and their K and V to the cache; returns them by tree."""
+    ) -> list[tuple[AdmittedRequest, tuple[int, ...]]]:
+        """Add the accepted tokens to their texts, and their K and V to the cache.
+
+        Returns the requests whose output changes, or that end, with their new tokens.
+        """
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
         for entry in launched.plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
-        committed: list[tuple[int, ...]] = []
+        committed: list[tuple[AdmittedRequest, tuple[int, ...]]] = []
         moves: list[Move] = []
-        for entry, law, verdict in zip(launched.plan.tree_entries, laws, verdicts, strict=True):
+        for entry, law, verdict, decision in zip(
+            launched.plan.tree_entries, laws, verdicts, launched.decisions, strict=True
+        ):
             running = self._requests[entry.request.request_id]
             if isinstance(verdict, UserError):
                 running.transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
-                committed.append(())
-            else:
-                committed.append(running.accept(law, verdict, now, self._tokenizer))
-                if not running.transcript.finished:
-                    moves += accepted_moves(entry, verdict.path)
+                committed.append((running, ()))
+                continue
+            committed.append((running, running.accept(law, verdict, now, self._tokenizer)))
+            self._trace(running, law.tree, verdict, decision, now)
+            if not running.transcript.finished:
+                moves += accepted_moves(entry, verdict.path)
         self._executor.move(moves)
-        return committed
-
-    def _outcomes(
-        self,
-        launched: _Launched,
-        verdicts: Sequence[Acceptance | UserError],
-        committed: Sequence[tuple[int, ...]],
-        now: float,
-    ) -> tuple[list[AdmittedRequest], list[Outcome]]:
-        """Report the trees, and remove requests that end; returns the requests and their outcomes."""
-        changed: list[AdmittedRequest] = []
-        outcomes: list[Outcome] = []
-
-        def add(running: AdmittedRequest, tokens: tuple[int, ...]) -> None:
-            finished = running.transcript.finished
-            changed.append(running)
-            outcomes.append(Outcome(running.request.request_id, tokens, finished))
-            if finished:
-                self._remove(running)
-
-        entries, clock = launched.plan.tree_entries, self.clock
-        for entry, tree, verdict, decision, tokens in zip(
-            entries, launched.trees, verdicts, launched.decisions, committed, strict=True
-        ):
-            running = self._requests[entry.request.request_id]
-            if isinstance(verdict, Acceptance) and self.listeners.on_tree is not None:
-                name = entry.request.request_id
-                wrong = self.listeners.trace(
-                    TreeEvent(clock.steps, name, tree, verdict, clock.last, decision)
-                )
-                if wrong is not None and not running.transcript.finished:
-                    running.transcript.fail(wrong, now, internal=True)
-            add(running, tokens)
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
                 running.transcript.end_with_prompt(now)
-                add(running, ())
-        return changed, outcomes
+                committed.append((running, ()))
+        return committed
+
+    def _trace(
+        self,
+        running: AdmittedRequest,
+        tree: TokenTree,
+        acceptance: Acceptance,
+        decision: Decision | None,
+        now: float,
+    ) -> None:
+        """Call `on_tree`; its exception ends the request."""
+        if self.listeners.on_tree is None:
+            return
+        clock, name = self.clock, running.request.request_id
+        wrong = self.listeners.trace(TreeEvent(clock.steps, name, tree, acceptance, clock.last, decision))
+        if wrong is not None and not running.transcript.finished:
+            running.transcript.fail(wrong, now, internal=True)
 
     def _pass_states(self, launched: _Launched, verdicts: Sequence[Acceptance | UserError]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
