@@ -1,15 +1,13 @@
 """Target distributions at visited nodes, and verification of trees.
 
 Processors that depend on the path (penalties, bans, a grammar) are applied at a node with its own path, and
-only at visited nodes (docs/losslessness.md, sampling parameters). Without such processors, small trees are
-verified with one scan over all of their nodes.
+only at visited nodes (docs/losslessness.md, sampling parameters).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +49,6 @@ class TargetLaws:
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
         self.current = 0  # node whose law was computed last
-
-    @property
-    def unchanged(self) -> bool:
-        """True if the processors change no logits at any node."""
-        return self._processors is None
 
     def changes(self, node: int) -> RowChanges | None:
         """Return the processors' changes of the row at `node`; None if `write_logits` must apply them."""
@@ -128,7 +121,6 @@ class _Walk:
 
     laws: TargetLaws
     children: list[dict[int, int]]
-    chosen: list[int] | None = None  # the target's choice at each node, if one scan has found all
     path: list[int] = field(default_factory=list)
     node: int = 0
 
@@ -173,7 +165,7 @@ def verify_trees(
 
     `verifier` is the engine's, and a request may have another. Greedy decoding is the coupled verifier's
     limit T -> 0. An error concerns only its own request. Coupled requests are verified together, with one
-    scan per level or one for all levels.
+    scan per level.
     """
     results: list[Acceptance | UserError | None] = [None] * len(laws)
     together: dict[int, _Walk] = {}
@@ -182,7 +174,6 @@ def verify_trees(
             together[i] = _Walk(one, one.tree.children())
         else:
             results[i] = _verify(one)
-    _choose_at_once(together.values(), flight)
     while together:
         for i, token in _choices(together, flight):
             walk = together[i]
@@ -198,19 +189,6 @@ def verify_trees(
     return [result for result in results if result is not None]
 
 
-def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
-    """Find the target's choice at every node of few and small trees, if only the largest logit matters."""
-    if not walks or sum(walk.laws.tree.num_nodes for walk in walks) > flight.at_once:
-        return
-    if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
-        return
-    rows = [walk.laws.row(node) for walk in walks for node in range(walk.laws.tree.num_nodes)]
-    requests = [one for walk in walks for one in [walk.sample_request()] * walk.laws.tree.num_nodes]
-    chosen = iter(flight.choices(rows, requests))
-    for walk in walks:
-        walk.chosen = list(islice(chosen, walk.laws.tree.num_nodes))
-
-
 def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | UserError]]:
     """Return the target's choice after the present node of each walk, or an error.
 
@@ -222,8 +200,6 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
     for i, walk in walks.items():
         if walk.laws.is_finished(walk.node):  # the choice after the end is not used
             found.append((i, walk.laws.tree.token_ids[walk.node]))
-        elif walk.chosen is not None:
-            found.append((i, walk.chosen[walk.node]))
         elif (changed := walk.laws.changes(walk.node)) is not None:
             changes[i] = changed
         else:

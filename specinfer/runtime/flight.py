@@ -38,7 +38,6 @@ from specinfer.verify.scan import (
 _MIN_ROWS_BESIDE: Final = 16  # rows that must fit beside the block of the likeliest, which is else dropped
 MAX_BYTES: Final = 32 << 20  # logits held by a flight, except that a single row may be larger
 _TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_FEW_ROWS: Final = 16  # rows read together, as another call costs as much as ten rows
 BLOCK_ROWS: Final = 64  # rows made together if not all are needed, so that weights are read once for them
 
 
@@ -143,14 +142,6 @@ class Flight:
             self._whole = _in_host_memory(logits_RV)
         elif count:
             self._make(np.zeros(0, dtype=np.int64))
-
-    @property
-    def at_once(self) -> int:
-        """Maximum rows that can be read together at no cost, even if not all results are used.
-
-        A row takes microseconds if the logits of all rows exist.
-        """
-        return _FEW_ROWS if self._whole is not None else 0
 
     def row(self, row: int) -> NDArray[np.float32]:
         """Return one row of logits, [vocab]; the caller may not write to it."""

@@ -29,14 +29,12 @@ from .enumeration import World, all_trees
 
 
 class NotedFlight(Flight):
-    """Notes the rows whose choice is read; `at_once` decides whether all are read in one call."""
+    """Notes the rows whose choice is read."""
 
-    at_once = 0
-
-    def __init__(self, choices, at_once):
+    def __init__(self, choices):
         logits = torch.eye(2)[list(choices)]
         super().__init__(logits, lambda rows: rows, 2, NUMPY)
-        self.at_once, self.read = at_once, []
+        self.read = []
 
     def choices(self, rows, asks, changes=None):
         self.read += rows
@@ -49,15 +47,14 @@ def test_any_tree_and_any_choices_give_the_targets_own_text():
     entry, checked = plans.entry([0], params=SamplingParams(temperature=0)), 0
     for tree in all_trees(vocab=2, max_nodes=5):
         for choices in product(range(2), repeat=tree.num_nodes):
-            by_level, whole = NotedFlight(choices, 0), NotedFlight(choices, 16)
-            [acceptance] = verify_trees([TargetLaws(entry, tree, by_level, 0)], "coupled", by_level)
+            flight = NotedFlight(choices)
+            [acceptance] = verify_trees([TargetLaws(entry, tree, flight, 0)], "coupled", flight)
             visited = [0, *acceptance.path]
             tokens = [*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token]
-            assert by_level.read == visited, "choices after visited nodes only, once each"
+            assert flight.read == visited, "choices after visited nodes only, once each"
             assert tokens == [choices[node] for node in visited], "every token is the target's own choice"
             assert tokens[-1] not in tree.children()[visited[-1]], "it goes as deep as the tree agrees"
             assert acceptance == verification.coupled(tree, choices)
-            assert verify_trees([TargetLaws(entry, tree, whole, 0)], "coupled", whole) == [acceptance]
             checked += 1
     assert checked > 3000
 

@@ -41,7 +41,6 @@ class Choices:
 
     vocab = 256
     scan: Scan = NUMPY
-    at_once = 0
 
     def __init__(self, chosen: Sequence[int]) -> None:
         self.chosen = chosen
