@@ -27,9 +27,8 @@ from specinfer.engine.drafts import (
     vocabularies,
     with_pool_members,
 )
-from specinfer.engine.hardware import Hardware
+from specinfer.engine.hardware import Choice, Hardware, choose_quantization
 from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
-from specinfer.engine.quantization import Choice, choose
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -127,7 +126,9 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     check_support(config.features | target.features)
     if isinstance(target.model, HostedFolder):
         report(f"{short_name(target)}: {target.model.summary}", show)
-    select = partial(choose, hardware=hardware, memory=config.memory, divided=config.tensor_parallel > 1)
+    select = partial(
+        choose_quantization, hardware=hardware, memory=config.memory, divided=config.tensor_parallel > 1
+    )
     if config.quantization == "auto":
         share = config.ranks_here / config.ranks
         choice = select(target.model, streams=config.offload != "never", share=share)

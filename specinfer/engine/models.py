@@ -1,4 +1,7 @@
-"""Load the models of a config, the target, its tokenizer and its drafts: find, plan, load."""
+"""Models of a config: the target, its tokenizer and its drafts, found, planned, loaded, shared by variants.
+
+A variant is an engine that shares an LLM's models and has its own options.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
@@ -16,6 +19,7 @@ from specinfer.engine.hardware import Hardware, use_threads
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryPlan, plan_memory
 from specinfer.engine.ranks import Ranks
+from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of
 from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.machine import short_turns, thread_count
@@ -32,11 +36,20 @@ from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads
 from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens
-from specinfer.speculation_config import Quantization
+from specinfer.speculation_config import SELF, Quantization
 from specinfer.support import Feature, refusal
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+# Options that determine the loaded weights and their kernels. A variant must have the same, but may have
+# fewer drafts.
+_SHARED_OPTIONS: Final = (
+    *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
+    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
+    *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
+)
+_KV_DIVISOR: Final = 4  # a variant's part of a planned engine's KV memory is 1 over this
+_DRAFT_OPTIONS: Final = ("draft_quantization", "draft_vocabulary", "draft_lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +246,57 @@ def _adapters(found: FoundModels) -> AdapterCache:
     for name, folder in config.adapters.items():
         adapters.register(name, Path(folder))
     return adapters
+
+
+def variant_models(variant: EngineConfig, config: EngineConfig, models: Models) -> Models:
+    """Return those of `models`, loaded for `config`, that the variant's config `variant` names.
+
+    With a memory plan, a variant's KV caches get a part of the LLM's KV memory in addition to it. Raises
+    ConfigError if `variant` needs other weights.
+    """
+    pairs = [(name, getattr(variant, name), getattr(config, name)) for name in _SHARED_OPTIONS]
+    if variant.generation_config == "auto":  # the recommendation was read with the weights, or not at all
+        pairs.append(("generation_config", "auto", config.generation_config))
+    if variant.speculation.drafts:
+        pairs += [
+            (name, getattr(variant.speculation, name), getattr(config.speculation, name))
+            for name in _DRAFT_OPTIONS
+        ]
+    for name, value, loaded in pairs:
+        if value != loaded and (value != "auto" or not name.endswith("quantization")):
+            raise ConfigError(
+                f"{name} is {value!r}, and a variant shares weights that were loaded with {loaded!r}; "
+                "leave it out, or make a separate LLM"
+            )
+    lengths = [one.scheduler.max_context or 0 for one in (variant, config)]
+    if len({models.target.config.extends(length) for length in lengths}) > 1:
+        raise ConfigError(
+            f"max_context is {lengths[0]}, and a variant shares a model whose positions are turned for "
+            f"texts of {lengths[1]} tokens (LongRoPE); leave it out, or make a separate LLM"
+        )
+    left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
+    drafts = {}
+    for draft in variant.speculation.drafts:
+        found = next((one for one in left if one[0] == draft), None)
+        if found is None:
+            known = ", ".join(config.speculation.drafts) or "no draft"
+            raise ConfigError(
+                f"drafts names {draft!r}; allowed for a variant: loaded drafts ({known}); leave it out, or "
+                "make another LLM"
+            )
+        left.remove(found)
+        name, model = found[1]
+        drafts[name] = model
+    plan = models.plan
+    if plan is not None:
+        plan = replace(plan, kv_cache=plan.kv_cache // _KV_DIVISOR)
+    memory = models.draft_memory
+    if memory is not None and {SELF, config.model} & {*variant.speculation.drafts} and not memory.keep():
+        raise ConfigError(
+            "drafts names the target's copy, but its guesses did not pay, and layers got its memory; "
+            "give drafts=(), or make a separate LLM"
+        )
+    return replace(models, drafts=drafts, plan=plan, draft_memory=None)
 
 
 def threads_of_torch(config: EngineConfig, models: Models) -> int:

@@ -14,8 +14,7 @@ import torch
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import FoundModel
 from specinfer.engine.found_models import check_self, find_models
-from specinfer.engine.hardware import Hardware
-from specinfer.engine.quantization import choose, machine_memory
+from specinfer.engine.hardware import Hardware, choose_quantization, machine_memory
 from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH
@@ -40,7 +39,7 @@ def chosen(path: Path, memory: Any, **options: Any) -> tuple[str, str]:
         kind, times = (memory, 2) if isinstance(memory, str) else (*memory, 1)
         memory = times * estimate_bytes(model, torch.bfloat16, native, kind)
     given = {"hardware": Hardware(CPU, torch.bfloat16, native), "divided": False, "streams": False}
-    return choose(model, memory=memory, **{**given, **options})
+    return choose_quantization(model, memory=memory, **{**given, **options})
 
 
 def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_a_self_draft_as_large_as_its_target_is_said(
 def test_memory_is_for_what_stays_in_it_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, native = write_tiny_llama(tmp_path / "m", tokenizer=True), kernels("native")
     size = estimate_bytes(model, torch.bfloat16, native)
-    monkeypatch.setattr("specinfer.engine.quantization.machine_memory", lambda: size)
+    monkeypatch.setattr("specinfer.engine.hardware.machine_memory", lambda: size)
     parts = {"pipeline_parallel": 2, "master": "127.0.0.1:1", "key_file": "k"}
     streamed = {"offload": "auto", "drafts": (str(model),)}
     for options, kind in (({"pipeline_parallel": 2}, "int4"), (parts, "none"), (streamed, "none")):
@@ -149,5 +148,5 @@ def test_the_memory_is_that_of_the_machine_or_its_cgroup(monkeypatch: pytest.Mon
     """Free memory changes from start to start, and texts may not."""
     total = psutil.virtual_memory().total
     for limit, found in ((None, total), (total // 3, total // 3), (2 * total, total)):
-        monkeypatch.setattr("specinfer.engine.quantization.cgroup_memory", lambda limit=limit: limit)
+        monkeypatch.setattr("specinfer.engine.hardware.cgroup_memory", lambda limit=limit: limit)
         assert machine_memory() == found

@@ -15,8 +15,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
 from specinfer.engine.memory import MemoryNeeds
-from specinfer.engine.models import load_models
-from specinfer.engine.variant import variant_models
+from specinfer.engine.models import load_models, variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.runtime.cost_curve import CostCurve
