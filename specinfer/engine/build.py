@@ -28,7 +28,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of, local_model
 from specinfer.progress import Progress
-from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_curve import CostCurve, device_name
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft import Draft
@@ -208,12 +208,12 @@ def _sizing(
     if any(one.rough for one in (curve, *costs.values())):
         postponed = measure_later(asked, config, models, executor.positions, policy)
     if measured and guard is not None:  # clock "curve" must decide alike in every run
-        memory = PolicyMemory(_policy_key(config, models, executor.device_name), policy.acceptance, guard)
+        memory = PolicyMemory(_policy_key(config, models), policy.acceptance, guard)
         memory.recall()
     return config, _Sizing(drafts, policy, guard, memory, postponed)
 
 
-def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
+def _policy_key(config: EngineConfig, models: Models) -> dict[str, Any]:
     """Return the key of a policy's learned state: target, drafts and device, without paths.
 
     Models are told apart by their files, as fine-tunes may lie in folders of one name.
@@ -230,7 +230,7 @@ def _policy_key(config: EngineConfig, models: Models, device: str) -> dict[str, 
     return {
         "target": f"{_named(config.model)}, {config.kind}, {kind}",
         "drafts": drafts,
-        "device": device,
+        "device": device_name(target.device),
     }
 
 

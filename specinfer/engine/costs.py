@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from specinfer.config import EngineConfig
@@ -17,7 +16,7 @@ from specinfer.heads.runner import HeadModel
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
-from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, never
+from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, cost_curve, never
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft import Draft
@@ -28,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_SECONDS: Final = 0.3  # time to measure a curve before the first answer
 
 
-Measure = Callable[..., CostCurve]  # Executor.curve with the options of an engine
+Measure = Callable[..., CostCurve]  # of the target, or of a draft; see `measuring`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +59,26 @@ def first_stop(config: EngineConfig, models: Models) -> Stop:
 def measuring(
     config: EngineConfig, executor: Executor, models: Models, progress: Progress | None, stop: Stop
 ) -> Measure:
-    """Return the function that measures a curve, or reads an earlier measurement.
+    """Return the function that measures the curve of a variant of a model, or reads an earlier measurement.
 
     It overwrites the first slots of the executor's caches, which must be unused.
     """
-    return partial(
-        executor.curve,
-        max_rows=max_pass_rows(config, models),
-        # The measurement is cached, so that later runs decide alike.
-        keep=config.speculation.clock == "curve",
-        progress=progress if stop is never else None,  # a brief measurement shows none
-        stop=stop,
-    )
+    rows, keep = max_pass_rows(config, models), config.speculation.clock == "curve"
+
+    def measure(variant: str, draft: Timed | None = None, *, behind_target: bool = False) -> CostCurve:
+        runner: Timed = executor.target if draft is None else draft
+        return cost_curve(
+            runner,
+            max_rows=min(rows, executor.positions, runner.model.config.max_context),
+            variant=variant,
+            every_row=draft is not None,
+            keep=keep,  # the measurement is cached, so that later runs decide alike
+            behind=executor.target if behind_target else None,
+            progress=progress if stop is never else None,  # a brief measurement shows none
+            stop=stop,
+        )
+
+    return measure
 
 
 def target_curves(config: EngineConfig, models: Models, measure: Measure) -> tuple[CostCurve, CostCurve]:
@@ -116,7 +123,7 @@ def draft_curves(models: Models, runners: Mapping[str, Timed], measure: Measure)
                 timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = measure(
                 f"{models.kinds[name]}, {timed}",
-                draft=runner,
+                runner,
                 behind_target=isinstance(model, HeadModel),
             )
     return drafts

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -212,21 +211,20 @@ def cost_curve(
     every_row: bool = False,
     keep: bool = False,
     behind: Timed | None = None,
-    folder: Path | None = None,
     progress: Progress | None = None,
     stop: Stop = never,
 ) -> CostCurve:
-    """Return the cost curve of a model on this machine, measured now or read from the cache.
+    """Return the cost curve of a model on this machine, measured now or read from the user's cache.
 
-    Overwrites the first slots of the model's cache, which must be unused. If `folder` cannot be written, the
-    next start measures again.
+    Overwrites the first slots of the model's cache, which must be unused. If the user's cache cannot be
+    written, the next start measures again.
 
     Args:
-        runner: the model with its cache. max_rows: rows of the largest pass; the cache must have room for
-        them. variant: part of the key: quantization and the size of the output layer. folder: folder of the
-        curves; by default in the user's cache. every_row: True if the logits of all rows are read, as by a
-        draft, not the likeliest first (flight.py). behind: a model that runs a pass before each. A small
-        model's weights stay in the CPU caches while it
+        runner: the model with its cache.
+        max_rows: rows of the largest pass; the cache must have room for them.
+        variant: part of the key: quantization and the size of the output layer.
+        every_row: True if the logits of all rows are read, as by a draft, not the likeliest first.
+        behind: a model that runs a pass before each. A small model's weights stay in the CPU caches while it
             is measured alone, but not in a step.
         keep: True to cache also a curve that takes little time to measure.
         stop: as for `measure`; a rough curve is read from the cache if `stop` is true at once.
@@ -235,7 +233,7 @@ def cost_curve(
         variant += ", behind a pass of its target"
     key = _key(runner.model, max_rows, variant, every_row)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = (folder or cache_dir() / "curves") / f"{digest}.json"
+    file = cache_dir() / "curves" / f"{digest}.json"
     curve = _read(file, key)
     if curve is None or (curve.rough and not stop(math.inf)):
         began = time.perf_counter()
@@ -255,7 +253,6 @@ def measure(
     every_row: bool = False,
     behind: Timed | None = None,
     progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
     stop: Stop = never,
 ) -> CostCurve:
     """Measure passes of a few sizes up to `max_rows` rows, in rounds.
@@ -272,21 +269,23 @@ def measure(
     share, experts = _SECONDS / len(sizes), runner.model.config.experts
     spent = dict.fromkeys(sizes, 0.0)
     quickest: dict[int, float] = {}
-    passes, began, rough = _ROUNDS * len(sizes) + len(larger), clock(), False
+    passes, began, rough = _ROUNDS * len(sizes) + len(larger), time.perf_counter(), False
     show.start(passes, "measuring what a pass costs (once per model and machine)", "passes")
 
     def measured(size: int) -> float:
-        began = clock()
+        began = alone = time.perf_counter()
         if behind is not None:
             behind.probe(1, every_row=False)
-        seconds = _pass_seconds(runner, size, every_row, clock)
-        quickest[size] = min(seconds, quickest.get(size, math.inf))
-        return clock() - began
+            alone = time.perf_counter()
+        runner.probe(size, every_row=every_row)
+        ended = time.perf_counter()
+        quickest[size] = min(ended - alone, quickest.get(size, math.inf))
+        return ended - began
 
     try:
-        _pass_seconds(runner, _MIN_SIZES, every_row, clock)  # warm-up, as the first pass is slow
+        runner.probe(_MIN_SIZES, every_row=every_row)  # warm-up, as the first pass is slow
         for size in _ROUNDS * sizes:
-            if rough := len(quickest) >= _MIN_SIZES and stop(clock() - began):
+            if rough := len(quickest) >= _MIN_SIZES and stop(time.perf_counter() - began):
                 break
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _MIN_SIZES
             if not late and spent[size] < share:
@@ -294,7 +293,7 @@ def measure(
             show.advance(1)
         left = _LARGER_SECONDS * max_rows / 512
         for size in larger:
-            if rough := rough or stop(clock() - began):
+            if rough := rough or stop(time.perf_counter() - began):
                 break
             if size > (last := max(quickest)):
                 flat = quickest[last] < _FLAT * quickest[1]
@@ -304,13 +303,6 @@ def measure(
     finally:
         show.finish()
     return CostCurve.through(quickest, experts, rough=rough)
-
-
-def _pass_seconds(runner: Timed, rows: int, every_row: bool, clock: Callable[[], float]) -> float:
-    """Return the seconds of one pass like a step's, from lists to logits in host memory."""
-    began = clock()
-    runner.probe(rows, every_row=every_row)
-    return clock() - began
 
 
 def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dict[str, str]:
@@ -352,19 +344,11 @@ def code_hash() -> str:
 
 
 def _read(file: Path, key: Key) -> CostCurve | None:
-    """Return the curve of a file, or None if it is damaged or has another key."""
+    """Return the curve of a file, or None if there is none with this key; files are written whole."""
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
-        rows, seconds = tuple(found["rows"]), tuple(found["seconds"])
-        if found["key"] != key or len(rows) != len(seconds) or not _plausible(rows, seconds):
+        if found["key"] != key:
             return None
+        return CostCurve(tuple(found["rows"]), tuple(found["seconds"]), found["rough"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return CostCurve(rows, seconds, found.get("rough") is True)
-
-
-def _plausible(rows: Sequence[object], seconds: Sequence[object]) -> bool:
-    counts = [r for r in rows if type(r) is int and r >= 1]
-    times = [s for s in seconds if type(s) is float and 0 < s < math.inf]
-    whole = len(counts) == len(rows) >= _MIN_SIZES and len(times) == len(seconds)
-    return whole and all(a < b for a, b in pairwise(counts)) and all(a <= b for a, b in pairwise(times))

@@ -16,9 +16,8 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.stream import WeightStream
 from specinfer.plan import StepPlan
-from specinfer.progress import Progress
 from specinfer.runtime.batch import likelihoods, step_rows
-from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, TimedModel, cost_curve, device_name
+from specinfer.runtime.cost_curve import TimedModel
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
@@ -39,7 +38,7 @@ class Host:
 
 
 class Executor:
-    """Executor of one process: models, their caches and their cost curves, on one device."""
+    """Executor of one process: models and their caches, on one device."""
 
     def __init__(
         self,
@@ -107,11 +106,6 @@ class Executor:
         return executor
 
     @property
-    def device_name(self) -> str:
-        """Name of the computing device."""
-        return device_name(self.target.model.device)
-
-    @property
     def positions(self) -> int:
         """Number of cache positions of each model."""
         return self.num_blocks * self.block_size
@@ -157,39 +151,3 @@ class Executor:
     def runner(self, model: LanguageModel) -> ModelRunner:
         """Return a runner of a model with its own cache, whose blocks correspond to the target's."""
         return ModelRunner(model, num_blocks=self.num_blocks, block_size=self.block_size)
-
-    def curve(
-        self,
-        variant: str,
-        *,
-        max_rows: int,
-        keep: bool,
-        draft: Timed | None = None,
-        behind_target: bool = False,
-        progress: Progress | None = None,
-        stop: Stop,
-    ) -> CostCurve:
-        """Return the cost curve of the target or of a draft, measured now or read (runtime/cost_curve.py).
-
-        Overwrites the first slots of the caches, which must be unused.
-
-        Args:
-            variant: part of the curve's key: quantization and the kind of output layer.
-            max_rows: rows of the largest pass, as far as caches and contexts have room.
-            keep: True to cache also a curve that takes little time to measure.
-            draft: the draft to measure instead of the target; its passes make the logits of all rows.
-            behind_target: True if each of its passes follows one of the target's, as in a step.
-            progress: shows a bar.
-            stop: ends the measurement early.
-        """
-        runner: Timed = self.target if draft is None else draft
-        return cost_curve(
-            runner,
-            max_rows=min(max_rows, self.positions, runner.model.config.max_context),
-            variant=variant,
-            every_row=draft is not None,
-            keep=keep,
-            behind=self.target if behind_target else None,
-            progress=progress,
-            stop=stop,
-        )

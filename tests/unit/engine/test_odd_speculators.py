@@ -46,7 +46,7 @@ def answers(tiny: Tiny) -> dict[SamplingParams, list[list[int]]]:
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take the times of COSTS instead of measured ones, so every run is the same."""
-    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", lambda *_, **__: COSTS)
+    monkeypatch.setattr("specinfer.engine.costs.cost_curve", lambda *_, **__: COSTS)
 
 
 Saying = Callable[[Sequence[int]], Sequence[int]]  # following tokens -> guesses

@@ -46,7 +46,7 @@ def engine(
     def curve(runner: ModelRunner, **_: object) -> CostCurve:
         return curves[runner.model is not tiny.target]
 
-    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
+    monkeypatch.setattr("specinfer.engine.costs.cost_curve", curve)
     return tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "curve", **options})
 
 

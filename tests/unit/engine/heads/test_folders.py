@@ -57,7 +57,7 @@ def test_a_heads_pass_is_timed_behind_its_targets(
         timed[runner.model] = behind and behind.model
         return CostCurve((1, 8), (1.0, 2.0))
 
-    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
+    monkeypatch.setattr("specinfer.engine.costs.cost_curve", curve)
     named = {"a model": tiny.similar, "eagle": heads["eagle"], "block": heads["block"]}
     config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(named), "tree_size": "cost"})
     LLM.from_models(config, Models(tiny.target, tiny.tokenizer, named)).close()
