@@ -261,11 +261,6 @@ class EngineLoop:
             deltas = engine.fail(error)
         for delta in deltas:
             self._receive(delta)
-        if not engine.has_work:
-            with self._lock:  # otherwise a request that is submitted now would look lost
-                lost = list(self._live.values()) if self._commands.empty() else []
-            for live in lost:
-                self._receive(live.admitted.fail("the engine lost the request; please report it"))
 
     def _add(self, requests: Sequence[AdmittedRequest]) -> None:
         for one in requests:
@@ -278,7 +273,8 @@ class EngineLoop:
         live = self._live.get(one.request.request_id)
         if live is not None and live.admitted is one:
             delta = self._present_engine.abort(one.request.request_id)
-            self._receive(delta or one.fail("the engine lost the request; please report it"))
+            assert delta is not None, "a live request is in the engine"
+            self._receive(delta)
 
     def _receive(self, delta: Delta) -> None:
         live = self._live.get(delta.id)
