@@ -11,7 +11,6 @@ passes of similar size is used, as an interrupted pass is no sample of the other
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,8 +22,6 @@ from numpy.typing import NDArray
 
 from specinfer.runtime.cost_curve import CostCurve
 
-_LOG = logging.getLogger(__name__)
-
 _GROUP: Final = 5  # passes of about one size whose median is used
 _MEMORY: Final = 0.98  # forgetting factor per median: about the last 50 count
 _NOISE: Final = 0.05  # standard deviation of a median, relative to it
@@ -34,7 +31,6 @@ _SURPRISE: Final = 0.25
 # Medians during which all terms are corrected, after two such errors of opposite sign.
 _CONTRADICTED: Final = 20
 _SETTLED: Final = 0.1  # relative error
-_MEDIANS_BEFORE_WARNING: Final = 4  # consecutive medians beyond the bounds before a warning about the curve
 _FARTHEST: Final = 8.0  # largest accepted ratio of measured and expected time
 _CONTEXT: Final = 1000.0  # tokens, the unit of a context
 _FINE: Final = 0.002  # relative to a one-row pass; smaller changes by the context are ignored
@@ -46,14 +42,13 @@ _MAX: Final = (3.0, 3.0, 3.0, 3.0)
 
 
 class CostModel:
-    """Seconds of one model's passes, from its curve and measured passes; `name` is for the log.
+    """Seconds of one model's passes, from its curve and measured passes.
 
     With `learns=False` it is the curve alone, independent of any clock. With `group` 1 every pass is used,
     for passes that take seconds, which are few and hardly disturbed.
     """
 
-    def __init__(self, name: str, curve: CostCurve, *, learns: bool = True, group: int = _GROUP) -> None:
-        self._name = name
+    def __init__(self, curve: CostCurve, *, learns: bool = True, group: int = _GROUP) -> None:
         self._learns = learns
         self._group = group
         self._rows, self._curve = curve.corners()
@@ -70,8 +65,6 @@ class CostModel:
         self._last_error = 0.0
         self._shape = 0  # remaining medians during which all terms are corrected
         self._settled = True
-        self._out_of_bounds = 0  # consecutive medians beyond the bounds
-        self._warned = False
 
     @property
     def factor(self) -> float:
@@ -183,7 +176,6 @@ class CostModel:
         too_wide = max(covariance[i][i] / _DEVIATIONS[i] ** 2 for i in range(len(_DEVIATIONS)))
         self._covariance = [[x / too_wide for x in row] for row in covariance] if too_wide > 1 else covariance
         self._correct()
-        self._warn()
 
     def _correct(self) -> None:
         """Update the present seconds at the curve's corners."""
@@ -197,19 +189,6 @@ class CostModel:
         self._seconds = None
         self._table = []
         self._corrected_at = self._context
-
-    def _warn(self) -> None:
-        self._out_of_bounds = self._out_of_bounds + 1 if self._terms[0] in (_MIN[0], _MAX[0]) else 0
-        if not self._warned and self._out_of_bounds == _MEDIANS_BEFORE_WARNING:
-            self._warned = True
-            _LOG.warning(
-                "passes of %s take more than %.1f or less than %.1f times as long as in their cost curve. "
-                "Trees are sized with the largest correction. If the curve is another machine's, remove the "
-                "cache's curves",
-                self._name,
-                _MAX[0],
-                _MIN[0],
-            )
 
 
 def _initial_covariance() -> list[list[float]]:

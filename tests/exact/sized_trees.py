@@ -134,11 +134,11 @@ class Sized:
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
         pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
         drafts = {
-            name: PricedDraft(CostModel(name, pass_, learns=False), Expansion(widths))
+            name: PricedDraft(CostModel(pass_, learns=False), Expansion(widths))
             for name, _, widths in self.drafts
         }
         acceptance = AcceptanceRates({name: len(widths) for name, _, widths in self.drafts})
-        target = CostModel("target", self.target, learns=False)
+        target = CostModel(self.target, learns=False)
         policy = self.policy(target, drafts, acceptance, text)
         speculators = [
             DraftModel(

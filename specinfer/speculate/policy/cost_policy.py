@@ -114,11 +114,10 @@ class CostPolicy(SpeculationPolicy):
             deepest: maximum levels of trees with a learned shape, if not the default.
             self_draft: a draft whose memory layers of a target with known costs may get.
         """
-        costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
+        costs = CostModel(target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
         priced = {
-            name: PricedDraft(CostModel(name, curve, learns=measured), shape)
-            for name, curve in drafts.items()
+            name: PricedDraft(CostModel(curve, learns=measured), shape) for name, curve in drafts.items()
         }
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}

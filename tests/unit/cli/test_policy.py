@@ -35,7 +35,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(30):
         acceptance.learn(builder.build(), (10 if number % 3 else 11, 99), 0.0)
     learned = {
-        **learned_values(acceptance, Guard(CostModel("target", CostCurve((1, 2), (1.0, 1.5))), {})),
+        **learned_values(acceptance, Guard(CostModel(CostCurve((1, 2), (1.0, 1.5))), {})),
         "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, [], [], LEVELS[:1]]}},
     }
     for target in ("large, int8", "larger, int8"):

@@ -30,7 +30,7 @@ def taught(
     interrupted: float = 0.03,
 ) -> CostModel:
     """A model after passes, some of them interrupted for a hundred times as long."""
-    model, chance = CostModel("target", CURVE), random.Random(1)
+    model, chance = CostModel(CURVE), random.Random(1)
     for number in range(passes):
         size, there = chance.choice(rows), context(number)
         model.begin(there)
@@ -73,7 +73,7 @@ def test_a_machine_that_becomes_slow_is_noticed_within_a_dozen_passes() -> None:
 
 
 def test_what_is_no_time_of_a_pass_teaches_nothing() -> None:
-    model = CostModel("target", CURVE)
+    model = CostModel(CURVE)
     for seconds in 100 * (math.nan, math.inf, -math.inf, 0.0, -1.0):
         model.learn(8, seconds)
         model.learn(0, 1.0)
@@ -81,8 +81,8 @@ def test_what_is_no_time_of_a_pass_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e-300, 1e300])
-def test_absurd_times_leave_costs_within_bounds(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
-    model = CostModel("target", CURVE)
+def test_absurd_times_leave_costs_within_bounds(seconds: float) -> None:
+    model = CostModel(CURVE)
     for number in range(1000):
         model.begin(float(number))
         model.learn(1 + number % 16, seconds)
@@ -92,12 +92,10 @@ def test_absurd_times_leave_costs_within_bounds(seconds: float, caplog: pytest.L
             0.29 * at(rows) <= there < 200 * at(rows)
             for rows, there in zip((1, 16, 64), thought[1:], strict=True)
         )
-    (record,) = caplog.records
-    assert "passes of target take more than 3.0 or less than 0.3 times" in record.getMessage()
 
 
 def test_no_clock_has_a_say_where_costs_are_the_curves() -> None:
-    model = CostModel("target", CURVE, learns=False)
+    model = CostModel(CURVE, learns=False)
     for number in range(100):
         model.begin(float(number))
         model.learn(8, 100.0)

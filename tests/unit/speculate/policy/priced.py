@@ -48,7 +48,7 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
 
 def unlearning(name: str, curve: CostCurve) -> CostModel:
     """Return a cost model that does not learn."""
-    return CostModel(name, curve, learns=False)
+    return CostModel(curve, learns=False)
 
 
 def sized(

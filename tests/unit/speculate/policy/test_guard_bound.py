@@ -88,7 +88,7 @@ def simulation(
     true = (STREAMED, SELF_DRAFT) if known else (TARGET, DRAFT)
     machine = Machine(takes(true[0]), takes(true[1]), slowness)
     guesser = Guesser(machine, hits if callable(hits) else lambda step: hits, gone_at=gone_at)
-    target, draft = CostModel("target", curve, group=1 if known else 5), CostModel("draft", draft_curve)
+    target, draft = CostModel(curve, group=1 if known else 5), CostModel(draft_curve)
     policy: SpeculationPolicy = Reckless(target, draft, guarded=guarded, known=known)
     if careful:
         guard = Guard(target, {"draft": draft}, known=known) if guarded else None
@@ -216,7 +216,7 @@ def draft_memory(hits: float | Callable[[int], float], **options: Any) -> Simula
     fast, slow = takes(PINNED), takes(STREAMED)
     machine = Machine(lambda rows: (fast if memory.given else slow)(rows), takes(SELF_DRAFT))
     memory = SimulatedMemory(machine)
-    costs = CostModel("target", STREAMED, group=1), CostModel("draft", SELF_DRAFT)
+    costs = CostModel(STREAMED, group=1), CostModel(SELF_DRAFT)
     guesser = Guesser(machine, hits if callable(hits) else lambda step: hits)
     self_draft = SelfDraft(guesser, memory, PINNED)
     guard = Guard(costs[0], {"draft": costs[1]}, known=True, self_draft=self_draft)

@@ -53,8 +53,8 @@ class Driven:
 
     def __init__(self, *, measured: bool = True) -> None:
         self.guesser = Asked()
-        self.target = CostModel("target", CURVE, learns=measured)
-        self.draft = CostModel("draft", CostCurve((1, 100), (0.25, 1.0)), learns=measured)
+        self.target = CostModel(CURVE, learns=measured)
+        self.draft = CostModel(CostCurve((1, 100), (0.25, 1.0)), learns=measured)
         self.policy = Reckless(self.target, self.draft, measured=measured)
         self.ensemble = Ensemble([self.guesser], vocab=99, policy=self.policy, clock=lambda: 0.0)
 
