@@ -145,11 +145,12 @@ class Admission:
             now=arrived,
             prompt_logprobs=prompt_logprobs,
         )
+        speculators, tree_nodes = self._limits.of(request)
         sequence = SequenceState(
             request,
             transcript.ids,
-            tree_nodes=self._limits.nodes(request),
-            speculators=self._limits.speculators(request),
+            tree_nodes=tree_nodes,
+            speculators=speculators,
             processors=processors,
         )
         if prior_output:

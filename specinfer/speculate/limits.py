@@ -38,34 +38,21 @@ class SpeculationLimits:
                 f"{self._config.node_limit}: lower it"
             )
 
-    def speculators(self, request: Request) -> tuple[str, ...]:
-        """Return the names of the speculators that may guess for the request, in the order they run."""
-        return tuple(speculator.name for speculator, _ in self._guessing(request))
+    def of(self, request: Request) -> tuple[tuple[str, ...], int]:
+        """Return the names of the speculators that may guess for the request, and its maximum tree nodes.
 
-    def nodes(self, request: Request) -> int:
-        """Return the request's maximum tree nodes, the root included; 1: no speculator may guess."""
-        limit = request.params.speculation.max_nodes or self._config.node_limit
-        return min(limit, 1 + sum(nodes for _, nodes in self._guessing(request)))
-
-    def _guessing(self, request: Request) -> list[tuple[AnySpeculator, int]]:
-        """Return the speculators that may guess for the request, each with its maximum nodes."""
-        params, overrides = request.params, request.params.speculation
-        if not overrides.enabled:
-            return []
-        named = overrides.speculators
-        knows_chance = params.knows_chance(self._config.verifier)
-        return [
-            (speculator, nodes)
-            for speculator in self._speculators
-            if (named is None or speculator.name in named)
-            and not (knows_chance and speculator.remembers_answers)
-            and (nodes := self._max_nodes(speculator, request)) > 0
-        ]
-
-    def _max_nodes(self, speculator: AnySpeculator, request: Request) -> int:
-        """Return the maximum nodes of a speculator: its own limit, or the engine's."""
-        limit = speculator.max_nodes(request)
-        return self._config.node_limit if limit is None else limit
+        The names are in the order they run. The root is among the nodes; 1: no speculator may guess.
+        """
+        overrides, most = request.params.speculation, self._config.node_limit
+        knows_chance = request.params.knows_chance(self._config.verifier)
+        nodes: dict[str, int] = {}
+        for speculator in self._speculators if overrides.enabled else ():
+            is_named = overrides.speculators is None or speculator.name in overrides.speculators
+            if is_named and not (knows_chance and speculator.remembers_answers):
+                own = speculator.max_nodes(request)
+                nodes[speculator.name] = most if own is None else own
+        names = tuple(name for name, own in nodes.items() if own > 0)
+        return names, min(overrides.max_nodes or most, 1 + sum(nodes.values()))
 
     def _any_has_shape(self, request: Request) -> bool:
         """Return whether a draft or a caller's speculator may use a request's expansion."""

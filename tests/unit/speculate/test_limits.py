@@ -90,14 +90,13 @@ def test_speculators_and_the_nodes_they_could_use(
 ) -> None:
     ours = limits()
     ours.check(asked)
-    assert (ours.speculators(asked), ours.nodes(asked)) == (speculators, nodes)
+    assert ours.of(asked) == (speculators, nodes)
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
     ours = limits(SpeculationConfig(lookup=False))
-    assert ours.nodes(request()) == 1
-    assert ours.speculators(request()) == ()
-    assert ours.speculators(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
+    assert ours.of(request()) == ((), 1)
+    assert ours.of(request(prediction=(5,), regex="a"))[0] == ("grammar", "prediction")
 
 
 @pytest.mark.parametrize(
