@@ -17,8 +17,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.intake import Intake, LoRA, Params, Prompt
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.models import Models, load_models, variant_models
-from specinfer.engine.steps import Statistics
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import Statistics, TreeEvent
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.kernels.machine import release_free_memory
 from specinfer.progress import Progress, default_progress

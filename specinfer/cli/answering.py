@@ -19,8 +19,7 @@ from specinfer.errors import ConfigError
 from specinfer.kernels.disk import gigabytes
 
 if TYPE_CHECKING:
-    from specinfer.engine.steps import Statistics
-    from specinfer.engine.trace import TreeEvent
+    from specinfer.engine.steps import Statistics, TreeEvent
     from specinfer.llm import LLM
     from specinfer.request import RequestOutput
     from specinfer.sampling_params import SamplingParams

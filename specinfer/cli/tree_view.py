@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decision
 
 if TYPE_CHECKING:
-    from specinfer.engine.trace import TreeEvent
+    from specinfer.engine.steps import TreeEvent
     from specinfer.request import RequestOutput
 
     _Explained = tuple[TreeEvent, Decision, int]  # a step, its decision, and its tokens of the answer

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.steps import Stage, StageClock, Statistics
+from specinfer.engine.steps import Listeners, Stage, StageClock, Statistics, TreeEvent
 from specinfer.engine.target_laws import TargetLaws, accepted_moves, verify_trees
-from specinfer.engine.trace import Listeners, TreeEvent
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan

@@ -59,7 +59,7 @@ WITHOUT_TORCH = (
         "request",
     ),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
-    *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
+    *("engine.scheduler", "engine.kv_blocks", "engine.transcript"),
     *("serve.http.page_server", "cli.pull", "cli.follow"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.routing"),

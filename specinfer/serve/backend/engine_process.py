@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from specinfer.config import EngineConfig
 from specinfer.engine.admission import AdmittedRequest
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import (
     CapacityError,
     ClosedError,

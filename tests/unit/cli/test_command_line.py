@@ -18,7 +18,7 @@ from specinfer import LLM
 from specinfer.cli import COMMANDS, cli
 from specinfer.cli.answering import Listener
 from specinfer.engine.engine import Engine
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import IntegrityError
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.coupled import Acceptance

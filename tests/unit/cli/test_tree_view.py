@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specinfer.cli.tree_view import draw_tree
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.tree import TreeBuilder
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.coupled import Acceptance

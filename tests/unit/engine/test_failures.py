@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ModelFileError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.llm import LLM
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve

@@ -11,7 +11,7 @@ import torch
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.heads.config import HeadConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.eagle import EagleHead

@@ -18,7 +18,7 @@ import pytest
 
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import PeerLostError
 from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.request import Delta, FinishReason

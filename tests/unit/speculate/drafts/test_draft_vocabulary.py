@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.engine.trace import TreeEvent
+from specinfer.engine.steps import TreeEvent
 from specinfer.speculate.decision import PLAIN, Contribution, Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder
