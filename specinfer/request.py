@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, zip_longest
 from os import PathLike
 from typing import Any
 
@@ -104,18 +104,14 @@ class SpeculationFigures:
         self.output_tokens += other.output_tokens
         self.drafted_tokens += other.drafted_tokens
         self.accepted_tokens += other.accepted_tokens
-        _add_lists(self.accepted_per_depth, other.accepted_per_depth)
-        _add_lists(self.drafted_per_depth, other.drafted_per_depth)
-        for name, count in other.accepted_by.items():
-            self.accepted_by[name] = self.accepted_by.get(name, 0) + count
-        for name, count in other.proposed_by.items():
-            self.proposed_by[name] = self.proposed_by.get(name, 0) + count
-
-
-def _add_lists(into: list[int], other: list[int]) -> None:
-    into.extend([0] * (len(other) - len(into)))
-    for i, count in enumerate(other):
-        into[i] += count
+        for depths, more in (
+            (self.accepted_per_depth, other.accepted_per_depth),
+            (self.drafted_per_depth, other.drafted_per_depth),
+        ):
+            depths[:] = map(sum, zip_longest(depths, more, fillvalue=0))
+        for counts, others in ((self.accepted_by, other.accepted_by), (self.proposed_by, other.proposed_by)):
+            for name, count in others.items():
+                counts[name] = counts.get(name, 0) + count
 
 
 @dataclass(frozen=True, slots=True)

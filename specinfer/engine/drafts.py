@@ -259,12 +259,6 @@ def logit_ids_of(
     return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
-def embedding_limit(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
-    """Return the first token id that the draft has no embedding for, or None."""
-    own = model.config.vocab_size
-    return own if vocabulary is not None and own < vocabulary.size else None
-
-
 def timing_key(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """Describe what a draft's pass depends on besides its layers, for the key of its cost curve."""
     if isinstance(model, HeadModel):
@@ -300,5 +294,6 @@ def make_draft(
         return runner, ForeignDraft(
             name, runner, shape, max_rows=max_rows, num_blocks=executor.num_blocks, tokens=foreign
         )
-    reads = embedding_limit(model, vocabulary)
+    own = model.config.vocab_size
+    reads = own if vocabulary is not None and own < vocabulary.size else None  # ids that have an embedding
     return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)

@@ -141,13 +141,9 @@ class CostCurve:
         if min_seconds <= self.at_rows[0]:
             return self
         rows, seconds = self.corners()
-        behind = next((n for n, taken in enumerate(seconds) if taken > min_seconds), None)
-        if behind is None:
+        if min_seconds >= seconds[-1]:
             return CostCurve(self.rows, (min_seconds,) * len(self.rows))
-        before = rows[behind - 1], seconds[behind - 1]
-        crossing = before[0] + math.ceil(
-            (min_seconds - before[1]) / _slope(before, (rows[behind], seconds[behind]))
-        )
+        crossing = math.ceil(np.interp(min_seconds, seconds, rows))
         sizes = sorted({1, max(1, crossing - 1), crossing, crossing + 64, *self.rows})
         return CostCurve(
             tuple(sizes), tuple(max(min_seconds, taken) for taken in self.seconds(sizes).tolist())
