@@ -18,7 +18,7 @@ from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels
 from tests.scripted_engine import ScriptedEngine, admitted
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_pair, write_tiny_llama
 from tests.unit.engine.byte_oracle import EOS, SPECULATION, VOCAB, Oracle
 from tests.unit.engine.offloading import threads as streaming_threads
 from tests.unit.engine.offloading import until
@@ -32,6 +32,12 @@ def model(tmp_path: Path) -> Path:
     """A model of four layers, which can be streamed."""
     kernels("native")
     return write_tiny_llama(tmp_path / "model", num_layers=4, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a target and a draft."""
+    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

@@ -26,36 +26,23 @@ from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_pair, write_tiny_llama
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tmp_path_factory.mktemp("models"))
-
-
 def config(model: Path, **options: Any) -> EngineConfig:
     return EngineConfig.from_options(str(model), {**ENGINE, "kernels": "torch", **options})
 
 
-@pytest.fixture
-def large_heads(tmp_path: Path) -> Path:
-    return write_tiny_llama(
-        tmp_path / "large", hidden_size=520, num_heads=1, num_kv_heads=1, num_layers=1, tokenizer=True
-    )
-
-
-REASON = "heads have 520 elements; it takes at most 512"
-
-
 def test_heads_that_native_attention_cannot_serve_run_in_pytorch(
-    large_heads: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    native = kernels("native")
+    native, shape = kernels("native"), {"hidden_size": 520, "num_heads": 1, "num_kv_heads": 1}
+    large = write_tiny_llama(tmp_path / "large", num_layers=1, tokenizer=True, **shape)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
-        models = load_models(config(large_heads, kernels="auto"))
+        models = load_models(config(large, kernels="auto"))
     assert isinstance(models.target.kernels.attention, SdpaAttention)
     assert type(models.target.kernels.ops) is type(native.ops), "only attention is another"
     [record] = caplog.records
     assert record.getMessage() == (
-        f"native attention is not used for {large_heads}, PyTorch runs instead: {REASON}"
+        f"native attention is not used for {large}, PyTorch runs instead: heads have 520 elements; it takes "
+        "at most 512"
     )
 
 

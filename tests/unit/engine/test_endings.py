@@ -11,6 +11,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.errors import RequestError
 from specinfer.request import FinishReason
 from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.speculator import Outcome
 from tests.engines import Tiny, assert_idle, engine_of, write_tiny
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tokenizer.made_up import write_folder
@@ -36,17 +37,24 @@ def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
     assert_idle(llm)
 
 
+def note_outcomes(llm: LLM) -> list[Outcome]:
+    """Notes the outcomes that speculators observe."""
+    noted: list[Outcome] = []
+    speculators = engine_of(llm)._speculators
+    observe = speculators.observe
+
+    def heard(report: StepReport) -> None:
+        noted.extend(report.outcomes)
+        observe(report)
+
+    speculators.observe = heard  # type: ignore[method-assign]
+    return noted
+
+
 @pytest.mark.parametrize("ending", ["finished", "aborted"])
 def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
-    outcomes: list[tuple[str, bool]] = []
-    observe = engine_of(llm)._speculators.observe
-
-    def heard(report: StepReport) -> None:
-        outcomes.extend((outcome.request_id, outcome.finished) for outcome in report.outcomes)
-        observe(report)
-
-    engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
+    outcomes = note_outcomes(llm)
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
     first = next(stream)
     if ending == "finished":
@@ -54,7 +62,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
     else:
         stream.close()
     llm.check_integrity()  # waits for the end of the request
-    assert [finished for name, finished in outcomes if name == first.request_id].count(True) == 1
+    assert [one.finished for one in outcomes if one.request_id == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._texts._texts, by_name["lookup"]._running) == ({}, {})
 
@@ -63,14 +71,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
 @pytest.mark.parametrize("speculation", SPECULATION)
 def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[str, int]) -> None:
     llm = tiny.llm(**SPECULATION[speculation], **limits)
-    outcomes: list[str] = []
-    observe = engine_of(llm)._speculators.observe
-
-    def heard(report: StepReport) -> None:
-        outcomes.extend(outcome.request_id for outcome in report.outcomes if outcome.finished)
-        observe(report)
-
-    engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
+    outcomes = note_outcomes(llm)
     some, none = SamplingParams(temperature=0, max_tokens=9), SamplingParams(max_tokens=0, n=2)
     expected = tiny.llm().generate(PROMPTS, some)
     batch = [*zip(PROMPTS, [some] * 3, strict=True), *zip(PROMPTS, [none] * 3, strict=True)]
@@ -80,7 +81,8 @@ def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[
     assert {(one.text, one.token_ids, one.finish_reason) for one in empty} == {("", (), FinishReason.LENGTH)}
     assert len(empty) == 6
     assert all(one.finished and one.timing.finished for one in empty)
-    assert sorted(outcomes) == sorted(one.request_id for output in outputs for one in output.outputs)
+    ended = sorted(one.request_id for one in outcomes if one.finished)
+    assert ended == sorted(one.request_id for output in outputs for one in output.outputs)
     llm.check_integrity()
     assert_idle(llm)
 

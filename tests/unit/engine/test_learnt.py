@@ -15,14 +15,9 @@ from specinfer.speculate.policy.allowance import Allowance
 from specinfer.speculate.policy.guard import PLAIN_FIRST, PlainSteps
 from specinfer.speculate.policy.memory import stored_policies
 from tests.engines import ENGINE, engine_of
-from tests.tiny_models import write_pair, write_tiny_llama
+from tests.tiny_models import write_tiny_llama
 
 DUE = PlainSteps.due
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

@@ -22,22 +22,6 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module", params=["coupled", "mss"])
-def verifier(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module", params=PARAMS)
-def params(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return PARAMS[request.param]
-
-
-@pytest.fixture(scope="module")
-def want(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return said(tiny, verifier, params)
-
-
 def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
     llm = tiny.llm(["similar", "stranger"], expansion=(3, 2), lookup=True, verifier=verifier)
     outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(**params, max_tokens=10))
@@ -45,26 +29,24 @@ def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, .
     return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("most_rows", [1, 3, 20])
+@pytest.mark.parametrize("verifier", ["coupled", "mss"])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_texts_and_logprobs_do_not_depend_on_blocks(
-    tiny: Tiny,
-    monkeypatch: pytest.MonkeyPatch,
-    want: list[tuple[Any, ...]],
-    params: dict[str, Any],
-    verifier: str,
-    most_rows: int,
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], verifier: str
 ) -> None:
-    monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
-    monkeypatch.setattr(flight_module, "_MIN_ROWS_BESIDE", 2)
-    monkeypatch.setattr(flight_module, "MAX_BYTES", most_rows * 64 * 4)
+    want, make = said(tiny, verifier, params), Flight._make
     made: list[int] = []
-    make = Flight._make
 
     def counted(self: Flight, wanted: Any) -> None:
         make(self, wanted)
         made.append(self._count if self._whole is not None else len(self._blocks[-1].rows))
 
     monkeypatch.setattr(Flight, "_make", torch.inference_mode()(counted))
-    assert said(tiny, verifier, params) == want
-    assert max(made) <= most_rows
-    assert len(made) > 16, "many small blocks were made"
+    monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(flight_module, "_MIN_ROWS_BESIDE", 2)
+    for most_rows in (1, 3, 20):
+        made.clear()
+        monkeypatch.setattr(flight_module, "MAX_BYTES", most_rows * 64 * 4)
+        assert said(tiny, verifier, params) == want, most_rows
+        assert max(made) <= most_rows
+        assert len(made) > 16, "many small blocks were made"

@@ -1,4 +1,4 @@
-"""Quantized models in the engine: the same text with and without speculation, whatever computes it."""
+"""Quantized models and mixtures: the same text with and without speculation, whatever computes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
@@ -14,17 +16,12 @@ from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
 from tests.kernels import NAMES, kernels
-from tests.tiny_models import write_pair, write_similar_llama, write_tiny_mixture
+from tests.tiny_models import write_similar_llama, write_tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
 PARAMS = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1, seed=5, max_tokens=12)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +57,18 @@ def test_speculation_does_not_change_the_text(
             {**draft, "max_batch_size": 1, "tree_size": "cost"},
         ):
             assert texts(models, **more, **options) == plain, (models, more)
+
+
+def test_a_token_whose_routers_have_no_numbers_ends_its_own_request(tmp_path: Path) -> None:
+    sick = write_tiny_mixture(tmp_path / "target", tokenizer=True, tie_embeddings=False)
+    tensors = load_file(sick / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, sick / "model.safetensors")
+    with LLM(sick, **ENGINE) as llm:
+        [want] = llm.generate([[1, 2, 3]], PARAMS[0])
+        [ended, other] = llm.generate([[5, 9], [1, 2, 3]], PARAMS[0])
+        assert ended.finish_reason == "error"
+        assert (other.finish_reason, other.token_ids) == (want.finish_reason, want.token_ids)
 
 
 def test_a_draft_is_quantized_on_its_own(folder: Path, own_cache: Path) -> None:

@@ -43,49 +43,38 @@ def say(t: Transcript, text: str | bytes) -> list[str]:
     return pieces
 
 
-@pytest.mark.parametrize(
-    ("params", "said", "text", "reason"),
-    [
-        ({"max_tokens": 3}, "hello", "hel", FinishReason.LENGTH),
-        ({}, b"hi\x03there", "hi", FinishReason.STOP),
-        ({"ignore_eos": True, "max_tokens": 4}, b"hi\x03t", "hi\x03t", FinishReason.LENGTH),
-        ({"min_tokens": 4}, b"h\x03i\x03", "h\x03i", FinishReason.STOP),
-        ({"stop_token_ids": (ord("l"),)}, "hello", "he", FinishReason.STOP),
-        ({"stop": "lo"}, "hello there", "hel", FinishReason.STOP),
-        ({"stop": ("there", "ell")}, "hello there", "h", FinishReason.STOP),
-        ({"stop": "l", "min_tokens": 4}, "hello lo", "hel", FinishReason.STOP),
-        ({"stop": ("ab", "longer"), "min_tokens": 4}, "xabcdab", "xabcd", FinishReason.STOP),
-        ({"stop": ("ab", "longer"), "min_tokens": 5}, b"xab\x03d\x03", "xab\x03d", FinishReason.STOP),
-        ({"stop": "xyz", "max_tokens": 5}, "hexyhello", "hexyh", FinishReason.LENGTH),
-    ],
-)
-def test_a_request_ends_where_it_should(
-    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, text: str, reason: FinishReason
-) -> None:
-    t = transcript(tokenizer, **params)
-    pieces = say(t, said)
-    assert (t.output().text, t.finish_reason) == (text, reason)
-    assert "".join(pieces) == text
+# Parameters, what is said, the text, and the stop string that ends it. A stop string in brackets stays.
+ENDS: list[tuple[dict[str, Any], str | bytes, str, str | FinishReason]] = [
+    ({"max_tokens": 3}, "hello", "hel", FinishReason.LENGTH),
+    ({}, b"hi\x03there", "hi", FinishReason.STOP),
+    ({"ignore_eos": True, "max_tokens": 4}, b"hi\x03t", "hi\x03t", FinishReason.LENGTH),
+    ({"min_tokens": 4}, b"h\x03i\x03", "h\x03i", FinishReason.STOP),
+    ({"stop_token_ids": (ord("l"),)}, "hello", "he", FinishReason.STOP),
+    ({"stop": "lo"}, "hello there", "hel[lo]", "lo"),
+    ({"stop": ("there", "ell")}, "hello there", "h[ell]", "ell"),
+    ({"stop": "l", "min_tokens": 4}, "hello lo", "hel[l]", "l"),
+    ({"stop": ("ab", "longer"), "min_tokens": 4}, "xabcdab", "xabcd[ab]", "ab"),
+    ({"stop": ("ab", "longer"), "min_tokens": 5}, b"xab\x03d\x03", "xab\x03d", FinishReason.STOP),
+    ({"stop": ("xl", "l"), "min_tokens": 4}, "hello lo", "hel[l]", "l"),
+    ({"stop": ("lo", "ll", "ello")}, "hello", "he[ll]", "ll"),
+    ({"stop": ("ab", "abc")}, "xabc", "x[ab]", "ab"),
+    ({"stop": "\u00e9!"}, "n\u00e9! and", "n[\u00e9!]", "\u00e9!"),
+    ({"stop": "xyz"}, b"hello\x03", "hello", FinishReason.STOP),
+    ({"stop": "xyz", "max_tokens": 5}, "hexyhello", "hexyh", FinishReason.LENGTH),
+    ({"stop": "xyz", "stop_token_ids": (ord("l"),)}, "hello", "he", FinishReason.STOP),
+]
 
 
-@pytest.mark.parametrize(
-    ("params", "said", "stopped_by"),
-    [
-        ({"stop": ("there", "ell")}, "hello there", "ell"),
-        ({"stop": ("xl", "l"), "min_tokens": 4}, "hello lo", "l"),
-        ({"stop": ("lo", "ll", "ello")}, "hello", "ll"),
-        ({"stop": "xyz"}, b"hello\x03", None),
-        ({"stop": "xyz", "max_tokens": 3}, "hello", None),
-        ({"stop": "xyz", "stop_token_ids": (ord("l"),)}, "hello", None),
-    ],
-)
-def test_it_is_said_which_stop_string_ended_a_request(
-    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, stopped_by: str | None
-) -> None:
-    t = transcript(tokenizer, **params)
-    say(t, said)
-    assert t.output().finished
-    assert t.output().stopped_by == stopped_by
+@pytest.mark.parametrize("included", [False, True])
+def test_a_request_ends_where_it_should(tokenizer: Tokenizer, included: bool) -> None:
+    for params, said, shown, end in ENDS:
+        t = transcript(tokenizer, include_stop_str_in_output=included, **params)
+        pieces = say(t, said)
+        by = None if isinstance(end, FinishReason) else end
+        text = shown.replace("[", "").replace("]", "") if included else shown.partition("[")[0]
+        assert (t.output().text, t.output().stopped_by) == (text, by), params
+        assert t.finish_reason is (FinishReason.STOP if by else end), params
+        assert "".join(pieces) == text, "nothing comes twice or is missing, wherever a piece ends"
 
 
 def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokenizer) -> None:
@@ -183,27 +172,6 @@ def test_figures_count_steps_after_the_first_token_and_give_credit(tokenizer: To
     assert figures.accepted_by == {"guesser": 2, "other": 1}
     assert figures.proposed_by == {"guesser": 4, "other": 4}
     assert t.output().timing.ttft == 1.0
-
-
-@pytest.mark.parametrize(
-    ("params", "said", "text"),
-    [
-        ({"stop": "lo"}, "hello there", "hello"),
-        ({"stop": ("there", "ell")}, "hello there", "hell"),
-        ({"stop": ("ab", "abc")}, "xabc", "xab"),
-        ({"stop": "l", "min_tokens": 4}, "hello lo", "hell"),
-        ({"stop": "zzz", "max_tokens": 3}, "hello", "hel"),
-        ({}, b"hi\x03there", "hi"),
-        ({"stop": "é!"}, "né! and", "né!"),
-    ],
-)
-def test_a_stop_string_may_stay_in_the_text(
-    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, text: str
-) -> None:
-    t = transcript(tokenizer, include_stop_str_in_output=True, **params)
-    pieces = say(t, said)
-    assert t.output().text == text
-    assert "".join(pieces) == text  # nothing comes twice or is missing, wherever a piece ends
 
 
 def test_a_stop_string_in_the_middle_of_a_token_ends_the_text_there(tmp_path: Path) -> None:

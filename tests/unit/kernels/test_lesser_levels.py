@@ -159,7 +159,6 @@ def rows_of_a_model(native: Kernels, folder: Path) -> None:
     for dtype in DTYPES:
         runner = test_row_independence.runner_of(model, "native", dtype)
         assert test_row_independence.differing_lengths(runner, AROUND_BLOCKS) == []
-        assert test_row_independence.branching_differs(runner, AROUND_BLOCKS) == []
 
 
 def layers(native: Kernels, folder: Path) -> None:

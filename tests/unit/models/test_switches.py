@@ -21,7 +21,7 @@ from tests.kernels import NAMES, kernels
 from tests.switched import PLAIN, SWITCHED, RandomFile, build
 from tests.unit.kernels.test_decoder import TREE, cache_of, read
 from tests.unit.kernels.test_layers import FORMATS, Format, op_by_op, run, same
-from tests.unit.runtime.test_row_independence import branching_differs, differing_lengths
+from tests.unit.runtime.test_row_independence import differing_lengths
 
 EVERY = pytest.mark.parametrize("name", SWITCHED)
 
@@ -51,7 +51,6 @@ def test_a_row_is_the_same_in_any_company(name: str, which: str, dtype: torch.dt
     model = build(one_layer, kernels(which), dtype)
     runner = ModelRunner(model, num_blocks=4, block_size=1024)
     assert differing_lengths(runner, (12, 63, 250)) == []
-    assert branching_differs(runner, (12, 63, 250)) == []
 
 
 @EVERY

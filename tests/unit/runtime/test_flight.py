@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, inference
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.scan import NUMPY, choice, sample_request
 
@@ -137,3 +137,19 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
         flight.choices(list(range(first, first + 128)), REQUESTS[:1] * 128)
     assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MAX_BYTES
     assert max(alive) <= flight_module.MAX_BYTES == 32 * 2**20
+
+
+def test_nothing_computed_inside_has_a_gradient_and_the_mode_ends_with_the_call() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    @inference
+    def doubled(x: Tensor, *, times: int) -> Tensor:
+        """Return its output."""
+        return times * x
+
+    made = doubled(weight, times=2)
+    assert made.tolist() == [2.0, 2.0]
+    assert not made.requires_grad
+    assert not torch.is_inference_mode_enabled()
+    assert (2 * weight).requires_grad
+    assert doubled.__doc__ == "Return its output."

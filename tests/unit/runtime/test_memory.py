@@ -39,15 +39,15 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(free: int, limit: int 
         blocks(free, limit=limit)
 
 
-@pytest.mark.parametrize(
-    ("allowed", "free"), [(None, 8 << 30), (2 << 30, 2 << 30), (9 << 30, 8 << 30), (0, 0)]
-)
-def test_what_a_container_may_take_bounds_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, allowed: int | None, free: int
-) -> None:
+def test_what_a_container_and_an_option_allow_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
-    monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: allowed)
-    assert kv_cache.free_bytes(CPU) == free
+    monkeypatch.setattr(kv_cache, "process_bytes", lambda: 1 << 30)
+    for group, memory, free in (
+        *((None, None, 8 << 30), (2 << 30, None, 2 << 30), (9 << 30, None, 8 << 30), (0, None, 0)),
+        *((None, 3 << 30, 2 << 30), (None, 20 << 30, 8 << 30), (None, 1 << 20, 0)),
+    ):
+        monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda group=group: group)
+        assert kv_cache.free_bytes(CPU, memory) == free, (group, memory)
 
 
 def test_blocks_that_pytorch_keeps_on_a_gpu_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +55,3 @@ def test_blocks_that_pytorch_keeps_on_a_gpu_are_free(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 4 << 30)
     assert kv_cache.free_bytes(torch.device("cuda")) == 3 << 30
-
-
-def test_what_the_process_may_take_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
-    monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: None)
-    monkeypatch.setattr(kv_cache, "process_bytes", lambda: 1 << 30)
-    assert kv_cache.free_bytes(CPU, 3 << 30) == 2 << 30
-    assert kv_cache.free_bytes(CPU, 20 << 30) == 8 << 30
-    assert kv_cache.free_bytes(CPU, 1 << 20) == 0

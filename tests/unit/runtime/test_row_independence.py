@@ -15,7 +15,6 @@ from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
-TREE = 12  # a root and eleven children
 FEW = (12, 63, 505)
 LENGTHS = (
     12,
@@ -50,37 +49,7 @@ def runner_of(folder: Path, name: str, dtype: torch.dtype) -> ModelRunner:
 
 
 def differing_lengths(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> list[int]:
-    """The text lengths at which the root's logits in a tree are not those of the root alone."""
-    text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
-    runner.forward([chain_rows(text, 0, [1], logits=False)])
-    differing = []
-    for length in lengths:
-        alone = runner.forward([chain_rows(text[length : length + 1], length, [1], logits=True)])[0]
-        tree = Rows(
-            token_ids=[text[length], *range(TREE - 1)],
-            start=length,
-            block_table=[1],
-            logits_from=0,
-            parents=[-1] + [0] * (TREE - 1),
-        )
-        other = chain_rows([1, 2, 3, 4, 5], 0, [3], logits=True)
-        if not torch.equal(alone, runner.forward([other, tree])[1]):
-            differing.append(length)
-        runner.forward([chain_rows(text[length:], length, [1], logits=False)])  # put the text back
-    return differing
-
-
-@pytest.mark.thorough
-@DTYPES
-@pytest.mark.parametrize("name", NAMES)
-def test_a_root_is_the_same_alone_and_in_a_tree_at_each_length(
-    folder: Path, name: str, dtype: torch.dtype
-) -> None:
-    assert differing_lengths(runner_of(folder, name, dtype)) == []
-
-
-def branching_differs(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> list[int]:
-    """The text lengths at which a node of a tree has other logits than the same node of a chain."""
+    """The text lengths at which a node of a tree, in a batch, has other logits than alone in a chain."""
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the text goes down the middle one
     #             +- 4 - 7 - 10
@@ -97,8 +66,8 @@ def branching_differs(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> 
         tokens = [63] * 12
         for depth, node in enumerate(path):
             tokens[node] = text[length + depth]
-        tree = Rows(tokens, length, [1], 0, parents)
-        if not torch.equal(runner.forward([tree])[path], torch.stack(chain)):
+        other, tree = chain_rows([1, 2, 3, 4, 5], 0, [3], logits=True), Rows(tokens, length, [1], 0, parents)
+        if not torch.equal(runner.forward([other, tree])[1:][path], torch.stack(chain)):
             differing.append(length)
     return differing
 
@@ -107,7 +76,7 @@ def branching_differs(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> 
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dtype: torch.dtype) -> None:
-    assert branching_differs(runner_of(folder, name, dtype)) == []
+    assert differing_lengths(runner_of(folder, name, dtype)) == []
 
 
 @pytest.fixture(params=[2, 3])
@@ -125,7 +94,6 @@ def test_rows_are_as_independent_with_more_threads(folder: Path, threads: int, d
     runner = runner_of(folder, "torch", dtype)
     assert torch.get_num_threads() == threads
     assert differing_lengths(runner, FEW) == []
-    assert branching_differs(runner, FEW) == []
 
 
 @pytest.mark.few(1)

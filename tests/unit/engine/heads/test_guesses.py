@@ -52,25 +52,14 @@ def test_every_guess_is_as_likely_as_the_module_says(
                     wrong = likelihood_gap(modules[name], text, hidden_TND, tree, shift=1)
                     assert wrong > 1e-3, "a head whose taps are one layer off would not be found"
         assert llm.statistics().prefix_hits > 0
+        events.clear()
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, shaped(6)), strict=True):  # in one pass
+            hidden_TND = hidden_states(tiny, [*prompt, *output.token_ids])
+            trees = [*trees_after(prompt, output, events)]
+            assert all(is_as_likely(modules[name], text, hidden_TND, tree) for text, tree in trees)
+            assert sum(tree.num_nodes > 1 for _, tree in trees) > 1
     assert seen > 18
     assert depths == {0, 1, 2, 3}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", HEADS)
-def test_requests_of_one_pass_are_guessed_for_as_alone(
-    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
-) -> None:
-    events: list[TreeEvent] = []
-    with engine(tiny, heads[name], block_size=4) as llm:
-        engine_of(llm).listeners.on_tree = events.append
-        outputs = llm.generate(PROMPTS, shaped(6))
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        hidden_TND, trees = hidden_states(tiny, [*prompt, *output.token_ids]), 0
-        for text, tree in trees_after(prompt, output, events):
-            trees += tree.num_nodes > 1
-            assert is_as_likely(modules[name], text, hidden_TND, tree)
-        assert trees > 1
 
 
 @pytest.mark.few(4)
