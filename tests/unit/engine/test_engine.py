@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer.engine.admission import AdmittedRequest
-from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, slow_generate
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
 
@@ -57,15 +55,6 @@ def test_the_text_is_the_targets_alone_and_in_a_batch(
     params = SAMPLING[sampling]
     assert run(llm, PROMPTS, params) == expected[sampling]
     assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sampling", ["greedy", "T=.7, top_k, top_p"])
-def test_with_pytorchs_kernels_too(tmp_path: Path, sampling: str) -> None:
-    tiny = write_tiny(tmp_path, TORCH, vocab_size=64, max_context=96)
-    params = SAMPLING[sampling]
-    want = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
-    assert run(tiny.llm(**SPECULATION["two drafts and lookup"]), PROMPTS, params) == want
 
 
 @pytest.mark.parametrize(

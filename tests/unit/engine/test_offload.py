@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,42 +106,6 @@ def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
         assert [output.token_ids for output in answers(llm)] == want
         assert sum(llm.statistics().guessed_tokens.values()) > 100
     assert [file.name.partition("-")[0] for file in (tmp_path / "disk").rglob("*.safetensors")] == ["target"]
-
-
-def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"verifier": "mss", "expansion": "2,2,1", "drafts": (str(folder / "similar"),)}
-    options |= {"max_nodes": 16, "max_step_tokens": 64}
-    want = texts(resident(folder / "target", **options))
-    assert texts(streamed(folder / "target", monkeypatch, **options)) == want
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"regex": "[0-9]{4}( [0-9]{2})+"},
-        {"prediction": (7, 8, 9, 10)},
-        {"logprobs": 3},
-        {"prompt_logprobs": 2, "logprobs": 1},
-        {"presence_penalty": 0.5, "stop": ("1",)},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_answers_with_everything_a_request_may_ask_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
-) -> None:
-    params = [replace(one, **more) for one in PARAMS]
-    options: dict[str, Any] = {"drafts": (str(folder / "similar"),), "max_batch_size": 4}
-    with resident(folder / "target", **options) as llm:
-        want = answers(llm, params)
-    with streamed(folder / "target", monkeypatch, **options) as llm:
-        found = answers(llm, params)
-    for ours, theirs in zip(found, want, strict=True):
-        assert (ours.token_ids, ours.text, ours.finish_reason) == (
-            *(theirs.token_ids, theirs.text),
-            theirs.finish_reason,
-        )
-        assert (ours.logprobs, ours.prompt_logprobs) == (theirs.logprobs, theirs.prompt_logprobs)
 
 
 def test_a_self_draft_of_a_resident_model(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from tests.engines import ENGINE, assert_idle
 from tests.kernels import kernels
 from tests.offloading import count_models_alone
 from tests.tiny_models import write_similar_llama, write_tiny_mixture
-from tests.unit.engine.offloading import Planned, fails, resident, streamed
+from tests.unit.engine.offloading import Planned, resident, streamed
 
 pytestmark = [pytest.mark.usefixtures("own_cache", "no_thread_is_left"), pytest.mark.thorough]
 
@@ -63,14 +61,6 @@ def test_texts_of_every_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, dtyp
             assert texts(llm) == want
 
 
-def test_the_self_draft_guesses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with resident(folder / "target") as llm:
-        want = texts(llm)
-    with streamed(folder / "target", monkeypatch, Planned(slots=2 * COUNT, self_draft=True)) as llm:
-        assert llm.config.speculation.drafts == ("self",)
-        assert texts(llm) == want
-
-
 def test_fewer_bytes_are_read_than_whole_layers_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Planned(slots=COUNT)
     with streamed(folder / "target", monkeypatch, plan, max_nodes=1, max_batch_size=1) as llm:
@@ -84,24 +74,6 @@ def test_fewer_bytes_are_read_than_whole_layers_have(folder: Path, monkeypatch: 
     # Two of eight experts per layer; some are in memory.
     assert 0 < read <= passes * LAYERS * 2 * room.sizes.record
     assert read < 0.3 * passes * whole
-
-
-@pytest.mark.parametrize("fault", [errno.EIO])
-def test_a_disk_that_fails_ends_the_step_and_the_next_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: int
-) -> None:
-    with resident(folder / "target") as llm:
-        want = texts(llm, [GREEDY])
-    with streamed(folder / "target", monkeypatch, Planned(slots=COUNT)) as llm:
-        begun = llm.stream(PROMPTS[0], GREEDY)
-        next(begun)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", fails(fault))
-            end = [*begun][-1]
-        assert end.finish_reason == "error"
-        assert end.error is not None
-        assert "check the disk it is on" in end.error
-        assert texts(llm, [GREEDY]) == want
 
 
 def limited(folder: Path, memory: int, **options: Any) -> LLM:

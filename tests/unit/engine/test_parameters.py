@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from specinfer.errors import RequestError
 from specinfer.processors.pipeline import Processors
 from specinfer.request import FinishReason, Request
 from specinfer.verify.noise import completion_seed
-from tests.engines import Tiny, engine_of, write_tiny
+from tests.engines import Tiny, write_tiny
 from tests.exact.slow_sampling import excluded_by, is_finished
 from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
 
@@ -57,26 +56,6 @@ def test_a_prediction_much_longer_than_its_answer_changes_no_text(
         tried = output.figures.proposed_by.get("prediction", 0)
         assert output.accepted_prediction_tokens + output.rejected_prediction_tokens == tried
         assert output.accepted_prediction_tokens == output.figures.accepted_by.get("prediction", 0) > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("speculation", SPECULATION)
-def test_requests_with_different_parameters_and_wishes_share_a_batch(
-    llms: dict[str, LLM], oracle: Oracle, speculation: str
-) -> None:
-    llm = llms[speculation]
-    known = engine_of(llm).admission._limits.names
-    possible = [w for w in WISHES if not isinstance(w, dict) or set(w.get("speculators", ())) <= {*known}]
-    if "0-similar" not in known:
-        possible = [w for w in possible if not isinstance(w, dict) or "expansion" not in w]
-    wishes = cycle(possible)
-    batch = [
-        (prompt, params_of(name, seed=seed, speculation=next(wishes)))
-        for seed, (name, prompt) in enumerate(product(PARAMS, PROMPTS[:2]))
-    ]
-    outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
-    for got, (prompt, params) in zip(tokens(outputs), batch, strict=True):
-        assert got == oracle.text(prompt, params)
 
 
 @pytest.mark.thorough
@@ -218,21 +197,6 @@ def test_n_completions_are_what_their_seeds_give_alone(llms: dict[str, LLM], ora
     assert (
         len({o.text for o in llms["both"].generate([PROMPTS[0]], params_of("nothing", n=6))[0].outputs}) > 3
     )
-
-
-@pytest.mark.thorough
-def test_structured_texts_have_their_form(llms: dict[str, LLM]) -> None:
-    unspaced = {32: -100, 10: -100}  # a random model would fill its context with spaces between JSON's parts
-    for seed, llm in product(range(4), llms.values()):
-        by_name = {
-            name: llm.generate(PROMPTS, params_of(name, seed=seed, logit_bias=unspaced))
-            for name in ("choice", "regex", "json_schema")
-        }
-        outputs = [output for several in by_name.values() for output in several]
-        assert {o.finish_reason for o in outputs} == {FinishReason.STOP}
-        assert {o.text for o in by_name["choice"]} <= set(PARAMS["choice"]["choice"])
-        answers = [json.loads(o.text) for o in by_name["json_schema"]]
-        assert all(type(a["yes"]) is bool and a["n"] in (1, 23) and len(a) == 2 for a in answers)
 
 
 def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:

@@ -31,33 +31,8 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
             "allowed_token_ids and min_tokens leave no token to begin with; relax one of them",
         ),
         (
-            {"bad_words": ["a", "\u00e9"]},
-            "bad_words has '\u00e9', for which the model has no token; remove it",
-        ),
-        (
             {"allowed_token_ids": [97, 128]},
             "allowed_token_ids has token id 128, outside the model's vocabulary of 128 tokens",
-        ),
-        (
-            {"logit_bias": {"999": 1.0}},
-            "logit_bias has token id 999, outside the model's vocabulary of 128 tokens",
-        ),
-        (
-            {"prediction": [97, 300]},
-            "prediction has token id 300, outside the model's vocabulary of 128 tokens",
-        ),
-        (
-            {"stop_token_ids": [200]},
-            "stop_token_ids has token id 200, outside the model's vocabulary of 128 tokens",
-        ),
-        (
-            {"speculation": {"speculators": ["lookup", "eagle"]}},
-            "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, "
-            "0-similar, 1-stranger",
-        ),
-        (
-            {"speculation": {"max_nodes": 65}},
-            "speculation.max_nodes is 65; the engine allows at most 64: lower it",
         ),
     ],
 )

@@ -46,10 +46,8 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
     assert with_pool_members(plain) is plain
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("regex", [None, "[0-9*/ ]{24}"])
-def test_the_text_is_the_same_with_a_pool(folder: Path, temperature: float, regex: str | None) -> None:
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, regex=regex)
+def test_the_text_is_the_same_with_a_pool(folder: Path) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=4, regex="[0-9*/ ]{24}")
     with (
         LLM(config(folder)) as plain,
         LLM(config(folder, str(folder / "pool"))) as pooled,

@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specinfer import SamplingParams
 from specinfer.processors.changes import Penalties
-from tests.exact.slow_sampling import Rules, processed_logits
 
 ROW = [4.0, 2.0, 0.0, -2.0, -4.0, 1.0, -1.0, 3.0]
 
@@ -56,13 +53,6 @@ def test_what_each_takes_from_a_logit(
         assert penalised(params, prompt, output[:cut], output[cut:]) == expected
 
 
-def test_a_banned_token_stays_banned() -> None:
-    penalties = Penalties([1], repetition=0.5, frequency=-2, presence=-2)
-    row = np.array([0, -np.inf], dtype=np.float32)
-    penalties.changes([1]).apply(row)
-    assert row.tolist() == [0, -np.inf]
-
-
 def test_looking_at_a_path_leaves_no_trace() -> None:
     penalties = Penalties([], repetition=1, frequency=1, presence=0)
     penalties.commit([2])
@@ -88,32 +78,3 @@ def test_what_was_given_out_stays_when_the_text_goes_on() -> None:
     ids, terms = before.ids.copy(), before.terms.copy()
     penalties.commit([2, 2, *range(5, 8)])
     assert (before.ids.tolist(), before.terms.tolist()) == (ids.tolist(), terms.tolist())
-
-
-TOKENS = st.lists(st.integers(0, 7), max_size=12)
-
-
-@given(
-    prompt=TOKENS,
-    output=TOKENS,
-    path=TOKENS,
-    repetition=st.floats(0.1, 10),
-    frequency=st.floats(-2, 2),
-    presence=st.floats(-2, 2),
-)
-def test_bit_for_bit_the_oracle(
-    prompt: list[int],
-    output: list[int],
-    path: list[int],
-    repetition: float,
-    frequency: float,
-    presence: float,
-) -> None:
-    penalties = Penalties(prompt, repetition=repetition, frequency=frequency, presence=presence)
-    penalties.commit(output)
-    row = np.array(ROW, dtype=np.float32)
-    penalties.changes(path).apply(row)
-    params = SamplingParams(
-        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
-    )
-    assert row.tolist() == processed_logits(ROW, Rules(params, tuple(prompt)), (*output, *path))

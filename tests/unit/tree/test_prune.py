@@ -79,19 +79,6 @@ def test_a_node_stays_for_one_sampled_draw_among_its_draws() -> None:
     assert [(d.speculator, d.rule) for d in pruned.draws] == [("a", "point_mass"), ("b", "iid")]
 
 
-@pytest.mark.parametrize(
-    ("ending", "left"),
-    [
-        ({8}, ALL - {(7, 8, 3)}),
-        ({7, 5}, {(5,), (7,)}),
-        ({3, 6, 9}, ALL),  # nothing hangs below them
-        ({4}, ALL),  # the root is text already: the request goes on
-    ],
-)
-def test_nothing_follows_the_end(ending: set[int], left: set[tuple[int, ...]]) -> None:
-    assert paths(prune(tree(), permits=None, ending=ending)) == left
-
-
 def test_a_tree_that_loses_nothing_is_returned_itself() -> None:
     whole = tree()
     assert prune(whole, permits=None, ending={1}) is whole
