@@ -89,7 +89,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
-        return self._scheduler.has_work
+        return bool(self._requests)
 
     def statistics(self) -> Statistics:
         """Return counters and the present state; callable from any thread, also during a step."""
@@ -210,8 +210,8 @@ class Engine:
     def _launch(self, plan: StepPlan) -> _Launched:
         """Run the speculators, and the target's pass over all texts and trees."""
         trees = self._speculators.propose(plan)
-        wanted = self.listeners.wants_decisions
-        decisions = self._speculators.explain() if wanted else [None] * len(trees)
+        explains = self.listeners.explains and self.listeners.on_tree is not None
+        decisions = self._speculators.explain() if explains else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
         flight = self._executor.launch(plan, trees, self._speculators.taps)
         self.clock.lap(Stage.FORWARD)

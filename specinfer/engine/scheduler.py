@@ -70,11 +70,6 @@ class Scheduler:
         self.prefix_hits = 0  # tokens found there
 
     @property
-    def has_work(self) -> bool:
-        """True if a request waits or runs."""
-        return bool(self.waiting or self.running)
-
-    @property
     def cache_usage(self) -> float:
         """Part of the cache's blocks that running requests own, from 0 to 1."""
         return 1 - self._pool.num_free / self._pool.num_blocks

@@ -193,11 +193,6 @@ class Listeners:
         self.explains = False  # True if tree events include decisions
         self._on_step_failed = False  # True once its failure was logged
 
-    @property
-    def wants_decisions(self) -> bool:
-        """True if `on_tree` gets decisions."""
-        return self.explains and self.on_tree is not None
-
     def announce(self, plan: StepPlan) -> None:
         """Call `on_step` with the step's request ids; its first exception is logged, and steps continue."""
         if self.on_step is None:

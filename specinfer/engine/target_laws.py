@@ -170,7 +170,8 @@ def verify_trees(
     results: list[Acceptance | UserError | None] = [None] * len(laws)
     together: dict[int, _Walk] = {}
     for i, one in enumerate(laws):
-        if _is_coupled(one, verifier):
+        params = one.request.params
+        if params.greedy or (params.speculation.verifier or verifier) == "coupled":
             together[i] = _Walk(one, one.tree.children())
         else:
             results[i] = _verify(one)
@@ -245,9 +246,3 @@ def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | Use
         return error
     *path, last = laws.tree.path_to(node)
     return Acceptance(tuple(path), laws.tree.token_ids[last])
-
-
-def _is_coupled(laws: TargetLaws, verifier: Verifier) -> bool:
-    params = laws.request.params
-    wanted = params.speculation.verifier
-    return params.greedy or (wanted or verifier) == "coupled"

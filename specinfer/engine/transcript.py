@@ -77,11 +77,6 @@ class Transcript:
         """Number of output tokens."""
         return len(self.ids) - len(self.request.prompt_token_ids)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Copy of the output tokens."""
-        return self.ids[len(self.request.prompt_token_ids) :]
-
     def resume(self, prior_output: Sequence[int]) -> None:
         """Start after output tokens that the caller has already received.
 

@@ -55,11 +55,7 @@ class TokenTree:
 
     def path_to(self, node: int) -> tuple[int, ...]:
         """Return the nodes from below the root down to `node`; empty for the root."""
-        path: list[int] = []
-        while node > 0:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+        return _path(self.parents, node)
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Return the token ids along `path_to(node)`."""
@@ -160,11 +156,7 @@ class TreeBuilder:
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Return the token ids from below the root down to `node`; empty for the root."""
-        tokens: list[int] = []
-        while node > 0:
-            tokens.append(self.token_ids[node])
-            node = self.parents[node]
-        return tuple(reversed(tokens))
+        return tuple(self.token_ids[n] for n in _path(self.parents, node))
 
     @property
     def full(self) -> bool:
@@ -174,6 +166,15 @@ class TreeBuilder:
     def build(self) -> TokenTree:
         """Return the tree."""
         return TokenTree(tuple(self.token_ids), tuple(self.parents), as_runs(self.draws))
+
+
+def _path(parents: Sequence[int], node: int) -> tuple[int, ...]:
+    """Return the nodes from below the root down to `node`; empty for the root."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = parents[node]
+    return tuple(reversed(path))
 
 
 def single_node(token: int) -> TokenTree:

@@ -109,7 +109,7 @@ def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, lis
             assert aborted is None or aborted.finish_reason is FinishReason.ABORT
         for delta in engine.step():
             if delta.finished:
-                finished[delta.id] = asked[delta.id].transcript.token_ids
+                finished[delta.id] = list(asked[delta.id].transcript.output().token_ids)
         engine.check_integrity()
     assert not engine.has_work
     assert [finished[f"keep-{i}"] for i in range(len(PROMPTS))] == expected["T=1"]
