@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_SECONDS: Final = 0.3  # time to measure a curve before the first answer
 
 
-Measure = Callable[..., CostCurve]  # of the target, or of a draft; see `measuring`
+Measure = Callable[..., CostCurve]  # cost curve of the target or of a draft; see `measuring`
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import Executor
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft import Draft, DraftModel
 from specinfer.speculate.drafts.draft_tokens import (
     DraftVocabulary,
@@ -289,7 +290,7 @@ def make_draft(
             block_size=executor.block_size,
             max_rows=max_rows,
         )
-    runner = executor.runner(model)
+    runner = ModelRunner(model, num_blocks=executor.num_blocks, block_size=executor.block_size)
     if foreign is not None:
         return runner, ForeignDraft(
             name, runner, shape, max_rows=max_rows, num_blocks=executor.num_blocks, tokens=foreign

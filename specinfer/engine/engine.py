@@ -7,7 +7,6 @@ in one, and earlier chunks have none. So the engine does not distinguish prefill
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +68,6 @@ class Engine:
         guard: Guard | None = None,
         memory: PolicyMemory | None = None,
         postponed: Postponed | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor = executor
         self._speculators = speculators
@@ -83,7 +81,7 @@ class Engine:
         self._postponed = postponed  # work for idle moments, see `rest`
         self._requests: dict[str, AdmittedRequest] = {}
         self._stepped: list[AdmittedRequest] = []  # the requests of the running or last step
-        self.clock = StageClock(clock)
+        self.clock = StageClock()
         self.listeners = Listeners()
 
     @property

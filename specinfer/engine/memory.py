@@ -220,9 +220,12 @@ class MemoryNeeds:
 
     def candidates(
         self, memory: int, process: int, sizes: Sizes, config: EngineConfig
-    ) -> list[MemoryCandidate]:
-        """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does."""
-        fixed, candidates = self.fixed(process), list[MemoryCandidate]()
+    ) -> list[tuple[DraftSet, StreamLimits, int, Placement]]:
+        """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does.
+
+        Each has its drafts, its limits, the bytes of its KV caches, and the placement of the target.
+        """
+        fixed, candidates = self.fixed(process), list[tuple[DraftSet, StreamLimits, int, Placement]]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
@@ -245,7 +248,7 @@ class MemoryNeeds:
                 except CapacityError as error:
                     refused.append((sum(parts.values()), error))
                     continue
-                candidates.append(MemoryCandidate(drafts, limits, caches, placement))
+                candidates.append((drafts, limits, caches, placement))
                 fits = True
         if not candidates:
             raise min(refused, key=itemgetter(0))[1]
@@ -263,15 +266,6 @@ class Sizes(NamedTuple):
         if self.experts is not None:
             return Placement.with_experts(memory, fixed, self.layers, self.experts)
         return Placement.within(memory, fixed, self.layers, buffers=buffers)
-
-
-class MemoryCandidate(NamedTuple):
-    """A possible use of memory."""
-
-    drafts: DraftSet
-    limits: StreamLimits
-    caches: int  # bytes of KV caches
-    placement: Placement
 
 
 def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan | None:
@@ -351,7 +345,7 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
         disk = measure(StreamSource(file))
     except (CapacityError, ModelFileError):
         return text  # streaming would not fit, either
-    placement = min((one.placement for one in candidates), key=lambda one: one.streamed_bytes)
+    placement = min((placement for *_, placement in candidates), key=lambda one: one.streamed_bytes)
     folder = prepared_path(path, "", needs.dtype, offload_folder(config)).parent
     return f"{text}; or --offload auto: {placement.summary(disk, folder)}"
 

@@ -147,7 +147,3 @@ class Executor:
         """
         group = self.target.model.group
         return {} if group is None else group.times.by_rank
-
-    def runner(self, model: LanguageModel) -> ModelRunner:
-        """Return a runner of a model with its own cache, whose blocks correspond to the target's."""
-        return ModelRunner(model, num_blocks=self.num_blocks, block_size=self.block_size)

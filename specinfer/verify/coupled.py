@@ -51,14 +51,14 @@ def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW
 
 
 def coupled_top_k(
-    law: Law, seed: int, position: int, k: int, *, pool: int = POOL, scan: RowScan = NUMPY_ROW
+    law: Law, seed: int, position: int, k: int, *, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
     """Return the k tokens with the largest log q + noise, best first: a speculator's proposals from law q.
 
-    This samples k tokens without replacement. Only the `pool` likeliest tokens take part, which is lossless
+    This samples k tokens without replacement. Only the POOL likeliest tokens take part, which is lossless
     as any proposal is. Returns fewer than k ids if the support is smaller.
     """
-    first = fastest(law, scan.most_likely(law.logits, max(pool, k)), seed, position, k)
+    first = fastest(law, scan.most_likely(law.logits, max(POOL, k)), seed, position, k)
     return first if law.ids is None else law.ids[first]
 
 
