@@ -93,7 +93,7 @@ class Engine:
         """Return counters and the present state; callable from any thread, also during a step."""
         scheduler, clock = self._scheduler, self.clock
         guard = None if self._guard is None else self._guard.state()
-        stream = self._executor.stream
+        stream, group = self._executor.target.model.stream, self._executor.target.model.group
         return Statistics(
             steps=clock.steps,
             step_seconds=clock.age,
@@ -113,7 +113,7 @@ class Engine:
             unenforced=self.admission.unenforced,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
-            rank_seconds=dict(self._executor.rank_seconds),
+            rank_seconds={} if group is None else dict(group.times.by_rank),
         )
 
     @property

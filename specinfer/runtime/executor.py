@@ -7,14 +7,13 @@ compute when `launch` returns: reading a flight waits for it. docs/contracts.md 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.stream import WeightStream
 from specinfer.plan import StepPlan
 from specinfer.runtime.batch import likelihoods, step_rows
 from specinfer.runtime.cost_curve import TimedModel
@@ -133,17 +132,3 @@ class Executor:
     def move(self, moves: Sequence[Move]) -> None:
         """Move accepted nodes' K and V to their texts, after a pass and before the next one."""
         self.target.move(moves)
-
-    @property
-    def stream(self) -> WeightStream | None:
-        """The stream of the target's weights, or None if they are in memory."""
-        return self.target.model.stream
-
-    @property
-    def rank_seconds(self) -> Mapping[str, float]:
-        """Return the seconds of the target's ranks by activity, such as "0 computing" and "1 waiting".
-
-        Variants share these numbers.
-        """
-        group = self.target.model.group
-        return {} if group is None else group.times.by_rank

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -57,6 +58,8 @@ class Choices:
 class Recited:
     """An Executor whose target says one text, whatever it has read."""
 
+    target = SimpleNamespace(model=SimpleNamespace(stream=None, group=None))
+
     def __init__(self, text: Sequence[int]) -> None:
         self.text = text
 
@@ -70,14 +73,6 @@ class Recited:
 
     def close(self) -> None:
         pass
-
-    @property
-    def stream(self) -> None:
-        return None
-
-    @property
-    def rank_seconds(self) -> dict[str, float]:
-        return {}
 
     def move(self, moves: Sequence[Move]) -> None:
         pass
