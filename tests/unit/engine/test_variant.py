@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from specinfer.engine.models import Models
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
-from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculate.speculator import Speculator
 from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
@@ -84,9 +83,6 @@ class Nothing(Speculator):
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         self.asked += 1
         return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        pass
 
 
 def test_a_variant_has_the_speculators_it_is_given_and_none_of_anothers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.flight import torch_threads
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
@@ -79,21 +80,13 @@ def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dt
     assert differing_lengths(runner_of(folder, name, dtype)) == []
 
 
-@pytest.fixture(params=[2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Sets the number of PyTorch's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.few(1)
 @DTYPES
-def test_rows_are_as_independent_with_more_threads(folder: Path, threads: int, dtype: torch.dtype) -> None:
+def test_rows_are_as_independent_with_more_threads(folder: Path, dtype: torch.dtype) -> None:
     runner = runner_of(folder, "torch", dtype)
-    assert torch.get_num_threads() == threads
-    assert differing_lengths(runner, FEW) == []
+    for count in (2, 3):
+        with torch_threads(count):
+            assert differing_lengths(runner, FEW) == [], count
 
 
 @pytest.mark.few(1)

@@ -29,8 +29,7 @@ def test_rows_are_float32_and_those_of_an_address_are_shown_when_somebody_looks(
     block = LogitBlock.from_address(made.ctypes.data, kind, (3, 3), show)
     same = LogitBlock(made)
     for one in (block, same):
-        assert (one.dtype, one.vocab, one.stride, len(one)) == (kind, 3, 3, 3)
-        assert one.address == made.ctypes.data
+        assert (one.dtype, one.vocab, one.stride, len(one), one.address) == (kind, 3, 3, 3, made.ctypes.data)
     assert not shown
     for one in (block, same):
         assert [row.tolist() for row in one] == VALUES.tolist()
