@@ -6,11 +6,11 @@ Raises ModelError for metadata that requires computations the decoder does not s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, Norm, QkNorm
+from specinfer.models.config import Family, ModelConfig, Norm, QkNorm
 from specinfer.models.fields import (
     MAX_LAYERS,
     Fields,
@@ -67,6 +67,12 @@ BOTH_SIDES: Final[Inside] = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Names for models with norms after each block.
+BEHIND: Final[Inside] = {
+    **INSIDE,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +93,17 @@ class GgufHead:
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How to read the GGUF files of one architecture."""
+    """How to read the GGUF files of one architecture: as a Llama, apart from the fields that differ."""
 
     architecture: str
-    config: Callable[[GgufHead], ModelConfig]
+    family: Family
+    adjusted: Callable[[ModelConfig, GgufHead], ModelConfig] = lambda config, _: config  # by its own keys
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with one value in the whole architecture
     inside: Inside | Callable[[GgufHead], Inside] = field(default_factory=lambda: INSIDE)
     neighbours: bool = False  # see Names
     ones: tuple[str, ...] = ()  # see Names
+    rope: bool = True
+    theta: float = 10000.0  # rope's default
 
     def names(self, head: GgufHead) -> Names:
         """The map from a file's tensor names to the decoder's."""
@@ -105,68 +115,71 @@ class GgufFamily:
             ones=self.ones,
         )
 
-
-def decoder_from_gguf(
-    family: Family, head: GgufHead, *, theta: float = 10000.0, norm: Norm = Norm.RMS, rope: bool = True
-) -> ModelConfig:
-    """The config of a Llama-like model; a family replaces the fields that differ.
-
-    `theta` is rope's default; without `rope` there is none. Raises ModelError for anything unsupported.
-    """
-    c, shapes = head.fields, head.shapes
-    hidden = count(c, "embedding_length")
-    heads = count(c, "attention.head_count")
-    layers = integer(c, "block_count", limit=MAX_LAYERS)
-    head_dim = count(c, "attention.key_length", hidden // heads)
-    if integer(c, "attention.value_length", head_dim) != head_dim:
-        raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
-    rotated = count(c, "rope.dimension_count", head_dim)
-    context = integer(c, "context_length")
-    part = None if rotated == head_dim else rotated
-    rotary = rope_from_gguf(c, context, theta, head.rope, part) if rope else None
-    if "token_embd.weight" not in shapes:
-        raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
-    return ModelConfig(
-        family=family,
-        vocab_size=shapes["token_embd.weight"][0],
-        hidden_size=hidden,
-        embedding_size=hidden,
-        intermediate_size=integer(c, "feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=integer(c, "attention.head_count_kv", heads),
-        head_dim=head_dim,
-        norm=norm,
-        norm_bias="output_norm.bias" in shapes,
-        norm_eps=number(c, f"attention.layer_norm_{'rms_' if norm is Norm.RMS else ''}epsilon"),
-        rope=rotary,
-        layer_windows=(window_of(c),) * layers,
-        tie_embeddings="output.weight" not in shapes,
-        qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & shapes.keys()),
-        o_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_down.bias" in shapes,
-        qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,
-        qkv_clip=optional_positive(c, "attention.clamp_kqv"),
-        embedding_scale=positive(c, "embedding_scale", 1.0),
-        activation=Activation.SILU,
-        attention_scale=positive(c, "attention.scale", float(head_dim) ** -0.5),
-        attention_softcap=optional_positive(c, "attn_logit_softcapping"),
-        residual_scale=positive(c, "residual_scale", 1.0),
-        logit_softcap=optional_positive(c, "final_logit_softcapping"),
-        max_context=longest_text(rotary, context),
-        eos_ids=tuple(
-            dict.fromkeys(
-                token
-                for kind in ("eos", "eot", "eom")
-                for token in all_ids((head.metadata,), f"tokenizer.ggml.{kind}_token_id")
+    def config(self, head: GgufHead) -> ModelConfig:
+        """The config of a file; raises ModelError for anything unsupported."""
+        c, shapes = head.fields, head.shapes
+        hidden = count(c, "embedding_length")
+        heads = count(c, "attention.head_count")
+        layers = integer(c, "block_count", limit=MAX_LAYERS)
+        head_dim = count(c, "attention.key_length", hidden // heads)
+        if integer(c, "attention.value_length", head_dim) != head_dim:
+            raise ModelError(
+                "the GGUF file has key and value heads of different sizes, which is not supported"
             )
-        ),
-    )
+        rotated = count(c, "rope.dimension_count", head_dim)
+        context = integer(c, "context_length")
+        part = None if rotated == head_dim else rotated
+        rope = rope_from_gguf(c, context, self.theta, head.rope, part) if self.rope else None
+        if "token_embd.weight" not in shapes:
+            raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
+        norm = self.fixed.get("norm", Norm.RMS)
+        config = ModelConfig(
+            family=self.family,
+            vocab_size=shapes["token_embd.weight"][0],
+            hidden_size=hidden,
+            embedding_size=hidden,
+            intermediate_size=integer(c, "feed_forward_length"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=integer(c, "attention.head_count_kv", heads),
+            head_dim=head_dim,
+            norm=norm,
+            norm_bias="output_norm.bias" in shapes,
+            norm_eps=number(c, f"attention.layer_norm_{'rms_' if norm is Norm.RMS else ''}epsilon"),
+            rope=rope,
+            layer_windows=(window_of(c),) * layers,
+            tie_embeddings="output.weight" not in shapes,
+            qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & shapes.keys()),
+            o_bias="blk.0.attn_output.bias" in shapes,
+            mlp_bias="blk.0.ffn_down.bias" in shapes,
+            qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,
+            qkv_clip=optional_positive(c, "attention.clamp_kqv"),
+            embedding_scale=positive(c, "embedding_scale", 1.0),
+            attention_scale=positive(c, "attention.scale", float(head_dim) ** -0.5),
+            attention_softcap=optional_positive(c, "attn_logit_softcapping"),
+            residual_scale=positive(c, "residual_scale", 1.0),
+            logit_softcap=optional_positive(c, "final_logit_softcapping"),
+            max_context=longest_text(rope, context),
+            eos_ids=tuple(
+                dict.fromkeys(
+                    token
+                    for kind in ("eos", "eot", "eom")
+                    for token in all_ids((head.metadata,), f"tokenizer.ggml.{kind}_token_id")
+                )
+            ),
+        )
+        return self.adjusted(replace(config, **self.fixed), head)
 
 
 def window_of(c: Fields) -> int | None:
     """The sliding window of layers that have one."""
     return integer(c, "attention.sliding_window", 0) or None
+
+
+def windows(config: ModelConfig, head: GgufHead, sees: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """The window of each layer, of layers for which `sees` is true."""
+    window = window_of(head.fields)
+    return tuple(window if sees(layer) else None for layer in range(config.num_layers))
 
 
 def rope_from_gguf(

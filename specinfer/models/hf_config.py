@@ -6,9 +6,9 @@ is rejected with a ModelError; no setting is ignored silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.hub.foreign_format import quantized_config
@@ -35,19 +35,6 @@ _ACTIVATIONS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class HfFamily:
-    """How to read the folders of one family."""
-
-    model_types: tuple[str, ...]  # in config.json
-    # from its fields, and from all sources of token ids
-    config: Callable[[Fields, Sequence[Fields]], ModelConfig]
-    names: Names = field(default_factory=Names)
-    embeddings: str = "model.embed_tokens.weight"  # in files of the whole model
-    text_in: Collection[str] = ()  # model_types with the text model's fields in `text_config`
-    others: tuple[str, ...] = ()  # prefixes of tensors of other modalities, which are ignored
-
-
-@dataclass(frozen=True, slots=True)
 class ConfigKeys:
     """config.json's keys of the fields common to all families."""
 
@@ -68,6 +55,11 @@ class ConfigKeys:
 USUAL: Final = ConfigKeys()
 BIASED: Final = ConfigKeys(qkv_bias="attention_bias", o_bias="attention_bias")
 ALL_BIASED: Final = replace(BIASED, mlp_bias="mlp_bias")
+# Switches that a decoder computes only for families with a default of that key.
+_SWITCHES: Final = (
+    *("attn_logit_softcapping", "use_bidirectional_attention", "add_cross_attention"),
+    *("use_qk_norm", "qk_layernorm", "scale_attn_by_inverse_layer_idx", "clip_qkv"),
+)
 
 
 def defaults(*, eps: float, context: int, tied: bool = False, **more: object) -> Fields:
@@ -75,60 +67,97 @@ def defaults(*, eps: float, context: int, tied: bool = False, **more: object) ->
     return {"rms_norm_eps": eps, "max_position_embeddings": context, "tie_word_embeddings": tied, **more}
 
 
-def rotary_from_hf(family: Family, c: Fields, ids: Sequence[Fields], keys: ConfigKeys = USUAL) -> ModelConfig:
-    """`decoder_from_hf` for a model with one rotary embedding."""
-    return decoder_from_hf(family, c, ids, keys, rope=rope_from_hf(c, head_dim(c)))
-
-
-def decoder_from_hf(
-    family: Family, c: Fields, ids: Sequence[Fields], keys: ConfigKeys = USUAL, *, rope: Rope | None
-) -> ModelConfig:
-    """The config of a Llama-like model; a family replaces the fields that differ.
-
-    `c` includes transformers' defaults. Raises ModelError for anything unsupported.
-    """
-    hidden, heads = count(c, keys.hidden), count(c, keys.heads)
-    layers = integer(c, keys.layers, limit=MAX_LAYERS)
-    size = head_dim(c, keys)
-    return ModelConfig(
-        family=family,
-        vocab_size=integer(c, keys.vocab),
-        hidden_size=hidden,
-        embedding_size=hidden,
-        intermediate_size=integer(c, keys.inner),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=integer(c, keys.kv_heads, heads),
-        head_dim=size,
-        norm_eps=number(c, keys.norm_eps),
-        rope=rope,
-        layer_windows=(None,) * layers,
-        tie_embeddings=bool(c["tie_word_embeddings"]),
-        qkv_bias=bool(c.get(keys.qkv_bias, False)),
-        o_bias=bool(c.get(keys.o_bias, False)),
-        mlp_bias=bool(c.get(keys.mlp_bias, False)),
-        activation=activation(c.get(keys.activation, "silu")),
-        attention_scale=size**-0.5,
-        max_context=longest_text(rope, integer(c, keys.context)),
-        eos_ids=all_ids(ids, "eos_token_id"),
-    )
-
-
 def head_dim(c: Fields, keys: ConfigKeys = USUAL) -> int:
     """The size of a head."""
     return count(c, "head_dim", count(c, keys.hidden) // count(c, keys.heads))
 
 
-def refuse(c: Fields, *switches: str) -> None:
-    """Raise ModelError if one of these is set, since the decoder does not compute it."""
-    for name in switches:
-        if c.get(name):
-            raise ConfigKeyError(f"config.json sets {name} = {c[name]!r}, which is not supported", name)
+def one_rope(c: Fields) -> tuple[Rope | None, Rope | None]:
+    """The rotary embedding of all layers."""
+    return rope_from_hf(c, head_dim(c)), None
+
+
+def no_rope(c: Fields) -> tuple[Rope | None, Rope | None]:
+    """Positions are learned, or ALiBi's."""
+    return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class HfFamily:
+    """How to read the folders of one family: as a Llama, apart from the fields that differ."""
+
+    model_types: tuple[str, ...]  # in config.json
+    family: Family
+    defaults: Fields  # transformers' values of keys that config.json omits
+    keys: ConfigKeys = USUAL
+    adjusted: Callable[[ModelConfig, Fields], ModelConfig] = lambda config, _: config  # by its own keys
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with one value in the whole family
+    given: Callable[[Fields], Fields] = lambda c: c  # adds or converts keys before they are read
+    # The embeddings of layers without a window, and of those with one if they differ.
+    ropes: Callable[[Fields], tuple[Rope | None, Rope | None]] = one_rope
+    names: Names = field(default_factory=Names)
+    embeddings: str = "model.embed_tokens.weight"  # in files of the whole model
+    text_in: Collection[str] = ()  # model_types with the text model's fields in `text_config`
+    others: tuple[str, ...] = ()  # prefixes of tensors of other modalities, which are ignored
+
+    def config(self, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+        """The config of a model with the fields `c`, and with token ids from all of `ids`.
+
+        Raises ModelError for anything unsupported.
+        """
+        for name in _SWITCHES:
+            if c.get(name) and name not in self.defaults:
+                raise not_computed(name, c[name], self.model_types[0])
+        c, keys = self.given({**self.defaults, **c}), self.keys
+        rope, local_rope = self.ropes(c)
+        hidden, heads = count(c, keys.hidden), count(c, keys.heads)
+        layers = integer(c, keys.layers, limit=MAX_LAYERS)
+        size = head_dim(c, keys)
+        config = ModelConfig(
+            family=self.family,
+            vocab_size=integer(c, keys.vocab),
+            hidden_size=hidden,
+            embedding_size=hidden,
+            intermediate_size=integer(c, keys.inner),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=integer(c, keys.kv_heads, heads),
+            head_dim=size,
+            norm_eps=number(c, keys.norm_eps),
+            rope=rope,
+            local_rope=local_rope,
+            layer_windows=(None,) * layers,
+            tie_embeddings=bool(c["tie_word_embeddings"]),
+            qkv_bias=bool(c.get(keys.qkv_bias, False)),
+            o_bias=bool(c.get(keys.o_bias, False)),
+            mlp_bias=bool(c.get(keys.mlp_bias, False)),
+            activation=activation(c.get(keys.activation, "silu")),
+            attention_scale=size**-0.5,
+            max_context=longest_text(rope, integer(c, keys.context)),
+            eos_ids=all_ids(ids, "eos_token_id"),
+        )
+        return self.adjusted(replace(config, **self.fixed), c)
+
+
+def with_rope(c: Fields, parameters: Fields) -> Fields:
+    """Add rope parameters to a config.json that has none."""
+    given = c.get("rope_parameters") is not None or c.get("rope_scaling") is not None
+    return c if given else {**c, "rope_parameters": parameters}
 
 
 def window_of(c: Fields) -> int | None:
     """The sliding window of layers that have one."""
     return None if c.get("sliding_window") is None else count(c, "sliding_window")
+
+
+def switched_window(c: Fields) -> int | None:
+    """The same for models that have windows only with a further switch."""
+    return window_of(c) if c.get("use_sliding_window", False) else None
+
+
+def but_every(number: int) -> Callable[[int], bool]:
+    """All layers except layer `number` - 1 and every `number`-th layer after it."""
+    return lambda layer: (layer + 1) % number != 0
 
 
 def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -145,6 +174,15 @@ def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> 
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     layers = integer(c, "num_hidden_layers", limit=MAX_LAYERS)
     return tuple(window if otherwise(layer) else None for layer in range(layers))
+
+
+def not_computed(key: str, value: object, model_type: object) -> ConfigKeyError:
+    """The error for a key of config.json that changes the logits of other families."""
+    return ConfigKeyError(
+        f"config.json sets {key} = {value!r}, which specinfer does not compute for models of model_type "
+        f"{model_type!r}",
+        key,
+    )
 
 
 def activation(name: object) -> Activation:

@@ -1,24 +1,25 @@
-"""Falcon and MPT: one stack of queries, keys and values, LayerNorms, and in some models ALiBi.
+"""Falcon, MPT, GPT-NeoX and StableLM: LayerNorms, most with parallel blocks or ALiBi.
 
 Falcon has parallel attention and MLP, and few key-value heads; its first 1B and 7B RW models use ALiBi. Two
 switches select one of three layouts: one key-value head for all query heads, one for each query head, and
 since the 40B model (`new_decoder_architecture`) a given number of them.
 
-MPT has ALiBi, LayerNorms without a bias, and optional clipping of queries, keys and values.
+MPT has ALiBi, LayerNorms without a bias, and optional clipping of queries, keys and values. GPT-NeoX (Pythia)
+and StableLM have partial rope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, mapping, optional_positive, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
-from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf, head_dim
-from specinfer.models.positions import Alibi, rope_from_hf
+from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
+from specinfer.models.hf_config import BIASED, ConfigKeys, HfFamily, no_rope, one_rope
+from specinfer.models.positions import Alibi, Rope
 from specinfer.models.sources import QKV, Names
 
 _FALCON: Final[Fields] = {
@@ -77,8 +78,30 @@ _MPT_KEYS: Final = ConfigKeys(
 )
 
 
-def _falcon(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_FALCON, **c}
+_NEOX: Final[Fields] = {
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000.0,
+}
+_NEOX_KEYS: Final = replace(BIASED, norm_eps="layer_norm_eps")
+_STABLELM: Final[Fields] = {
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 32,
+    "tie_word_embeddings": False,
+    "partial_rotary_factor": 0.25,
+}
+_LAYER: Final[Mapping[str, Any]] = {"norm": Norm.LAYER}
+_UNGATED: Final[Mapping[str, Any]] = {**_LAYER, "gated_mlp": False}
+_UNGATED_GELU: Final[Mapping[str, Any]] = {**_UNGATED, "activation": Activation.GELU}
+
+
+def _falcon_given(c: Fields) -> Fields:
     c = {**{new: c[old] for old, new in _FALCON_OLD_WORDS.items() if old in c}, **c}
     hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
     new = bool(c.get("new_decoder_architecture", c.get("model_type") == "RefinedWeb"))
@@ -93,27 +116,26 @@ def _falcon(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
             f"config.json has new_decoder_architecture = {new}, parallel_attn = {parallel} and "
             f"num_ln_in_parallel_attn = {norms}; supported: the combinations of published Falcons"
         )
-    alibi = Alibi.of(heads, rounded=True) if c.get("alibi", False) else None
-    rope = None if alibi is not None else rope_from_hf(c, head_dim(c))
+    return {**c, "num_ln_in_parallel_attn": norms}
+
+
+def _falcon_ropes(c: Fields) -> tuple[Rope | None, Rope | None]:
+    return no_rope(c) if c.get("alibi", False) else one_rope(c)
+
+
+def _falcon(config: ModelConfig, c: Fields) -> ModelConfig:
+    parallel = bool(c["parallel_attn"])
     return replace(
-        decoder_from_hf(Family.FALCON, c, ids, _FALCON_KEYS, rope=rope),
-        alibi=alibi,
-        norm=Norm.LAYER,
-        norm_bias=True,
-        gated_mlp=False,
+        config,
+        alibi=Alibi.of(config.num_heads, rounded=True) if config.rope is None else None,
         parallel_block=parallel,
-        shared_norm=parallel and norms == 1,
+        shared_norm=parallel and c["num_ln_in_parallel_attn"] == 1,
     )
 
 
-def _falcon_from_gguf(head: GgufHead) -> ModelConfig:
-    return replace(
-        decoder_from_gguf(Family.FALCON, head, norm=Norm.LAYER),
-        gated_mlp=False,
-        activation=Activation.GELU,
-        parallel_block=True,
-        shared_norm="blk.0.attn_norm_2.weight" not in head.shapes,
-    )
+def _falcon_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    shared = "blk.0.attn_norm_2.weight" not in head.shapes
+    return replace(config, parallel_block=True, shared_norm=shared)
 
 
 def _gguf_inside(head: GgufHead) -> dict[str, str | tuple[str, ...]]:
@@ -127,40 +149,58 @@ def _gguf_inside(head: GgufHead) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-def _mpt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_MPT, **c}
-    attention = mapping(c, "attn_config")
-    for fields, only in ((c, _MPT_ONLY), (attention, _MPT_ONLY_IN_ATTENTION)):
+def _mpt_given(c: Fields) -> Fields:
+    for fields, only in ((c, _MPT_ONLY), (mapping(c, "attn_config"), _MPT_ONLY_IN_ATTENTION)):
         for key, value in only.items():
             if fields.get(key, value) != value:
                 raise ModelError(f"config.json sets {key} = {fields[key]!r}; supported for MPT: {value!r}")
-    c = {**c, "inner": 4 * count(c, "d_model")}
-    shared = decoder_from_hf(Family.MPT, c, ids, _MPT_KEYS, rope=None)
+    return {**c, "inner": 4 * count(c, "d_model")}
+
+
+def _mpt(config: ModelConfig, c: Fields) -> ModelConfig:
+    attention = mapping(c, "attn_config")
     return replace(
-        shared,
-        alibi=Alibi.of(count(c, "n_heads")),
-        norm=Norm.LAYER,
-        gated_mlp=False,
+        config,
+        alibi=Alibi.of(config.num_heads),
         qkv_clip=optional_positive(attention, "clip_qkv"),
-        attention_scale=positive(attention, "softmax_scale", shared.attention_scale),
+        attention_scale=positive(attention, "softmax_scale", config.attention_scale),
     )
 
 
-def _mpt_from_gguf(head: GgufHead) -> ModelConfig:
-    shared = decoder_from_gguf(Family.MPT, head, norm=Norm.LAYER, rope=False)
-    return replace(
-        shared,
-        alibi=Alibi.of(shared.num_heads, steepest=positive(head.fields, "attention.max_alibi_bias")),
-        gated_mlp=False,
-        activation=Activation.GELU,
-    )
+def _mpt_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    steepest = positive(head.fields, "attention.max_alibi_bias")
+    return replace(config, alibi=Alibi.of(config.num_heads, steepest=steepest))
+
+
+def _neox(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, parallel_block=bool(c["use_parallel_residual"]))
+
+
+def _neox_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    return replace(config, parallel_block=bool(head.fields.get("use_parallel_residual", True)))
+
+
+def _stablelm(config: ModelConfig, c: Fields) -> ModelConfig:
+    parallel = bool(c.get("use_parallel_residual", False))
+    return replace(config, parallel_block=parallel, shared_norm=parallel)
+
+
+def _stablelm_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    parallel = "blk.0.ffn_norm.weight" not in head.shapes
+    return replace(config, parallel_block=parallel, shared_norm=parallel)
 
 
 HF: Final = (
     HfFamily(
         ("falcon", "RefinedWeb", "RefinedWebModel"),
+        Family.FALCON,
+        _FALCON,
+        _FALCON_KEYS,
         _falcon,
-        Names(
+        {**_UNGATED, "norm_bias": True},
+        given=_falcon_given,
+        ropes=_falcon_ropes,
+        names=Names(
             "transformer.h.",
             {"transformer.word_embeddings": "model.embed_tokens", "transformer.ln_f": "model.norm"},
             {
@@ -177,8 +217,14 @@ HF: Final = (
     ),
     HfFamily(
         ("mpt",),
+        Family.MPT,
+        _MPT,
+        _MPT_KEYS,
         _mpt,
-        Names(
+        _UNGATED,
+        given=_mpt_given,
+        ropes=no_rope,
+        names=Names(
             "transformer.blocks.",
             {"transformer.wte": "model.embed_tokens", "transformer.norm_f": "model.norm"},
             {
@@ -192,8 +238,48 @@ HF: Final = (
         ),
         embeddings="transformer.wte.weight",
     ),
+    HfFamily(
+        ("gpt_neox",),
+        Family.NEOX,
+        _NEOX,
+        _NEOX_KEYS,
+        _neox,
+        {**_UNGATED, "norm_bias": True, "mlp_bias": True},
+        given=lambda c: {
+            "rope_theta": c["rotary_emb_base"],
+            "partial_rotary_factor": c["rotary_pct"],
+            **c,
+        },
+        names=Names(
+            "gpt_neox.layers.",
+            {
+                "gpt_neox.embed_in": "model.embed_tokens",
+                "gpt_neox.final_layer_norm": "model.norm",
+                "embed_out": "lm_head",
+            },
+            {
+                "attention.query_key_value": QKV,
+                "attention.dense": "self_attn.o_proj",
+                "mlp.dense_h_to_4h": "mlp.up_proj",
+                "mlp.dense_4h_to_h": "mlp.down_proj",
+            },
+            by_key_head=True,
+        ),
+        embeddings="gpt_neox.embed_in.weight",
+    ),
+    HfFamily(
+        ("stablelm",),
+        Family.STABLELM,
+        _STABLELM,
+        replace(_NEOX_KEYS, qkv_bias="use_qkv_bias", o_bias=""),
+        _stablelm,
+        {**_LAYER, "norm_bias": True},
+    ),
 )
+_STACKED: Final = {**INSIDE, "attn_qkv": QKV}
 GGUF: Final = (
-    GgufFamily("falcon", _falcon_from_gguf, _gguf_inside),
-    GgufFamily("mpt", _mpt_from_gguf, {**INSIDE, "attn_qkv": QKV}),
+    GgufFamily("falcon", Family.FALCON, _falcon_from_gguf, _UNGATED_GELU, _gguf_inside),
+    GgufFamily("mpt", Family.MPT, _mpt_from_gguf, _UNGATED_GELU, _STACKED, rope=False),
+    GgufFamily("gptneox", Family.NEOX, _neox_from_gguf, _UNGATED_GELU, _STACKED),
+    GgufFamily("stablelm", Family.STABLELM, _stablelm_from_gguf, _LAYER),
 )

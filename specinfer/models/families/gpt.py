@@ -5,22 +5,15 @@ GPT-2, GPTBigCode (StarCoder, with one key-value head for all query heads), Star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace
 from specinfer.models.fields import Fields, count, integer
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
-from specinfer.models.hf_config import (
-    ConfigKeys,
-    HfFamily,
-    decoder_from_hf,
-    refuse,
-    rotary_from_hf,
-    window_of,
-)
+from specinfer.models.gguf_config import INSIDE, GgufFamily
+from specinfer.models.hf_config import ConfigKeys, HfFamily, no_rope, window_of
 from specinfer.models.sources import QKV, Inside, Names
 
 _GPT_2: Final[Fields] = {
@@ -53,75 +46,57 @@ _OPT: Final[Fields] = {
     "activation_function": "relu",
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
+    "enable_bias": True,
 }
-_OPT_KEYS: Final = ConfigKeys(inner="ffn_dim", norm_eps="layer_norm_eps", activation="activation_function")
+_OPT_KEYS: Final = ConfigKeys(
+    inner="ffn_dim",
+    norm_eps="layer_norm_eps",
+    activation="activation_function",
+    qkv_bias="enable_bias",
+    o_bias="enable_bias",
+    mlp_bias="enable_bias",
+)
+_STARCODER_2_KEYS: Final = ConfigKeys(
+    norm_eps="norm_epsilon", qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias"
+)
+_PLAIN: Final[Mapping[str, Any]] = {"norm": Norm.LAYER, "gated_mlp": False}
+_PLAIN_LEARNED: Final[Mapping[str, Any]] = {**_PLAIN, "learned_positions": True}
+_BIASED: Final = {"norm_bias": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}
+_GELU: Final = {"activation": Activation.GELU_TANH}
 
 
-def _gpt_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_GPT_2, **c}
-    refuse(c, "scale_attn_by_inverse_layer_idx")
-    return _learned(Family.GPT2, c, ids, kv_heads=count(c, "n_head"))
+def _gpt_2_given(c: Fields) -> Fields:
+    """Add the sizes that files omit."""
+    inner = 4 * count(c, "n_embd") if c.get("n_inner") is None else c["n_inner"]
+    return {**c, "n_inner": inner, "num_key_value_heads": count(c, "n_head")}
 
 
-def _bigcode(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_BIGCODE, **c}
-    return _learned(Family.STARCODER, c, ids, kv_heads=1 if c["multi_query"] else count(c, "n_head"))
+def _bigcode_given(c: Fields) -> Fields:
+    return {**_gpt_2_given(c), **({"num_key_value_heads": 1} if c["multi_query"] else {})}
 
 
-def _learned(family: Family, c: Fields, ids: Sequence[Fields], *, kv_heads: int) -> ModelConfig:
-    """A model with a table of positions."""
-    refuse(c, "add_cross_attention")
-    if c.get("n_inner") is None:
-        c = {**c, "n_inner": 4 * count(c, "n_embd")}
-    shared = decoder_from_hf(family, {**c, "num_key_value_heads": kv_heads}, ids, _GPT_KEYS, rope=None)
-    scale = shared.attention_scale if c["scale_attn_weights"] else 1.0
-    return _biased(replace(shared, learned_positions=True, attention_scale=scale))
+def _gpt(config: ModelConfig, c: Fields) -> ModelConfig:
+    return config if c["scale_attn_weights"] else replace(config, attention_scale=1.0)
 
 
-def _starcoder_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_STARCODER_2, **c}
-    keys = ConfigKeys(norm_eps="norm_epsilon")
-    shared = rotary_from_hf(Family.STARCODER2, c, ids, keys)
-    windowed = replace(shared, layer_windows=(window_of(c),) * shared.num_layers)
-    return _biased(windowed, bias=bool(c["use_bias"]))
+def _starcoder_2(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, layer_windows=(window_of(c),) * config.num_layers)
 
 
-def _biased(shared: ModelConfig, *, bias: bool = True) -> ModelConfig:
-    """Add LayerNorms with a bias, and an MLP without a gate."""
-    return replace(
-        shared,
-        norm=Norm.LAYER,
-        norm_bias=True,
-        gated_mlp=False,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
-    )
-
-
-def _starcoder_2_from_gguf(head: GgufHead) -> ModelConfig:
-    shared = decoder_from_gguf(Family.STARCODER2, head, norm=Norm.LAYER)
-    return replace(shared, gated_mlp=False, activation=Activation.GELU_TANH)
-
-
-def _learned_from_gguf(family: Family, head: GgufHead) -> ModelConfig:
-    shared = decoder_from_gguf(family, head, norm=Norm.LAYER, rope=False)
-    return replace(shared, learned_positions=True, gated_mlp=False, activation=Activation.GELU_TANH)
-
-
-def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_OPT, **c}
+def _opt_given(c: Fields) -> Fields:
     if not c.get("layer_norm_elementwise_affine", True):
         raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
     hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
     if hidden % heads:
         raise ModelError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return c
+
+
+def _opt(config: ModelConfig, c: Fields) -> ModelConfig:
     norm_first = bool(c.get("do_layer_norm_before", True))
-    shared = decoder_from_hf(Family.OPT, c, ids, _OPT_KEYS, rope=None)
     return replace(
-        _biased(shared, bias=bool(c.get("enable_bias", True))),
-        embedding_size=integer(c, "word_embed_proj_dim", hidden),
-        learned_positions=True,
+        config,
+        embedding_size=integer(c, "word_embed_proj_dim", config.hidden_size),
         position_offset=2,  # fairseq reserved two rows for padding
         norm_place=NormPlace.BEFORE if norm_first else NormPlace.AFTER_SUM,
         final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
@@ -161,20 +136,56 @@ _OPT_NAMES: Final = Names(
     },
 )
 HF: Final = (
-    HfFamily(("gpt2",), _gpt_2, Names("transformer.h.", _OUTSIDE, _INSIDE, transposed=_MATRICES), _TABLE),
     HfFamily(
-        ("gpt_bigcode",), _bigcode, Names("transformer.h.", _OUTSIDE, _INSIDE, by_key_head=True), _TABLE
+        ("gpt2",),
+        Family.GPT2,
+        _GPT_2,
+        _GPT_KEYS,
+        _gpt,
+        {**_PLAIN_LEARNED, **_BIASED},
+        given=_gpt_2_given,
+        ropes=no_rope,
+        names=Names("transformer.h.", _OUTSIDE, _INSIDE, transposed=_MATRICES),
+        embeddings=_TABLE,
+    ),
+    HfFamily(
+        ("gpt_bigcode",),
+        Family.STARCODER,
+        _BIGCODE,
+        _GPT_KEYS,
+        _gpt,
+        {**_PLAIN_LEARNED, **_BIASED},
+        given=_bigcode_given,
+        ropes=no_rope,
+        names=Names("transformer.h.", _OUTSIDE, _INSIDE, by_key_head=True),
+        embeddings=_TABLE,
     ),
     HfFamily(
         ("starcoder2",),
+        Family.STARCODER2,
+        _STARCODER_2,
+        _STARCODER_2_KEYS,
         _starcoder_2,
-        Names(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
+        {**_PLAIN, "norm_bias": True},
+        names=Names(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     ),
-    HfFamily(("opt",), _opt, _OPT_NAMES, "model.decoder.embed_tokens.weight"),
+    HfFamily(
+        ("opt",),
+        Family.OPT,
+        _OPT,
+        _OPT_KEYS,
+        _opt,
+        {**_PLAIN_LEARNED, "norm_bias": True},
+        given=_opt_given,
+        ropes=no_rope,
+        names=_OPT_NAMES,
+        embeddings="model.decoder.embed_tokens.weight",
+    ),
 )
 _STACKED: Final[Inside] = {**INSIDE, "attn_qkv": QKV}
+_LEARNED_GELU: Final = {**_PLAIN_LEARNED, **_GELU}
 GGUF: Final = (
-    GgufFamily("gpt2", lambda head: _learned_from_gguf(Family.GPT2, head), _STACKED),
-    GgufFamily("starcoder", lambda head: _learned_from_gguf(Family.STARCODER, head), _STACKED),
-    GgufFamily("starcoder2", _starcoder_2_from_gguf),
+    GgufFamily("gpt2", Family.GPT2, fixed=_LEARNED_GELU, inside=_STACKED, rope=False),
+    GgufFamily("starcoder", Family.STARCODER, fixed=_LEARNED_GELU, inside=_STACKED, rope=False),
+    GgufFamily("starcoder2", Family.STARCODER2, fixed={**_PLAIN, **_GELU}),
 )

@@ -5,16 +5,26 @@ Their attention is that of Mistral, Qwen2, Qwen3, OLMo 2 and Granite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Experts, Family, ModelConfig, QkNorm
 from specinfer.models.fields import Fields, boolean, count, integer, number, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
-from specinfer.models.gguf_config import window_of as gguf_window
-from specinfer.models.hf_config import BIASED, HfFamily, defaults, refuse, rotary_from_hf, window_of, windows
+from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import windows as gguf_windows
+from specinfer.models.hf_config import (
+    BIASED,
+    USUAL,
+    HfFamily,
+    but_every,
+    defaults,
+    switched_window,
+    window_of,
+    windows,
+    with_rope,
+)
 from specinfer.models.sources import Names
 
 _MIXTRAL: Final = defaults(eps=1e-5, context=131072, rope_theta=1e6, num_experts_per_tok=2)
@@ -51,6 +61,8 @@ _GPT_OSS_ROPE: Final[Fields] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_GPT_OSS_FORM: Final[Mapping[str, Any]] = {"attention_sinks": True, "activation": Activation.CLAMPED_SWISH}
+_WHOLE_NORM: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.WHOLE}
 # Files have one matrix for each expert, or, in newer folders, stacks of all.
 _STACKS: Final = {
     "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -66,16 +78,14 @@ def _mixture(config: ModelConfig, experts: Experts) -> ModelConfig:
     return replace(config, intermediate_size=size, experts=experts)
 
 
-def _shared(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    refuse(c, "attn_logit_softcapping", "use_bidirectional_attention")
-    return rotary_from_hf(family, c, ids, BIASED)
+def window_everywhere(config: ModelConfig, c: Fields) -> ModelConfig:
+    """The config with the window of config.json in every layer."""
+    return replace(config, layer_windows=windows(c, window_of(c), lambda _: True))
 
 
-def _mixtral(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_MIXTRAL, **c}
-    shared = replace(_shared(Family.MIXTRAL, c, ids), qkv_bias=False, o_bias=False)
-    shared = replace(shared, layer_windows=windows(c, window_of(c), lambda _: True))
-    return _mixture(shared, _of_inner_size(shared, c, 8, normalized=True))
+def _mixtral(config: ModelConfig, c: Fields) -> ModelConfig:
+    config = window_everywhere(config, c)
+    return _mixture(config, _of_inner_size(config, c, 8, normalized=True))
 
 
 def _number(c: Fields, default: int) -> int:
@@ -105,75 +115,67 @@ def _of_qwen(c: Fields, layers: int, number: int, shared_size: int = 0) -> Exper
     )
 
 
-def _qwen2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_QWEN2, **c}
-    shared, first = _shared(Family.QWEN2_MOE, c, ids), integer(c, "max_window_layers")
-    window = window_of(c) if c.get("use_sliding_window", False) else None
-    shared = replace(
-        shared,
+def _qwen2(config: ModelConfig, c: Fields) -> ModelConfig:
+    first = integer(c, "max_window_layers")
+    config = replace(
+        config,
         # transformers 5 fills in layer_types the same way.
-        layer_windows=windows(c, window, lambda layer: layer < first and layer % 2 == 0),
+        layer_windows=windows(c, switched_window(c), lambda layer: layer < first and layer % 2 == 0),
         qkv_bias=boolean(c, "qkv_bias", True),
-        o_bias=False,
     )
     size = count(c, "shared_expert_intermediate_size")
-    return _mixture(shared, _of_qwen(c, shared.num_layers, _number(c, 60), size))
+    return _mixture(config, _of_qwen(c, config.num_layers, _number(c, 60), size))
 
 
-def _qwen3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_QWEN3, **c}
-    shared = _shared(Family.QWEN3_MOE, c, ids)
-    window = window_of(c) if c.get("use_sliding_window", False) else None
-    shared = replace(
-        shared, layer_windows=windows(c, window, lambda _: window is not None), qk_norm=QkNorm.HEAD
-    )
-    return _mixture(shared, _of_qwen(c, shared.num_layers, _number(c, 128)))
+def _qwen3(config: ModelConfig, c: Fields) -> ModelConfig:
+    config = replace(config, layer_windows=windows(c, switched_window(c), lambda _: True))
+    return _mixture(config, _of_qwen(c, config.num_layers, _number(c, 128)))
 
 
-def _olmoe(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_OLMOE, **c}
-    refuse(c, "clip_qkv")  # it would clip after the norm, whereas other models clip before it
-    shared = replace(_shared(Family.OLMOE, c, ids), qk_norm=QkNorm.WHOLE)
+def _olmoe(config: ModelConfig, c: Fields) -> ModelConfig:
     normalized = boolean(c, "norm_topk_prob", False)
-    return _mixture(shared, _of_inner_size(shared, c, 64, normalized=normalized))
+    return _mixture(config, _of_inner_size(config, c, 64, normalized=normalized))
 
 
-def _granite(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_GRANITE, **c}
-    shared = replace(
-        _shared(Family.GRANITE_MOE, c, ids),
+def granite_factors(config: ModelConfig, c: Fields) -> ModelConfig:
+    """The config with Granite's four factors."""
+    return replace(
+        config,
         embedding_scale=positive(c, "embedding_multiplier", 1.0),
-        residual_scale=positive(c, "residual_multiplier", 1.0),
         attention_scale=positive(c, "attention_multiplier", 1.0),
-        logit_scale=1 / positive(c, "logits_scaling", 1.0),
+        residual_scale=positive(c, "residual_multiplier", 1.0),
+        logit_scale=1.0 / positive(c, "logits_scaling", 1.0),
     )
-    return _mixture(shared, _of_inner_size(shared, c, 8, normalized=True))
 
 
-def _gpt_oss(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = {**_GPT_OSS, **c}
-    if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
-        c = {**c, "rope_scaling": _GPT_OSS_ROPE}
+def granite_logits(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    """The config with the factor of logits of a Granite's GGUF file."""
+    return replace(config, logit_scale=1.0 / positive(head.fields, "logit_scale", 1.0))
+
+
+def _granite(config: ModelConfig, c: Fields) -> ModelConfig:
+    return _mixture(granite_factors(config, c), _of_inner_size(config, c, 8, normalized=True))
+
+
+def _gpt_oss(config: ModelConfig, c: Fields) -> ModelConfig:
     for key, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (value := number(c, key, known)) != known:
             raise ModelError(f"{key} is {value}; supported for gpt-oss: {known}")
-    shared = _shared(Family.GPT_OSS, c, ids)
-    if shared.activation is not Activation.SILU:
+    if c.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"hidden_act is {c['hidden_act']!r}; supported for gpt-oss: 'silu'")
-    shared = replace(
-        shared,
-        layer_windows=windows(c, window_of(c), lambda layer: layer % 2 == 0),
-        attention_sinks=True,
-        activation=Activation.CLAMPED_SWISH,
-    )
-    return _mixture(shared, replace(_of_inner_size(shared, c, 128, normalized=True), bias=True))
+    config = replace(config, layer_windows=windows(c, window_of(c), but_every(2)))
+    return _mixture(config, replace(_of_inner_size(config, c, 128, normalized=True), bias=True))
 
 
+_STACKED: Final = Names(expert_stacks=_STACKS)
 HF: Final = (
     HfFamily(
         ("mixtral",),
+        Family.MIXTRAL,
+        _MIXTRAL,
+        USUAL,
         _mixtral,
-        Names(
+        names=Names(
             inside={
                 **{f"{block}.gate": "mlp.gate" for block in ("block_sparse_moe", "mlp")},
                 **{
@@ -185,13 +187,18 @@ HF: Final = (
             expert_stacks=_STACKS,
         ),
     ),
-    HfFamily(("qwen2_moe",), _qwen2, Names(expert_stacks=_STACKS)),
-    HfFamily(("qwen3_moe",), _qwen3, Names(expert_stacks=_STACKS)),
-    HfFamily(("olmoe",), _olmoe, Names(expert_stacks=_STACKS)),
+    HfFamily(("qwen2_moe",), Family.QWEN2_MOE, _QWEN2, USUAL, _qwen2, names=_STACKED),
+    HfFamily(
+        ("qwen3_moe",), Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED
+    ),
+    HfFamily(("olmoe",), Family.OLMOE, _OLMOE, BIASED, _olmoe, _WHOLE_NORM, names=_STACKED),
     HfFamily(
         ("granitemoe",),
+        Family.GRANITE_MOE,
+        _GRANITE,
+        BIASED,
         _granite,
-        Names(
+        names=Names(
             inside={
                 "block_sparse_moe.router.layer": "mlp.gate",
                 "block_sparse_moe.router": "mlp.gate",
@@ -206,8 +213,13 @@ HF: Final = (
     ),
     HfFamily(
         ("gpt_oss",),
+        Family.GPT_OSS,
+        _GPT_OSS,
+        BIASED,
         _gpt_oss,
-        Names(
+        _GPT_OSS_FORM,
+        given=lambda c: with_rope(c, _GPT_OSS_ROPE),
+        names=Names(
             inside={"mlp.router": "mlp.gate"},
             expert_stacks={
                 **_STACKS,
@@ -223,63 +235,64 @@ HF: Final = (
 )
 
 
-def _experts_of_gguf(head: GgufHead, *, normalized: bool, layers: int) -> Experts:
-    """The experts, with llama.cpp's defaults for that architecture."""
+def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool) -> ModelConfig:
+    """The config with the experts of a file; `normalized` is llama.cpp's default for that architecture."""
     c, shapes = head.fields, head.shapes
     if integer(c, "expert_gating_func", 1) != 1 or positive(c, "expert_weights_scale", 1.0) != 1:
         raise ModelError("the GGUF file has a router other than softmax, which is not supported")
     shared = next((shape[0] for name, shape in shapes.items() if name.endswith("ffn_up_shexp.weight")), 0)
-    return Experts(
+    layers = range(config.num_layers)
+    experts = Experts(
         count(c, "expert_count"),
         count(c, "expert_used_count"),
         count(c, "expert_feed_forward_length", count(c, "feed_forward_length")),
         normalized=boolean(c, "expert_weights_norm", normalized),
         shared_size=shared,
-        dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in shapes),
+        dense_layers=frozenset(i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes),
     )
+    return _mixture(config, experts)
 
 
-def _from_gguf(family: Family, head: GgufHead, *, normalized: bool) -> ModelConfig:
-    """The config of a mixture with Llama's shape."""
-    made = decoder_from_gguf(family, head)
-    return _mixture(made, _experts_of_gguf(head, normalized=normalized, layers=made.num_layers))
+def _qwen2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    return with_gguf_experts(config, head, normalized=False)
 
 
-def mixtral_from_gguf(head: GgufHead) -> ModelConfig:
-    """The config of a Mixtral model, whose architecture in files is llama."""
-    return _from_gguf(Family.MIXTRAL, head, normalized=True)
+def _qwen3_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    return with_gguf_experts(config, head, normalized=True)
 
 
-def _olmoe_from_gguf(head: GgufHead) -> ModelConfig:
+def _olmoe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     if head.fields.get("attention.clamp_kqv"):
         raise ModelError("the GGUF file clips queries after their norm, which is not supported")
-    return replace(_from_gguf(Family.OLMOE, head, normalized=False), qk_norm=QkNorm.WHOLE)
+    return with_gguf_experts(config, head, normalized=False)
 
 
-def _granite_from_gguf(head: GgufHead) -> ModelConfig:
-    divided = positive(head.fields, "logit_scale", 1.0)
-    return replace(_from_gguf(Family.GRANITE_MOE, head, normalized=True), logit_scale=1 / divided)
+def _granite_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    return with_gguf_experts(granite_logits(config, head), head, normalized=True)
 
 
-def _gpt_oss_from_gguf(head: GgufHead) -> ModelConfig:
-    found, window = _from_gguf(Family.GPT_OSS, head, normalized=True), gguf_window(head.fields)
-    rope = found.rope
+def _gpt_oss_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    config, rope = with_gguf_experts(config, head, normalized=True), config.rope
     if rope is not None and rope.yarn is not None:  # as in training; files have no key for it
         rope = replace(rope, yarn=replace(rope.yarn, truncate=False))
     return replace(
-        found,
+        config,
         rope=rope,
-        layer_windows=tuple(None if layer % 2 else window for layer in range(found.num_layers)),
-        attention_sinks=True,
-        activation=Activation.CLAMPED_SWISH,
-        experts=None if found.experts is None else replace(found.experts, bias=True),
+        layer_windows=gguf_windows(config, head, but_every(2)),
+        experts=None if config.experts is None else replace(config.experts, bias=True),
     )
 
 
 GGUF: Final = (
-    GgufFamily("qwen2moe", lambda head: _from_gguf(Family.QWEN2_MOE, head, normalized=False)),
-    GgufFamily("qwen3moe", lambda head: _from_gguf(Family.QWEN3_MOE, head, normalized=True)),
-    GgufFamily("olmoe", _olmoe_from_gguf),
-    GgufFamily("granitemoe", _granite_from_gguf, neighbours=True),
-    GgufFamily("gpt-oss", _gpt_oss_from_gguf, {**INSIDE, "post_attention_norm": "post_attention_layernorm"}),
+    GgufFamily("qwen2moe", Family.QWEN2_MOE, _qwen2_from_gguf),
+    GgufFamily("qwen3moe", Family.QWEN3_MOE, _qwen3_from_gguf),
+    GgufFamily("olmoe", Family.OLMOE, _olmoe_from_gguf, _WHOLE_NORM),
+    GgufFamily("granitemoe", Family.GRANITE_MOE, _granite_from_gguf, neighbours=True),
+    GgufFamily(
+        "gpt-oss",
+        Family.GPT_OSS,
+        _gpt_oss_from_gguf,
+        _GPT_OSS_FORM,
+        {**INSIDE, "post_attention_norm": "post_attention_layernorm"},
+    ),
 )

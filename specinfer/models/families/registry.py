@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from specinfer.errors import ConfigKeyError, ModelError
+from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
 from specinfer.models.families import (
     cohere,
@@ -20,12 +20,11 @@ from specinfer.models.families import (
     gpt,
     llama,
     mixtures,
-    neox,
     olmo,
 )
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
-from specinfer.models.hf_config import HfFamily
+from specinfer.models.hf_config import HfFamily, not_computed
 
 _SORTS: Final = (
     (
@@ -75,7 +74,7 @@ HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for family in (
         *(*llama.HF, *gemma.HF, *olmo.HF, *cohere.HF),
-        *(*mixtures.HF, *gpt.HF, *falcon.HF, *neox.HF),
+        *(*mixtures.HF, *gpt.HF, *falcon.HF),
     )
     for kind in family.model_types
 }
@@ -83,7 +82,7 @@ GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
     for family in (
         *(*llama.GGUF, *gemma.GGUF, *olmo.GGUF, *cohere.GGUF),
-        *(*mixtures.GGUF, *gpt.GGUF, *falcon.GGUF, *neox.GGUF),
+        *(*mixtures.GGUF, *gpt.GGUF, *falcon.GGUF),
     )
 }
 
@@ -160,8 +159,7 @@ SOMETIMES_READ: Final = {
 SWITCHES: Final = {
     *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling", "scale_emb"),
     *("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group"),
-    *("scoring_func", "qk_layernorm", "clip_qkv", "alibi", "use_alibi", "q_lora_rank", "kv_lora_rank"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("scoring_func", "alibi", "use_alibi", "q_lora_rank", "kv_lora_rank", "final_logit_softcapping"),
 }
 # Likewise, but only in models without experts: a mixture may have both names of their number.
 EXPERTS: Final = {"num_experts", "num_local_experts", "num_experts_per_tok"}
@@ -196,11 +194,7 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     switches = SWITCHES if made.experts is not None else SWITCHES | EXPERTS
     for key in unread:
         if key in switches:
-            raise ConfigKeyError(
-                f"config.json sets {key} = {fields[key]!r}, which specinfer does not compute for models of "
-                f"model_type {config['model_type']!r}",
-                key,
-            )
+            raise not_computed(key, fields[key], config["model_type"])
     if unread:
         _LOG.warning("config.json sets %s, which specinfer does not know and ignores", ", ".join(unread))
     return made

@@ -56,7 +56,7 @@ def test_switches_that_nobody_computes_are_named() -> None:
         ({**MPT, "no_bias": False}, "no_bias = False; supported for MPT: True"),
         ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn = False and"),
         ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: the"),
-        (llama_like("cohere", use_qk_norm=True), "sets use_qk_norm = True, which is not supported"),
+        (llama_like("cohere", use_qk_norm=True), "sets use_qk_norm = True, which specinfer does not compute"),
         (llama_like("stablelm", qk_layernorm=True), "sets qk_layernorm = True"),
         ({**INVERSE, "scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx = True"),
         (llama_like("smollm3", no_rope_layers=[1]), r"is \[1\]; expected 0 or 1 for each of 2 layers"),

@@ -254,7 +254,9 @@ def test_keys_that_nothing_reads_are_logged(
     assert caplog.messages == ([line] if unknown else [])
 
 
-@pytest.mark.parametrize("key", ["residual_multiplier", "num_experts", "clip_qkv", "scoring_func"])
+@pytest.mark.parametrize(
+    "key", ["residual_multiplier", "num_experts", "clip_qkv", "scoring_func", "qk_layernorm"]
+)
 def test_a_switch_of_another_family_is_refused(key: str) -> None:
     with pytest.raises(ModelError, match=f"^config.json sets {key} = 0.5, which specinfer does not compute"):
         read_config({**LLAMA, key: 0.5})

@@ -113,7 +113,7 @@ def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
         opened = open_model(tmp_path / kind, "auto")
         assert isinstance(opened, HostedFolder), kind
         assert (
-            f"config.json sets {key} = {value}, which is not supported; so transformers' code" in caplog.text
+            f"config.json sets {key} = {value}, which specinfer does not compute for models" in caplog.text
         )
         ours = load_model(opened, dtype=torch.float32, device=CPU, kernels=kernels("torch"))
         assert difference(theirs, ours) < TOLERANCE, kind
