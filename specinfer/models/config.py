@@ -5,7 +5,6 @@ A family is a set of values of these fields plus a name map (sources.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -249,8 +248,8 @@ class ModelConfig:
         for rope in (self.rope, self.local_rope):
             if rope is not None:
                 check_rope(rope, self.head_dim)
-        _check_positions(self)
-        _check_block(self)
+        if self.norm_bias and self.norm is not Norm.LAYER:
+            raise ModelError("RMSNorms have a bias, which is not supported; only LayerNorms may have one")
         if len(self.layer_windows) != self.num_layers:
             raise ModelError(
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
@@ -309,43 +308,6 @@ class ModelConfig:
     def window(self) -> int | None:
         """The sliding window of the layers that have one; None if no layer has."""
         return next((w for w in self.layer_windows if w is not None), None)
-
-
-def _check_positions(config: ModelConfig) -> None:
-    """Raise ModelError unless at most one of rope, learned positions and ALiBi is set."""
-    ways = {
-        "rope": config.rope is not None,
-        "learned positions": config.learned_positions,
-        "ALiBi": config.alibi is not None,
-    }
-    found = [name for name, there in ways.items() if there]
-    if len(found) > 1:
-        raise ModelError(f"the model has {' and '.join(found)}; supported: one of {', '.join(ways)}")
-    if config.position_offset < 0 or (config.position_offset and not config.learned_positions):
-        raise ModelError(
-            f"position_offset is {config.position_offset}; allowed: 0, or more where positions are learned"
-        )
-    if config.alibi is not None and len(config.alibi.slopes) != config.num_heads:
-        raise ModelError(f"ALiBi has {len(config.alibi.slopes)} slopes for {config.num_heads} heads")
-    odd = sorted(i for i in config.layers_without_rope if config.rope is None or i >= config.num_layers)
-    if odd:
-        raise ModelError(f"layers {odd} have no rope, of {config.num_layers} layers; the config is damaged")
-
-
-def _check_block(config: ModelConfig) -> None:
-    """Raise ModelError for unsupported combinations of a layer's parts."""
-    if config.norm_bias and config.norm is not Norm.LAYER:
-        raise ModelError("RMSNorms have a bias, which is not supported; only LayerNorms may have one")
-    if config.shared_norm and not config.parallel_block:
-        raise ModelError("shared_norm is set without parallel_block")
-    if config.parallel_block and config.norm_place is not NormPlace.BEFORE:
-        raise ModelError(
-            f"attention and MLP are parallel, with norms in place {config.norm_place}; supported: before"
-        )
-    for name in ("qkv_clip", "attention_softcap", "logit_softcap", "residual_scale", "logit_scale"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ModelError(f"{name} is {value}; allowed: more than 0")
 
 
 def _positive(name: str, value: int) -> None:
