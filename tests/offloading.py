@@ -10,10 +10,11 @@ import torch
 
 from specinfer.engine import memory
 from specinfer.kernels.disk import DiskRate
+from specinfer.models.expert_stream import expert_records
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.placement import ExpertMemory, ExpertSizes, Placement
-from specinfer.models.streamed import expert_records, layer_records
+from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_streamed, prepare
 from specinfer.runtime import kv_cache
 from tests.kernels import kernels, library_or_skip

@@ -25,10 +25,11 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource, about, gigabytes, measure
 from specinfer.kernels.layout import int8_bytes
 from specinfer.models.config import ModelConfig
+from specinfer.models.expert_stream import expert_records
 from specinfer.models.open_model import OpenModel
 from specinfer.models.placement import ExpertSizes, Placement
 from specinfer.models.prepared import PreparedFile, prepared_path
-from specinfer.models.streamed import expert_records, layer_records
+from specinfer.models.streamed import layer_records
 from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_bytes, table_bytes
 from specinfer.models.weights import prepare
 from specinfer.progress import Progress

@@ -11,55 +11,91 @@ chosen.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Generic, Self, TypeVar
+from functools import partial
+from typing import Final, NamedTuple, Self
 
 import numpy as np
+from torch import Tensor
 
 from specinfer.errors import ensure
+from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
-from specinfer.models.stream import StreamRecord, WeightStream
+from specinfer.kernels.layout import Weight
+from specinfer.kernels.parts import SumParts
+from specinfer.kernels.product import Product
+from specinfer.models.draft_memory import tensor_in
+from specinfer.models.prepared import PreparedFile, Record
+from specinfer.models.stream import WeightStream
+from specinfer.models.weight_memory import product_over
+from specinfer.progress import Progress
 
-_Made = TypeVar("_Made")
+Pair = tuple[Product, Product]
 HALF_LIFE: Final = 8  # passes after which a use counts half; docs/decisions/11-offloading.md
 _MAX_WEIGHT: Final = 1e100
+_EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
 
 
-class ExpertStream(WeightStream, Generic[_Made]):
-    """Records of experts, read into a fixed number of slots in memory.
+def expert_records(file: PreparedFile) -> list[str]:
+    """The names of a prepared mixture's experts, layer by layer."""
+    return [name for name in file.records if _EXPERT.fullmatch(name)]
+
+
+class ExpertPart(NamedTuple):
+    """One of the two products of an expert, created over the memory of its matrix."""
+
+    matrix: str  # name in a prepared file
+    kind: type[Weight]
+    inner: int
+    channels: int
+    bias: Tensor | None
+    largest: float | None
+    parts: SumParts | None
+
+    def over(self, kernels: Kernels, record: Record, memory: memoryview) -> Product:
+        """The product over memory with a record."""
+        views = [tensor_in(memory, record.tensors[f"{self.matrix}.{field}"]) for field in self.kind._fields]
+        weight = self.kind(*views)
+        return product_over(kernels, weight, self.bias, self.inner, self.channels, self.largest, self.parts)
+
+
+class ExpertStream(WeightStream):
+    """The experts of all layers, read into a fixed number of slots in memory.
 
     with stream.passing():
-        stream.want(records)
-        for record in records:
-            products = stream.take(record)
+        stream.want(experts)
+        for expert in experts:
+            products = stream.take(expert)
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        records: Sequence[StreamRecord],
-        make: Callable[[int, memoryview], _Made],
-        *,
-        slots: int,
-        disk: DiskRate,
-    ) -> None:
-        """`make` makes what `take` returns of a record's number and of the memory that it is in."""
-        super().__init__(source, records, slots=slots, disk=disk)
-        self._make = make
-        self._slots: dict[int, int] = {}  # slots by record
-        self._held = np.zeros(slots, dtype=np.int64)  # records by slot, of slots that are not free
+    def __init__(self, kernels: Kernels, file: PreparedFile, *, slots: int, disk: DiskRate) -> None:
+        names = expert_records(file)
+        super().__init__(StreamSource(file.path), file.stream_records(names), slots=slots, disk=disk)
+        self.numbers = {name: number for number, name in enumerate(names)}
+        self._kernels = kernels
+        self._places = [file.records[name] for name in names]
+        self._parts: dict[int, tuple[ExpertPart, ExpertPart]] = {}
+        self._slots: dict[int, int] = {}  # slots by expert
+        self._held = np.zeros(slots, dtype=np.int64)  # experts by slot, of slots that are not free
         self._free = list(range(slots))
-        # Uses of each record, and the weight of a use in this pass, which grows instead of older uses ageing.
-        self._uses = np.zeros(len(records))
+        # Uses of each expert, and the weight of a use in this pass, which grows instead of older uses ageing.
+        self._uses = np.zeros(len(names))
         self._weight = 1.0
-        self._made: dict[int, _Made] = {}  # products of records in memory
-        self._still: dict[int, _Made] = {}  # while passes are timed
+        self._made: dict[int, Pair] = {}  # products of experts in memory
+        self._still: dict[int, Pair] = {}  # while passes are timed
 
     @property
     def slots(self) -> int:
         """How many experts are in memory at once."""
         return len(self.buffers)
+
+    def products(self, name: str, parts: tuple[ExpertPart, ExpertPart]) -> Pair:
+        """The two products of the expert with this record, which wait for it."""
+        number = self.numbers[name]
+        self._parts[number] = parts
+        return partial(_times, self, number, 0), partial(_times, self, number, 1)
 
     @contextmanager
     def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
@@ -71,46 +107,70 @@ class ExpertStream(WeightStream, Generic[_Made]):
                 self._weight = 1.0
             yield self
 
-    def want(self, records: Sequence[int]) -> None:
-        """Start reading the missing ones of these records; at most `slots`.
+    def want_of_layer(self, first: str, numbers: Sequence[int]) -> None:
+        """Start reading these experts of a layer, whose number 0 has the record `first`; see `want`."""
+        begin = self.numbers[first]
+        self.want([begin + number for number in numbers])
+
+    def want(self, experts: Sequence[int]) -> None:
+        """Start reading the missing ones of these experts; at most `slots`.
 
         Raises ClosedError when the stream was closed, StoppedError when the pass was.
         """
         if self._is_still:
             return
-        ensure(len(records) <= self.slots, "all experts of a layer have slots")
+        ensure(len(experts) <= self.slots, "all experts of a layer have slots")
         self._check_running()
-        self._uses[[*records]] += self._weight
-        needed = [self._slots[record] for record in records if record in self._slots]
-        for record in records:
-            if record not in self._slots:
+        self._uses[[*experts]] += self._weight
+        needed = [self._slots[expert] for expert in experts if expert in self._slots]
+        for expert in experts:
+            if expert not in self._slots:
                 slot = self._free.pop() if self._free else self._given_up(needed)
-                self._begin(record, slot)
-                self._slots[record] = slot
-                self._held[slot] = record
+                self._begin(expert, slot)
+                self._slots[expert] = slot
+                self._held[slot] = expert
                 needed.append(slot)
 
-    def take(self, record: int) -> _Made:
-        """Wait for a record and return the result of `make` for it; raises as `WeightStream._loaded`."""
+    def take(self, expert: int) -> Pair:
+        """Wait for an expert and return its products; raises as `WeightStream._loaded`."""
         if self._is_still:
-            if record not in self._still:
-                self._still[record] = self._make(record, self.buffers[record % self.slots])
-            return self._still[record]
+            if expert not in self._still:
+                self._still[expert] = self._over(expert, self.buffers[expert % self.slots])
+            return self._still[expert]
         self._still.clear()
-        if (made := self._made.get(record)) is not None:
+        if (made := self._made.get(expert)) is not None:
             return made
-        if record not in self._slots:
-            self.want([record])
-        memory = self._loaded(record, self._slots[record])
-        self._made[record] = made = self._make(record, memory)
+        if expert not in self._slots:
+            self.want([expert])
+        memory = self._loaded(expert, self._slots[expert])
+        self._made[expert] = made = self._over(expert, memory)
         return made
 
+    def check(self, progress: Progress) -> None:
+        """Read each expert once; raises DamagedFileError unless it is what was written."""
+        step = max(1, self.slots // 2)
+        with self.passing():
+            for begin in range(0, len(self._places), step):
+                some = range(begin, min(begin + step, len(self._places)))
+                self.want(some)
+                for number in some:
+                    self.take(number)
+                    progress.advance(self._places[number].length)
+
+    def _over(self, expert: int, memory: memoryview) -> Pair:
+        first, last = (part.over(self._kernels, self._places[expert], memory) for part in self._parts[expert])
+        return first, last
+
     def _given_up(self, needed: Sequence[int]) -> int:
-        """Return the slot of the least used record; `needed` slots stay."""
+        """Return the slot of the least used expert; `needed` slots stay."""
         uses = self._uses[self._held]
         uses[[*needed]] = np.inf
         slot = int(uses.argmin())
-        record = int(self._held[slot])
-        self._made.pop(record, None)
-        del self._slots[record]
+        expert = int(self._held[slot])
+        self._made.pop(expert, None)
+        del self._slots[expert]
         return slot
+
+
+def _times(stream: ExpertStream, expert: int, which: int, x: Tensor) -> Tensor:
+    return stream.take(expert)[which](x)

@@ -27,7 +27,7 @@ import re
 import shutil
 import zlib
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -41,6 +41,8 @@ from specinfer.files import NewFile, cache_dir, locked, read_by_pieces
 from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
+from specinfer.models.safetensors import DTYPE_NAMES
+from specinfer.models.stream import StreamRecord
 
 _VERSION: Final = 4  # version of the numbers and their layout; files of other versions are made again
 _PAGE: Final = 4096  # alignment of records, for readers that bypass the page cache
@@ -51,13 +53,7 @@ _MAX_HEADER: Final = 1 << 28
 _UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
 _KNOWN: Final = re.compile(rb'"header":"([0-9a-f]{8})"')
 _LAYER: Final = re.compile(r"(.*?\blayers\.\d+(?:\.mlp\.experts\.\d+)?)\.")
-_NAMES: Final = {
-    torch.uint8: "U8",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-}
-_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -81,7 +77,7 @@ class Record(NamedTuple):
 def prepared_path(model: Path, kind: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
     """The path of a model's prepared file: in `folder`, by default in the user's cache."""
     place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
-    name = f"{model.name.removesuffix('.gguf')}-{kind}-{_NAMES[dtype].lower()}-{place}.safetensors"
+    name = f"{model.name.removesuffix('.gguf')}-{kind}-{DTYPE_NAMES[dtype].lower()}-{place}.safetensors"
     return (folder or cache_dir() / "prepared") / name
 
 
@@ -94,7 +90,7 @@ def identity(model: Path, kind: str, dtype: torch.dtype, borrowed: Path | None =
     return {
         "made_by": f"specinfer prepared {_VERSION}",
         "kind": kind,
-        "dtype": _NAMES[dtype],
+        "dtype": DTYPE_NAMES[dtype],
         "model": json.dumps(states[0] if borrowed is None else states),
     }
 
@@ -141,6 +137,11 @@ class PreparedFile:
             return None
         entries = {name: entry for name, entry in entries.items() if name in checksums}
         return cls(path, _with_tensors(records, entries, 8 + length), checksums, largest)
+
+    def stream_records(self, names: Sequence[str]) -> list[StreamRecord]:
+        """These records, for a stream."""
+        records = [(self.records[name], name) for name in names]
+        return [StreamRecord(record.offset, record.length, record.crc, name) for record, name in records]
 
     def read(self, name: str, into: Weight) -> None:
         """Fill `into` with that matrix; raises DamagedFileError if its checksum does not match."""
@@ -237,7 +238,7 @@ class NewPreparedFile:
                 self._pad(_LINE)
                 own = f"{name}.{field}"
                 checksum = self._threads.submit(_checksum, own, tensor)
-                self._append(own, _NAMES[tensor.dtype], tensor.shape, _bytes(tensor))
+                self._append(own, DTYPE_NAMES[tensor.dtype], tensor.shape, _bytes(tensor))
                 self._checksums[own] = checksum.result()
         except OSError as error:
             self._give_up(error)
@@ -245,7 +246,7 @@ class NewPreparedFile:
             self._largest[name] = float(weight.scales.max())
 
     def finish(self) -> None:
-        """Write the header, give the file its name, and remove the file of an older version."""
+        """Write the header, and give the file its name."""
         if self._file is None:
             return
         try:
@@ -255,9 +256,6 @@ class NewPreparedFile:
             self._file.keep()
         except OSError as error:
             self._give_up(error)
-            return
-        with suppress(OSError):
-            (cache_dir() / "quantized" / self._path.name).unlink(missing_ok=True)
 
     def _header(self) -> bytes:
         made_from = {
@@ -383,5 +381,5 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _checksum(name: str, tensor: Tensor) -> int:
     """A checksum of a tensor's name, dtype, shape and bytes."""
-    kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
+    kind = f"{name} {DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}"
     return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))

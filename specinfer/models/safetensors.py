@@ -32,7 +32,7 @@ from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
-_NAMES: Final = {
+DTYPE_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -43,7 +43,7 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS: Final = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MAX_BYTES: Final = 1 << 62
@@ -66,7 +66,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 
     for name, tensor in tensors.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + len(data)],
         }

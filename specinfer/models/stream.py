@@ -212,12 +212,8 @@ class WeightStream:
             threading.Thread(target=self._readers.run, name=f"specinfer-reader-{number}", daemon=True)
             for number in range(disk.readers)
         ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # the process has too many threads
-            self._end()
-            raise
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> Self:
         return self

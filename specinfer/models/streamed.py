@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -29,21 +29,19 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import BlocksWeight, FloatWeight, Int4Weight, Int8Weight, Weight
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import Product
 from specinfer.models.draft_memory import DraftMemory, tensor_in
-from specinfer.models.expert_stream import ExpertStream
+from specinfer.models.expert_stream import ExpertPart, ExpertStream, Pair
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable, TableOnDisk
-from specinfer.models.stream import LayerStream, StreamRecord
-from specinfer.models.weight_memory import Weights, product_over
+from specinfer.models.stream import LayerStream
+from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
 _Part = TypeVar("_Part")
 _LAYER: Final = re.compile(r".*\blayers\.\d+")
-_EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
 _KINDS: Final[Mapping[Quantization, type[Weight]]] = {
     "int8": Int8Weight,
     "int4": Int4Weight,
@@ -55,11 +53,6 @@ def layer_records(file: PreparedFile) -> list[str]:
     """The names of a prepared model's layers, in order."""
     names = [name for name in file.records if _LAYER.fullmatch(name)]
     return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
-
-
-def expert_records(file: PreparedFile) -> list[str]:
-    """The names of a prepared mixture's experts, layer by layer."""
-    return [name for name in file.records if _EXPERT.fullmatch(name)]
 
 
 def table_on_disk(file: PreparedFile) -> TableOnDisk:
@@ -83,75 +76,6 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
 
 def _viewed(dtype: torch.dtype, octets: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(octets).view(dtype)
-
-
-class ExpertPart(NamedTuple):
-    """One of the two products of an expert, created over the memory of its matrix."""
-
-    matrix: str  # name in a prepared file
-    kind: type[Weight]
-    inner: int
-    channels: int
-    bias: Tensor | None
-    largest: float | None
-    parts: SumParts | None
-
-    def over(self, kernels: Kernels, record: Record, memory: memoryview) -> Product:
-        """The product over memory with a record."""
-        views = [tensor_in(memory, record.tensors[f"{self.matrix}.{field}"]) for field in self.kind._fields]
-        weight = self.kind(*views)
-        return product_over(kernels, weight, self.bias, self.inner, self.channels, self.largest, self.parts)
-
-
-Pair = tuple[Product, Product]
-
-
-class StreamedExperts:
-    """The experts of all layers, as products that are there once their expert is."""
-
-    def __init__(self, kernels: Kernels, file: PreparedFile, slots: int, disk: DiskRate) -> None:
-        names = expert_records(file)
-        self.numbers = {name: number for number, name in enumerate(names)}
-        self.records = [file.records[name] for name in names]
-        self.parts: dict[int, tuple[ExpertPart, ExpertPart]] = {}
-        parts, kept = self.parts, self.records  # not this object, which leads to the stream
-
-        def make(number: int, memory: memoryview) -> Pair:
-            first, last = (part.over(kernels, kept[number], memory) for part in parts[number])
-            return first, last
-
-        streamed = [
-            StreamRecord(record.offset, record.length, record.crc, name)
-            for name, record in zip(names, kept, strict=True)
-        ]
-        self.stream = ExpertStream(StreamSource(file.path), streamed, make, slots=slots, disk=disk)
-
-    def products(self, name: str, parts: tuple[ExpertPart, ExpertPart]) -> Pair:
-        """The two products of the expert with this record."""
-        number = self.numbers[name]
-        self.parts[number] = parts
-        return partial(_times, self.stream, number, 0), partial(_times, self.stream, number, 1)
-
-    def want(self, first: str, numbers: Sequence[int]) -> None:
-        """Start reading these experts; number 0 has the record `first`."""
-        begin = self.numbers[first]
-        self.stream.want([begin + number for number in numbers])
-
-    def check(self, progress: Progress) -> None:
-        """Read each once; raises DamagedFileError unless it is what was written."""
-        stream, count = self.stream, len(self.records)
-        step = max(1, stream.slots // 2)
-        with stream.passing():
-            for begin in range(0, count, step):
-                some = range(begin, min(begin + step, count))
-                stream.want(some)
-                for number in some:
-                    stream.take(number)
-                    progress.advance(self.records[number].length)
-
-
-def _times(stream: ExpertStream[Pair], expert: int, which: int, x: Tensor) -> Tensor:
-    return stream.take(expert)[which](x)
 
 
 class StreamedWeights(Weights):
@@ -179,22 +103,16 @@ class StreamedWeights(Weights):
         self._layers = layer_records(file)
         self._streamed = {number: place for place, number in enumerate(placement.streamed)}
         self._table_in_memory = table_in_memory
-        self._experts: StreamedExperts | None = None
+        self._experts: ExpertStream | None = None
         self._layer_stream: LayerStream | None = None
-        records = [
-            StreamRecord(record.offset, record.length, record.crc, name)
-            for name in (self._layers[number] for number in placement.streamed)
-            for record in (file.records[name],)
-        ]
-        if records:
-            source = StreamSource(file.path)
+        if streamed := [self._layers[number] for number in placement.streamed]:
+            source, records = StreamSource(file.path), file.stream_records(streamed)
             self._layer_stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
             if draft_memory is not None:
-                streamed = [self._layers[number] for number in placement.streamed]
                 draft_memory.serve(self._layer_stream, file, streamed)
         if placement.experts is not None:
-            self._experts = StreamedExperts(kernels, file, placement.experts.slots, disk)
-        self.stream = self._layer_stream if self._experts is None else self._experts.stream
+            self._experts = ExpertStream(kernels, file, slots=placement.experts.slots, disk=disk)
+        self.stream = self._layer_stream or self._experts
         self._buffer: memoryview | None = None  # memory of the layer being built
         self._record: Record | None = None  # record of that layer
         # vectors of that layer, shared by all its copies
@@ -246,7 +164,7 @@ class StreamedWeights(Weights):
 
     def expert_prefetch(self, first: str) -> Callable[[Sequence[int]], None] | None:
         """See `Weights.expert_prefetch`."""
-        return None if self._experts is None else partial(self._experts.want, first)
+        return None if self._experts is None else partial(self._experts.want_of_layer, first)
 
     def _expert_part(self, names: Sequence[str], bias: bool, parts: SumParts | None) -> ExpertPart:
         matrices = [f"{name}.weight" for name in names]

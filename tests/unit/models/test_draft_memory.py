@@ -15,7 +15,7 @@ from specinfer.kernels.layout import Int4Weight, Int8Weight
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.open_model import open_model
 from specinfer.models.prepared import PreparedFile
-from specinfer.models.stream import LayerStream, StreamRecord
+from specinfer.models.stream import LayerStream
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import prepare
 from tests.kernels import kernels
@@ -41,11 +41,7 @@ def draft_memory(files: tuple[PreparedFile, PreparedFile]) -> Iterator[DraftMemo
     target, twin = files
     names = layer_records(target)
     found = DraftMemory(twin, [*layer_records(twin), "lm_head"], target, names, disk(piece=2 * PAGE))
-    records = [
-        StreamRecord(one.offset, one.length, one.crc, name)
-        for name in names
-        for one in (target.records[name],)
-    ]
+    records = target.stream_records(names)
     with LayerStream(StreamSource(target.path), records, buffers=2, disk=disk()) as stream:
         found.serve(stream, target, names)
         yield found

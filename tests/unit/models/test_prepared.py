@@ -16,7 +16,6 @@ from specinfer.errors import DamagedFileError
 from specinfer.kernels.layout import (
     FloatTable,
     FloatWeight,
-    Int8Weight,
     Weight,
     empty_floats,
     lay_out_floats,
@@ -95,15 +94,6 @@ def test_what_was_written_is_read(path: Path) -> None:
         got = empty(want)
         file.read(name, got)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_a_matrix_is_read_into_the_middle_of_a_buffer(path: Path) -> None:
-    want = quantize_int8(random(20, 40))
-    buffer, scales = torch.full((4, 16, 16, 4), 7, dtype=torch.uint8), torch.zeros(4, 16)
-    opened(path).read(QKV, Int8Weight(buffer[1:3], scales[1:3]))
-    assert torch.equal(buffer[1:3], want.values)
-    assert buffer[[0, 3]].eq(7).all()
-    assert torch.equal(scales[1:3], want.scales)
 
 
 def test_it_is_a_safetensors_file_and_alone_in_its_folder(path: Path) -> None:
@@ -259,17 +249,6 @@ def test_without_finish_nothing_is_left(tmp_path: Path) -> None:
     with new(tmp_path / "kept.safetensors") as making:
         making.write(*contents()[0])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_takes_the_place_of_an_older_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_bytes(b"old")
-    monkeypatch.setenv("SPECINFER_CACHE", str(path.parent))
-    old = path.parent / "quantized" / path.name  # path of the previous version
-    old.parent.mkdir()
-    old.write_bytes(b"old")
-    write(path)
-    opened(path)
-    assert not old.exists()
 
 
 def test_what_killed_processes_left_is_removed_by_who_has_the_lock(path: Path) -> None:

@@ -55,25 +55,6 @@ def test_readers_that_are_stuck_are_left_behind_with_a_word(
     until(lambda: not readers())
 
 
-def test_no_reader_is_left_where_not_all_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = threading.Thread.start
-    count = 0
-
-    def start(thread: threading.Thread) -> None:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise RuntimeError("can't start new thread")
-        started(thread)
-
-    records = pages(1, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="start new thread"):
-            LayerStream(source_of(records), records, buffers=2, disk=disk(4))
-    until(lambda: not readers())
-
-
 def test_an_interrupt_ends_a_wait_at_once_and_the_next_pass_is_right() -> None:
     records = pages(1, 1, 1)
     source = source_of(records)
