@@ -6,9 +6,10 @@ the headers, and models/families converts the metadata.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,11 @@ class _Placed:
 class GGUFFile:
     """An open GGUF model: its config, and its tensors with the decoder's names and order of rows.
 
-    Raises ModelFileError if the file is truncated or damaged, ModelError if it needs unsupported features.
+    Raises ModelFileError if the file is damaged, ModelError if it needs unsupported features.
     """
 
     def __init__(self, header: GgufHeader) -> None:
+        """`header` is that of complete files (`check_complete`)."""
         self.path = header.path
         self._tensors = _read_table(header)
         rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
@@ -176,10 +178,10 @@ def _octets(tensor: _Placed, start: int, stop: int) -> NDArray[np.uint8]:
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:
-    """The tensors by name; raises ModelFileError if one exceeds its file."""
+    """The tensors of complete files by name."""
     placed: dict[str, _Placed] = {}
     for part in (header, *header.parts):
-        path, size = part.path, part.path.stat().st_size
+        path = part.path
         for tensor in part.tensors:
             shape = tensor.shape[::-1]
             if not 1 <= len(shape) <= 4 or min(shape) < 1 or tensor.name in placed:
@@ -187,56 +189,32 @@ def _read_table(header: GgufHeader) -> dict[str, _Placed]:
                     f"{path}: the entry of tensor {tensor.name!r} is damaged; get the file again"
                 )
             kind = tensor_kind(path, tensor)
-            if kind.name not in _PLAIN and not _dequantized(kind):
+            # Of the usual kinds it is known without importing the package.
+            if kind not in TENSOR_KINDS.values() and not _dequantizes(kind):
                 raise ModelFileError(
                     f"{path}: tensor {tensor.name!r} is of type {kind.name}; supported: "
-                    f"{' '.join(_readable())}. Use another quantization of the model."
+                    f"{' '.join(usual.name for usual in TENSOR_KINDS.values())}, and other kinds that the "
+                    "gguf package dequantizes. Use another quantization of the model."
                 )
-            offset = part.data_offset + tensor.offset
-            placed[tensor.name] = _place(path, tensor.name, kind, shape, offset, size)
+            _, block, block_bytes = kind
+            row = shape[-1] if len(shape) > 1 else 1
+            if row % block:
+                raise ModelFileError(
+                    f"{path}: a row of tensor {tensor.name!r} has {row} elements, {kind.name} needs a "
+                    f"multiple of {block}; the file is damaged, get it again"
+                )
+            row_bytes = row // block * block_bytes * math.prod(shape[1:-1])
+            placed[tensor.name] = _Placed(path, kind, shape, part.data_offset + tensor.offset, row_bytes)
     return placed
 
 
-def _dequantized(kind: TensorKind) -> bool:
-    """True if the gguf package can dequantize such blocks."""
-    return kind in TENSOR_KINDS.values() or kind.name in _readable()
-
-
-@cache
-def _readable() -> list[str]:
-    """The names of readable types: floats, and those that the installed gguf package dequantizes."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+def _dequantizes(kind: TensorKind) -> bool:
+    """True if the gguf package makes floats of such blocks."""
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    found = [*_PLAIN]
-    for kind in GGMLQuantizationType:
-        if kind.name in _PLAIN or kind not in GGML_QUANT_SIZES:
-            continue
-        try:
-            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
-        except NotImplementedError:
-            continue
-        found.append(kind.name)
-    return found
-
-
-def _place(
-    path: Path, name: str, kind: TensorKind, shape: tuple[int, ...], offset: int, size: int
-) -> _Placed:
-    _, block, block_bytes = kind
-    row = shape[-1] if len(shape) > 1 else 1
-    if row % block:
-        raise ModelFileError(
-            f"{path}: a row of tensor {name!r} has {row} elements, {kind.name} needs a multiple of {block}; "
-            "the file is damaged, get it again"
-        )
-    inner = 1
-    for extent in shape[1:-1]:
-        inner *= extent
-    row_bytes = row // block * block_bytes * inner
-    end = offset + shape[0] * row_bytes
-    if end > size:
-        raise ModelFileError(
-            f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}. Get it again."
-        )
-    return _Placed(path, kind, shape, offset, row_bytes)
+    try:
+        dequantize(np.zeros(kind.block_bytes, dtype=np.uint8), GGMLQuantizationType[kind.name])
+    except NotImplementedError:
+        return False
+    return True

@@ -11,7 +11,6 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.gguf_header import read_header
-from specinfer.models import gguf as kinds_of_gguf
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
@@ -103,27 +102,6 @@ def test_truncated_anywhere(tmp_path):
     for length in (0, 3, 20, 100, 700, len(whole) // 2, len(whole) - 2000):
         cut.write_bytes(whole[:length])
         refused(cut, ModelFileError, r"cut\.gguf")
-
-
-def test_a_type_that_the_package_learns_is_read(tmp_path, monkeypatch):
-    """Q1_0 has a size today, and nothing that makes floats of it."""
-    write(tmp_path / "m.gguf", Kind.Q1_0)
-
-    class Learnt:
-        @classmethod
-        def dequantize(cls, data):
-            return np.repeat(data.reshape(-1, 18)[:, :1].astype(np.float32), 128, axis=1)
-
-    kinds_of_gguf._readable.cache_clear()
-    monkeypatch.setitem(gguf.quants._type_traits, Kind.Q1_0, Learnt)
-    try:
-        rows = GGUFFile(read_header(tmp_path / "m.gguf")).read_rows(
-            "model.layers.0.mlp.down_proj.weight", 3, 5
-        )
-    finally:
-        kinds_of_gguf._readable.cache_clear()
-    assert rows.shape == (2, INNER)
-    assert len(rows.unique()) > 2
 
 
 def test_a_number_beside_a_matrix_multiplies_it(tmp_path):
