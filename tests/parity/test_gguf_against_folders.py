@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from specinfer.hub.gguf_header import read_header
 from specinfer.models.fingerprint import fingerprint, is_of
@@ -67,3 +68,12 @@ def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
         here, there = (model.read_rows(tensor, 0, shape[0]) for model in (folder, file))
         assert torch.equal(here + offset, there), tensor
     assert is_of(fingerprint(file), folder)
+
+
+def test_a_quantized_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
+    theirs = save_random("llama", tmp_path, tied=False, intermediate_size=64)
+    write_gguf(theirs, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
+    folder = SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"])
+    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+    assert is_of(fingerprint(file), folder)
+    assert is_of(fingerprint(folder), file)

@@ -161,6 +161,17 @@ def test_gguf_with_longrope(tmp_path):
     check_all_ways(for_texts_of(LENGTH, tmp_path / "model.gguf"), at_once(theirs))
 
 
+def test_gguf_with_divisors(tmp_path):
+    """The converter writes Llama 3's rope scaling as a tensor of divisors, one per frequency."""
+    theirs = save_random("llama-llama3-rope", tmp_path, tied=True)
+    plain = 1.0 / theirs.config.rope_parameters["rope_theta"] ** (np.arange(0, 8, 2) / 8)
+    factors = plain / theirs.model.rotary_emb.inv_freq.numpy()
+    assert factors.max() > 4
+    assert factors.min() == pytest.approx(1)
+    write_gguf(theirs, tmp_path / "model.gguf", rope_factors=factors.tolist())
+    check_all_ways(ours_of(tmp_path / "model.gguf")[1], at_once(theirs))
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.875])

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specinfer.config import EngineConfig
 from specinfer.engine.memory import MemoryNeeds, draft_bytes
-from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.errors import ModelError, ModelFileError
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import GROUP
@@ -124,13 +123,6 @@ def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_no_weight_is_rounded_a_second_time(tmp_path: Path) -> None:
-    path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
-    want = logits(path, "none")
-    own, second = ((logits(path, kind) - want).norm() for kind in ("gguf", "int4"))
-    assert own < 0.5 * second
-
-
 def test_memory_is_planned_for_what_is_in_memory(tmp_path: Path) -> None:
     """The embeddings stay in the file, unless a head reads them; a prepared file has them, too."""
     table = MATRICES["token_embd.weight"][0] * MATRICES["token_embd.weight"][1] * 4
@@ -170,10 +162,3 @@ def test_a_number_that_products_cannot_use_is_refused(tmp_path: Path) -> None:
         for chosen in (TORCH, kernels("native")):
             with pytest.raises(ModelFileError, match=rf"ffn_down\.weight' has {text}"):
                 logits(path, "gguf", chosen)
-
-
-def test_ranks_do_not_share_blocks_out() -> None:
-    with pytest.raises(
-        ConfigError, match="quantization is 'gguf' with tensor_parallel 2; allowed there: none"
-    ):
-        EngineConfig.from_options("m", {"quantization": "gguf", "tensor_parallel": 2})

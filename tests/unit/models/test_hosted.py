@@ -112,9 +112,7 @@ def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
         theirs = save_tiny(kind, tmp_path / kind, **{key: value})
         opened = open_model(tmp_path / kind, "auto")
         assert isinstance(opened, HostedFolder), kind
-        assert (
-            f"config.json sets {key} = {value}, which specinfer does not compute for models" in caplog.text
-        )
+        assert f"config.json sets {key} = {value}, which specinfer does not compute for models" in caplog.text
         ours = load_model(opened, dtype=torch.float32, device=CPU, kernels=kernels("torch"))
         assert difference(theirs, ours) < TOLERANCE, kind
         with pytest.raises(ModelError, match=f"{key} = {value}.*model_impl auto may run it"):

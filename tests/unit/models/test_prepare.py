@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -112,16 +109,6 @@ def test_an_ordinary_start_makes_the_same_file_but_none_of_floats(folder: Path) 
         assert (folder.parent / "elsewhere" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_record_has_the_matrices_of_a_layer(folder: Path) -> None:
-    records, layer = prepared(folder, "int4").records, "model.layers.1"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    qkv = "+".join(f"{attention}.{name}_proj.weight" for name in "qkv")
-    gate_up = f"{mlp}.gate_proj.weight+{mlp}.up_proj.weight"
-    matrices = [qkv, f"{attention}.o_proj.weight", gate_up, f"{mlp}.down_proj.weight"]
-    fields = ("levels", "scales", "zeros")
-    assert [*records[layer].tensors] == [f"{matrix}.{field}" for matrix in matrices for field in fields]
-
-
 def test_progress_of_preparing(folder: Path) -> None:
     shown = Shown()
     for _ in range(2):  # made, then there
@@ -179,35 +166,6 @@ def test_of_two_that_prepare_a_model_one_waits(
     assert [file.records for file in found] == [found[0].records] * 2
     [line] = caplog.messages
     assert line == f"waiting for another process to make {found[0].path}"
-
-
-@pytest.mark.thorough
-def test_a_killed_process_leaves_no_file_of_that_name(folder: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from specinfer.models.prepared import NewPreparedFile\n"
-        "from tests.unit.models.test_prepare import prepared\n"
-        "def stuck(self):\n"
-        "    print('all but done', flush=True)\n"
-        "    time.sleep(60)\n"
-        "NewPreparedFile.finish = stuck\n"
-        "prepared(Path(sys.argv[1]), 'int8')\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "all but done\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    left = [path.name for path in (folder.parent / "prepared").iterdir() if path.suffix != ".lock"]
-    # Files without a name, which Linux has on most file systems, leave nothing at all.
-    assert [name for name in left if not name.endswith(".partial")] == []
-    assert prepared(folder, "int8").path.exists()
-    assert not [*(folder.parent / "prepared").glob("*.partial")]
 
 
 def fail_to_write(self: NewFile, data: bytes | memoryview) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.model_files import files_of
 from specinfer.kernels.choice import TORCH
-from specinfer.kernels.product import ProductOptions
-from specinfer.kernels.quantized import NativeProducts
-from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import chosen_rows
 from specinfer.models.weight_sizes import estimate_bytes
@@ -21,7 +17,6 @@ from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
-from tests.passes import forward
 from tests.shown import Shown
 from tests.tiny_models import write_tiny_llama
 
@@ -42,28 +37,6 @@ def rewrite(folder, change):
 def logits_of(model, token_ids=(3, 1, 4)):
     runner = ModelRunner(model, num_blocks=1, block_size=len(token_ids))
     return runner.forward([Rows(token_ids, 0, [0], 0)])
-
-
-def test_a_folder_loads_and_says_what_it_is(tmp_path):
-    model = load(write_tiny_llama(tmp_path, vocab_size=40))
-    assert (model.dtype, model.device, model.config.vocab_size) == (torch.float32, CPU, 40)
-    logits = logits_of(model)
-    assert logits.shape == (3, 40)
-    assert logits.isfinite().all()
-    assert open_model(tmp_path).config == model.config
-
-
-def test_logit_rows_are_those_rows_of_all_logits(tmp_path):
-    model = load(write_tiny_llama(tmp_path))
-
-    def attend(heads, qkv_TC, rotation):
-        return qkv_TC[:, : model.config.num_heads * model.config.head_dim]
-
-    ids = torch.tensor([1, 2, 3, 4])
-    every = forward(model, ids, ids, attend)
-    some = forward(model, ids, ids, attend, torch.tensor([2, 0]))
-    torch.testing.assert_close(some, every[[2, 0]])
-    assert forward(model, ids, ids, attend, torch.tensor([], dtype=torch.int64)).shape == (0, 64)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -207,15 +180,6 @@ def test_quantized_logits_are_near_and_the_same_from_the_cache(tied, quantizatio
     assert torch.equal(logits_of(load_quantized(folder, tmp_path / "cache", quantization)), made)
 
 
-def test_activations_of_another_dtype_have_a_cache_of_their_own(tmp_path):
-    folder = write_tiny_llama(tmp_path / "m")
-    want = logits_of(load_quantized(folder, tmp_path / "cache"))
-    half = load_model(folder, dtype=torch.bfloat16, device=CPU, quantization="int4", cache=tmp_path / "cache")
-    assert logits_of(half).dtype is torch.bfloat16
-    assert torch.equal(logits_of(load_quantized(folder, tmp_path / "cache")), want)
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
-
-
 def test_damage_in_the_cache_is_mended(tmp_path, caplog):
     folder = write_tiny_llama(tmp_path / "m")
     want = logits_of(load_quantized(folder, tmp_path / "cache"))
@@ -229,15 +193,6 @@ def test_damage_in_the_cache_is_mended(tmp_path, caplog):
         assert torch.equal(logits_of(load_quantized(folder, tmp_path / "cache")), want)
         assert kept.read_bytes() == whole
         assert len(caplog.records) == lines
-
-
-def test_a_changed_model_is_quantized_anew(tmp_path):
-    folder = write_tiny_llama(tmp_path / "m")
-    before = logits_of(load_quantized(folder, tmp_path / "cache"))
-    rewrite(folder, lambda t: t.update({name: w * 1.5 for name, w in t.items() if "down" in name}))
-    after = logits_of(load_quantized(folder, tmp_path / "cache"))
-    assert not torch.allclose(after, before)
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
 
 
 def test_matrices_whose_rows_fill_no_block(tmp_path):
@@ -254,17 +209,6 @@ def test_a_start_that_keeps_nothing_reads_what_is_kept(tmp_path):
     assert not cache.exists()
     for keep in (True, False):
         assert torch.equal(logits_of(load_quantized(folder, cache, keep=keep)), want)
-
-
-def test_native_products_and_twins_give_the_same_logits(tmp_path):
-    folder = write_tiny_llama(tmp_path / "m")
-    library = kernels("native").library
-    # Few loose rows of int4 have the twins' bits on every CPU.
-    native = replace(TORCH, products=NativeProducts(library, ProductOptions(loose=True)))
-    for quantization in ("int8", "int4"):
-        twins = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
-        ours = logits_of(load_quantized(folder, tmp_path / "cache", quantization, kernels=native))
-        assert torch.equal(ours, twins)
 
 
 def test_the_first_logits_are_no_copy_of_the_output_layer():
