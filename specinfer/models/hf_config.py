@@ -86,8 +86,7 @@ def no_rope(c: Fields) -> tuple[Rope | None, Rope | None]:
 class HfFamily:
     """How to read the folders of one family: as a Llama, apart from the fields that differ."""
 
-    model_types: tuple[str, ...]  # in config.json
-    family: Family
+    family: Family  # its value is the model_type in config.json
     defaults: Fields  # transformers' values of keys that config.json omits
     keys: ConfigKeys = USUAL
     adjusted: Callable[[ModelConfig, Fields], ModelConfig] = lambda config, _: config  # by its own keys
@@ -96,9 +95,15 @@ class HfFamily:
     # The embeddings of layers without a window, and of those with one if they differ.
     ropes: Callable[[Fields], tuple[Rope | None, Rope | None]] = one_rope
     names: Names = field(default_factory=Names)
-    embeddings: str = "model.embed_tokens.weight"  # in files of the whole model
+    also: tuple[str, ...] = ()  # further model_types
     text_in: Collection[str] = ()  # model_types with the text model's fields in `text_config`
     others: tuple[str, ...] = ()  # prefixes of tensors of other modalities, which are ignored
+
+    @property
+    def embeddings(self) -> str:
+        """The name of the embeddings in files of the whole model."""
+        ours = "model.embed_tokens"
+        return next((name for name, own in self.names.outside.items() if own == ours), ours) + ".weight"
 
     def config(self, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         """The config of a model with the fields `c`, and with token ids from all of `ids`.
@@ -107,7 +112,7 @@ class HfFamily:
         """
         for name in _SWITCHES:
             if c.get(name) and name not in self.defaults:
-                raise not_computed(name, c[name], self.model_types[0])
+                raise not_computed(name, c[name], self.family.value)
         c, keys = self.given({**self.defaults, **c}), self.keys
         rope, local_rope = self.ropes(c)
         hidden, heads = count(c, keys.hidden), count(c, keys.heads)

@@ -1,11 +1,11 @@
-"""Falcon, MPT, GPT-NeoX and StableLM: LayerNorms, most with parallel blocks or ALiBi.
+"""Falcon, MPT, GPT-NeoX, StableLM and Cohere's Command: LayerNorms, most with parallel blocks or ALiBi.
 
 Falcon has parallel attention and MLP, and few key-value heads; its first 1B and 7B RW models use ALiBi. Two
 switches select one of three layouts: one key-value head for all query heads, one for each query head, and
 since the 40B model (`new_decoder_architecture`) a given number of them.
 
 MPT has ALiBi, LayerNorms without a bias, and optional clipping of queries, keys and values. GPT-NeoX (Pythia)
-and StableLM have partial rope.
+and StableLM have partial rope. Command models have one norm for both blocks, and rope of adjacent elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, mapping, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
-from specinfer.models.hf_config import BIASED, ConfigKeys, HfFamily, no_rope, one_rope
+from specinfer.models.gguf_config import windows as gguf_windows
+from specinfer.models.hf_config import (
+    BIASED,
+    ConfigKeys,
+    HfFamily,
+    but_every,
+    no_rope,
+    one_rope,
+    window_of,
+    windows,
+)
 from specinfer.models.positions import Alibi, Rope
 from specinfer.models.sources import QKV, Names
 
@@ -88,7 +98,7 @@ _NEOX: Final[Fields] = {
     "rotary_pct": 0.25,
     "rotary_emb_base": 10000.0,
 }
-_NEOX_KEYS: Final = replace(BIASED, norm_eps="layer_norm_eps")
+_EPS_KEYS: Final = replace(BIASED, norm_eps="layer_norm_eps")
 _STABLELM: Final[Fields] = {
     "layer_norm_eps": 1e-5,
     "max_position_embeddings": 4096,
@@ -99,6 +109,20 @@ _STABLELM: Final[Fields] = {
 _LAYER: Final[Mapping[str, Any]] = {"norm": Norm.LAYER}
 _UNGATED: Final[Mapping[str, Any]] = {**_LAYER, "gated_mlp": False}
 _UNGATED_GELU: Final[Mapping[str, Any]] = {**_UNGATED, "activation": Activation.GELU}
+_COHERE: Final[Fields] = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+}
+_COHERE_2: Final[Fields] = {
+    **_COHERE,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_SIDE_BY_SIDE: Final[Mapping[str, Any]] = {"norm": Norm.LAYER, "parallel_block": True, "shared_norm": True}
 
 
 def _falcon_given(c: Fields) -> Fields:
@@ -190,9 +214,33 @@ def _stablelm_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     return replace(config, parallel_block=parallel, shared_norm=parallel)
 
 
+def _cohere(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, logit_scale=positive(c, "logit_scale"))
+
+
+def _cohere_2(config: ModelConfig, c: Fields) -> ModelConfig:
+    pattern = count(c, "sliding_window_pattern")
+    return _windowed(_cohere(config, c), windows(c, window_of(c), but_every(pattern)))
+
+
+def _windowed(config: ModelConfig, found: tuple[int | None, ...]) -> ModelConfig:
+    """Set these windows; layers without a window have no rope either."""
+    plain = frozenset(layer for layer, window in enumerate(found) if window is None)
+    return replace(config, layer_windows=found, layers_without_rope=plain)
+
+
+def _cohere_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    return _cohere(config, head.fields)
+
+
+def _cohere_2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    pattern = count(head.fields, "attention.sliding_window_pattern", 4)
+    return _windowed(_cohere(config, head.fields), gguf_windows(config, head, but_every(pattern)))
+
+
+_NEIGHBOURS: Final = Names(neighbours=True)
 HF: Final = (
     HfFamily(
-        ("falcon", "RefinedWeb", "RefinedWebModel"),
         Family.FALCON,
         _FALCON,
         _FALCON_KEYS,
@@ -213,10 +261,9 @@ HF: Final = (
             },
             by_key_head=True,
         ),
-        embeddings="transformer.word_embeddings.weight",
+        also=("RefinedWeb", "RefinedWebModel"),
     ),
     HfFamily(
-        ("mpt",),
         Family.MPT,
         _MPT,
         _MPT_KEYS,
@@ -236,13 +283,11 @@ HF: Final = (
                 "ffn.down_proj": "mlp.down_proj",
             },
         ),
-        embeddings="transformer.wte.weight",
     ),
     HfFamily(
-        ("gpt_neox",),
         Family.NEOX,
         _NEOX,
-        _NEOX_KEYS,
+        _EPS_KEYS,
         _neox,
         {**_UNGATED, "norm_bias": True, "mlp_bias": True},
         given=lambda c: {
@@ -265,16 +310,16 @@ HF: Final = (
             },
             by_key_head=True,
         ),
-        embeddings="gpt_neox.embed_in.weight",
     ),
     HfFamily(
-        ("stablelm",),
         Family.STABLELM,
         _STABLELM,
-        replace(_NEOX_KEYS, qkv_bias="use_qkv_bias", o_bias=""),
+        replace(_EPS_KEYS, qkv_bias="use_qkv_bias", o_bias=""),
         _stablelm,
         {**_LAYER, "norm_bias": True},
     ),
+    HfFamily(Family.COHERE, _COHERE, _EPS_KEYS, _cohere, _SIDE_BY_SIDE, names=_NEIGHBOURS),
+    HfFamily(Family.COHERE2, _COHERE_2, _EPS_KEYS, _cohere_2, _SIDE_BY_SIDE, names=_NEIGHBOURS),
 )
 _STACKED: Final = {**INSIDE, "attn_qkv": QKV}
 GGUF: Final = (
@@ -282,4 +327,6 @@ GGUF: Final = (
     GgufFamily("mpt", Family.MPT, _mpt_from_gguf, _UNGATED_GELU, _STACKED, rope=False),
     GgufFamily("gptneox", Family.NEOX, _neox_from_gguf, _UNGATED_GELU, _STACKED),
     GgufFamily("stablelm", Family.STABLELM, _stablelm_from_gguf, _LAYER),
+    GgufFamily("command-r", Family.COHERE, _cohere_from_gguf, _SIDE_BY_SIDE, neighbours=True),
+    GgufFamily("cohere2", Family.COHERE2, _cohere_2_from_gguf, _SIDE_BY_SIDE, neighbours=True),
 )

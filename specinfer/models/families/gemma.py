@@ -1,4 +1,8 @@
-"""Gemma: norms before and after each block, scaled embeddings, GELU, windows in some of the layers."""
+"""Gemma and OLMo: norms of what blocks return, and windows in some of the layers.
+
+Gemma 2 and 3 have norms before and after each block, scaled embeddings and GELU. OLMo 1 has LayerNorms
+without weights; OLMo 2 and 3 have norms after blocks, and of q and k.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, NormPlace, QkNorm
+from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.fields import Fields, count, optional_positive, positive
-from specinfer.models.gguf_config import BOTH_SIDES, GgufFamily, GgufHead
+from specinfer.models.gguf_config import BEHIND, BOTH_SIDES, GgufFamily, GgufHead
+from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.gguf_config import windows as gguf_windows
 from specinfer.models.hf_config import BIASED, HfFamily, but_every, defaults, head_dim, window_of, windows
 from specinfer.models.positions import Rope, ropes_by_layer_type
+from specinfer.models.sources import Names
 
 # Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
 _GEMMA_3: Final = defaults(
@@ -50,6 +56,12 @@ _KEYS: Final = replace(BIASED, activation="hidden_activation")
 _BOTH: Final[Mapping[str, Any]] = {"norm_place": NormPlace.BOTH}
 _OFFSET: Final[Mapping[str, Any]] = {"norm_weight_offset": 1.0}  # in GGUF files weights have it already
 _GELU: Final[Mapping[str, Any]] = {"activation": Activation.GELU_TANH}
+_OLMO_2: Final = defaults(eps=1e-5, context=2048)
+_OLMO: Final[Fields] = {**_OLMO_2, "clip_qkv": None}
+_OLMO_3: Final[Fields] = {**_OLMO_2, "rope_theta": 500000.0, "sliding_window": 4096}
+_OLMO_LAYER: Final[Mapping[str, Any]] = {"norm": Norm.LAYER}
+_OLMO_NORMS: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.WHOLE, "norm_place": NormPlace.BEHIND}
+_OLMO_WINDOWS: Final = but_every(4)
 
 
 def _scaled(config: ModelConfig, _: object) -> ModelConfig:
@@ -121,17 +133,48 @@ def _gemma3_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     )
 
 
+def _olmo(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, qkv_clip=optional_positive(c, "clip_qkv"))
+
+
+def _olmo_3_ropes(c: Fields) -> tuple[Rope, Rope | None]:
+    """Rope scaling applies to layers without a window."""
+    theta = positive(c, "rope_theta")
+    rope, local_rope = ropes_by_layer_type(c, head_dim(c), theta=theta, local_theta=theta)
+    return rope, None if local_rope == rope else local_rope
+
+
+def _olmo_3(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, layer_windows=windows(c, window_of(c), _OLMO_WINDOWS))
+
+
+def _olmo_2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    """Reads OLMo 3 as well, whose files have the architecture olmo2 and a window."""
+    rope = config.rope
+    assert rope is not None
+    if gguf_window(head.fields) is None:
+        return config
+    local_rope = replace(rope, yarn=None, linear_factor=1.0)
+    return replace(
+        config,
+        family=Family.OLMO3,
+        local_rope=None if local_rope == rope else local_rope,
+        layer_windows=gguf_windows(config, head, _OLMO_WINDOWS),
+    )
+
+
+_ONES: Final = ("model.norm", "input_layernorm", "post_attention_layernorm")
 HF: Final = (
-    HfFamily(("gemma",), Family.GEMMA, _GEMMA, BIASED, _scaled, _OFFSET, given=_with_exact_name),
-    HfFamily(("gemma2",), Family.GEMMA2, _GEMMA_2, _KEYS, _gemma2, {**_OFFSET, **_BOTH}),
+    HfFamily(Family.GEMMA, _GEMMA, BIASED, _scaled, _OFFSET, given=_with_exact_name),
+    HfFamily(Family.GEMMA2, _GEMMA_2, _KEYS, _gemma2, {**_OFFSET, **_BOTH}),
     HfFamily(
-        ("gemma3", "gemma3_text"),
         Family.GEMMA3,
         _GEMMA_3,
         _KEYS,
         _gemma3,
         {**_OFFSET, **_BOTH, "qk_norm": QkNorm.HEAD},
         ropes=_ropes,
+        also=("gemma3_text",),
         text_in=("gemma3",),
         others=(
             "vision_tower.",
@@ -140,9 +183,22 @@ HF: Final = (
             "model.multi_modal_projector.",
         ),
     ),
+    HfFamily(
+        Family.OLMO,
+        _OLMO,
+        BIASED,
+        _olmo,
+        _OLMO_LAYER,
+        given=lambda c: {**c, "rms_norm_eps": 1e-5},  # no key holds it
+        names=Names(ones=_ONES),
+    ),
+    HfFamily(Family.OLMO2, _OLMO_2, BIASED, fixed=_OLMO_NORMS),
+    HfFamily(Family.OLMO3, _OLMO_3, BIASED, _olmo_3, _OLMO_NORMS, ropes=_olmo_3_ropes),
 )
 GGUF: Final = (
     GgufFamily("gemma", Family.GEMMA, _scaled, _GELU),
     GgufFamily("gemma2", Family.GEMMA2, _gemma2_from_gguf, {**_GELU, **_BOTH}, BOTH_SIDES),
     GgufFamily("gemma3", Family.GEMMA3, _gemma3_from_gguf, {**_GELU, **_BOTH}, BOTH_SIDES, theta=1e6),
+    GgufFamily("olmo", Family.OLMO, fixed=_OLMO_LAYER, neighbours=True, ones=_ONES),
+    GgufFamily("olmo2", Family.OLMO2, _olmo_2_from_gguf, _OLMO_NORMS, BEHIND),
 )

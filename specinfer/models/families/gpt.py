@@ -117,7 +117,6 @@ _INSIDE: Final[Inside] = {
     "mlp.c_proj": "mlp.down_proj",
 }
 _MATRICES: Final = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-_TABLE: Final = "transformer.wte.weight"
 _OPT_NAMES: Final = Names(
     layers="model.decoder.layers.",
     outside={
@@ -137,7 +136,6 @@ _OPT_NAMES: Final = Names(
 )
 HF: Final = (
     HfFamily(
-        ("gpt2",),
         Family.GPT2,
         _GPT_2,
         _GPT_KEYS,
@@ -146,10 +144,8 @@ HF: Final = (
         given=_gpt_2_given,
         ropes=no_rope,
         names=Names("transformer.h.", _OUTSIDE, _INSIDE, transposed=_MATRICES),
-        embeddings=_TABLE,
     ),
     HfFamily(
-        ("gpt_bigcode",),
         Family.STARCODER,
         _BIGCODE,
         _GPT_KEYS,
@@ -158,10 +154,8 @@ HF: Final = (
         given=_bigcode_given,
         ropes=no_rope,
         names=Names("transformer.h.", _OUTSIDE, _INSIDE, by_key_head=True),
-        embeddings=_TABLE,
     ),
     HfFamily(
-        ("starcoder2",),
         Family.STARCODER2,
         _STARCODER_2,
         _STARCODER_2_KEYS,
@@ -170,7 +164,6 @@ HF: Final = (
         names=Names(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     ),
     HfFamily(
-        ("opt",),
         Family.OPT,
         _OPT,
         _OPT_KEYS,
@@ -179,7 +172,6 @@ HF: Final = (
         given=_opt_given,
         ropes=no_rope,
         names=_OPT_NAMES,
-        embeddings="model.decoder.embed_tokens.weight",
     ),
 )
 _STACKED: Final[Inside] = {**INSIDE, "attn_qkv": QKV}

@@ -2,6 +2,7 @@
 
 They differ in biases, windows, norm places, factors and fused projections. Mistral, Qwen2, Qwen3, SmolLM3,
 Seed-OSS, ERNIE 4.5, Helium, CWM, EXAONE 4, Granite, and Phi-3 and Phi-4, whose long variants have LongRoPE.
+GLM-4 rotates half of each head and, from the 0414 models on, has four norms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specinfer.models.families.mixtures import (
     with_gguf_experts,
 )
 from specinfer.models.fields import Fields, count, integer
-from specinfer.models.gguf_config import BEHIND, INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import BEHIND, BOTH_SIDES, INSIDE, GgufFamily, GgufHead
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.gguf_config import windows as gguf_windows
 from specinfer.models.hf_config import (
@@ -69,6 +70,19 @@ _EXAONE_NORMS: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.HEAD, "norm_place":
 _GRANITE: Final = defaults(eps=1e-6, context=2048)
 _PHI: Final = defaults(eps=1e-5, context=4096, original_max_position_embeddings=4096)
 _OLD_NAMES: Final = ("su", "yarn")  # earlier names of longrope
+_GLM: Final = defaults(
+    eps=1.5625e-07,
+    context=131072,
+    num_key_value_heads=2,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+)
+_GLM_ENDS: Final = (151329, 151336, 151338)  # end-of-text ids if config.json has none
+_GLM_KEYS: Final = ConfigKeys(qkv_bias="attention_bias")
+_GLM_4: Final[Mapping[str, Any]] = {"norm_place": NormPlace.BOTH}
+_FUSED: Final = {"mlp.gate_up_proj": GATE_UP}
+_FUSED_GGUF: Final = {"attn_qkv": QKV, "ffn_up": GATE_UP}
 
 
 def _qwen(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -153,28 +167,46 @@ def _with_new_names(c: Fields) -> Fields:
     return {**c, key: {**rope, "rope_type": "longrope"}}
 
 
+def _glm(config: ModelConfig, c: Fields) -> ModelConfig:
+    return replace(config, eos_ids=config.eos_ids or _GLM_ENDS)
+
+
 HF: Final = (
-    HfFamily(("llama",), Family.LLAMA, _LLAMA, ALL_BIASED),
-    HfFamily(("mistral",), Family.MISTRAL, _MISTRAL, USUAL, window_everywhere),
-    HfFamily(("qwen2",), Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
-    HfFamily(("qwen3",), Family.QWEN3, {**_QWEN, "head_dim": 128}, BIASED, _qwen, {"qk_norm": QkNorm.HEAD}),
-    HfFamily(("smollm3",), Family.SMOLLM3, _SMOLLM3, ALL_BIASED, _smollm3),
-    HfFamily(("seed_oss",), Family.SEED_OSS, _SEED, replace(ALL_BIASED, o_bias="attention_out_bias")),
-    HfFamily(("ernie4_5",), Family.ERNIE4_5, _ERNIE, _ERNIE_KEYS, names=Names(neighbours=True)),
+    HfFamily(Family.LLAMA, _LLAMA, ALL_BIASED),
+    HfFamily(Family.MISTRAL, _MISTRAL, USUAL, window_everywhere),
+    HfFamily(Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
+    HfFamily(Family.QWEN3, {**_QWEN, "head_dim": 128}, BIASED, _qwen, {"qk_norm": QkNorm.HEAD}),
+    HfFamily(Family.SMOLLM3, _SMOLLM3, ALL_BIASED, _smollm3),
+    HfFamily(Family.SEED_OSS, _SEED, replace(ALL_BIASED, o_bias="attention_out_bias")),
+    HfFamily(Family.ERNIE4_5, _ERNIE, _ERNIE_KEYS, names=Names(neighbours=True)),
+    HfFamily(Family.HELIUM, _HELIUM, replace(ALL_BIASED, o_bias=""), names=Names(neighbours=True)),
+    HfFamily(Family.CWM, _CWM, ConfigKeys(mlp_bias="mlp_bias"), _cwm, given=_cwm_given),
+    HfFamily(Family.EXAONE4, _EXAONE, USUAL, _exaone, _EXAONE_NORMS),
+    HfFamily(Family.GRANITE, _GRANITE, ALL_BIASED, granite_factors),
     HfFamily(
-        ("helium",), Family.HELIUM, _HELIUM, replace(ALL_BIASED, o_bias=""), names=Names(neighbours=True)
-    ),
-    HfFamily(("cwm",), Family.CWM, _CWM, ConfigKeys(mlp_bias="mlp_bias"), _cwm, given=_cwm_given),
-    HfFamily(("exaone4",), Family.EXAONE4, _EXAONE, USUAL, _exaone, _EXAONE_NORMS),
-    HfFamily(("granite",), Family.GRANITE, _GRANITE, ALL_BIASED, granite_factors),
-    HfFamily(
-        ("phi3",),
         Family.PHI3,
         _PHI,
         USUAL,
         _phi3,
         given=_with_new_names,
-        names=Names(inside={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
+        names=Names(inside={"self_attn.qkv_proj": QKV, **_FUSED}),
+    ),
+    HfFamily(Family.GLM, _GLM, _GLM_KEYS, _glm, names=Names(inside=_FUSED, neighbours=True)),
+    HfFamily(
+        Family.GLM4,
+        _GLM,
+        _GLM_KEYS,
+        _glm,
+        _GLM_4,
+        names=Names(
+            inside={
+                **_FUSED,
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_attention_layernorm": "pre_feedforward_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+            neighbours=True,
+        ),
     ),
 )
 GGUF: Final = (
@@ -188,5 +220,7 @@ GGUF: Final = (
     GgufFamily("ernie4_5", Family.ERNIE4_5, neighbours=True),
     GgufFamily("exaone4", Family.EXAONE4, _exaone_from_gguf, _EXAONE_NORMS, BEHIND),
     GgufFamily("granite", Family.GRANITE, granite_logits, neighbours=True),
-    GgufFamily("phi3", Family.PHI3, inside={**INSIDE, "attn_qkv": QKV, "ffn_up": GATE_UP}),
+    GgufFamily("phi3", Family.PHI3, inside={**INSIDE, **_FUSED_GGUF}),
+    GgufFamily("chatglm", Family.GLM, inside={**INSIDE, **_FUSED_GGUF}, neighbours=True),
+    GgufFamily("glm4", Family.GLM4, fixed=_GLM_4, inside={**BOTH_SIDES, **_FUSED_GGUF}, neighbours=True),
 )

@@ -170,7 +170,6 @@ def _gpt_oss(config: ModelConfig, c: Fields) -> ModelConfig:
 _STACKED: Final = Names(expert_stacks=_STACKS)
 HF: Final = (
     HfFamily(
-        ("mixtral",),
         Family.MIXTRAL,
         _MIXTRAL,
         USUAL,
@@ -187,13 +186,10 @@ HF: Final = (
             expert_stacks=_STACKS,
         ),
     ),
-    HfFamily(("qwen2_moe",), Family.QWEN2_MOE, _QWEN2, USUAL, _qwen2, names=_STACKED),
+    HfFamily(Family.QWEN2_MOE, _QWEN2, USUAL, _qwen2, names=_STACKED),
+    HfFamily(Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED),
+    HfFamily(Family.OLMOE, _OLMOE, BIASED, _olmoe, _WHOLE_NORM, names=_STACKED),
     HfFamily(
-        ("qwen3_moe",), Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED
-    ),
-    HfFamily(("olmoe",), Family.OLMOE, _OLMOE, BIASED, _olmoe, _WHOLE_NORM, names=_STACKED),
-    HfFamily(
-        ("granitemoe",),
         Family.GRANITE_MOE,
         _GRANITE,
         BIASED,
@@ -212,7 +208,6 @@ HF: Final = (
         ),
     ),
     HfFamily(
-        ("gpt_oss",),
         Family.GPT_OSS,
         _GPT_OSS,
         BIASED,

@@ -13,15 +13,7 @@ from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-from specinfer.models.families import (
-    cohere,
-    falcon,
-    gemma,
-    gpt,
-    llama,
-    mixtures,
-    olmo,
-)
+from specinfer.models.families import falcon, gemma, gpt, llama, mixtures
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily, not_computed
@@ -72,18 +64,12 @@ def _name(kind: object) -> str:
 
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
-    for family in (
-        *(*llama.HF, *gemma.HF, *olmo.HF, *cohere.HF),
-        *(*mixtures.HF, *gpt.HF, *falcon.HF),
-    )
-    for kind in family.model_types
+    for family in (*llama.HF, *gemma.HF, *mixtures.HF, *gpt.HF, *falcon.HF)
+    for kind in (family.family.value, *family.also)
 }
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
-    for family in (
-        *(*llama.GGUF, *gemma.GGUF, *olmo.GGUF, *cohere.GGUF),
-        *(*mixtures.GGUF, *gpt.GGUF, *falcon.GGUF),
-    )
+    for family in (*llama.GGUF, *gemma.GGUF, *mixtures.GGUF, *gpt.GGUF, *falcon.GGUF)
 }
 
 
