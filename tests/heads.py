@@ -29,7 +29,6 @@ def tiny_body(*, qk_norm: bool = False, num_layers: int = 1, bias: bool = False)
         family=Family.QWEN3 if qk_norm else Family.LLAMA,
         vocab_size=VOCAB,
         hidden_size=SIZE,
-        embedding_size=SIZE,
         intermediate_size=40,
         num_layers=num_layers,
         num_heads=4,

@@ -146,7 +146,7 @@ def _write_models(folder: Path) -> None:
     backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _MARKS])
     backend.save(str(model / "tokenizer.json"))
-    body = replace(tiny_body(), **_SIZES, embedding_size=_SIZES["hidden_size"], vocab_size=vocab)
+    body = replace(tiny_body(), **_SIZES, vocab_size=vocab)
     eagle = eagle_config(body=body, target_hidden_size=_SIZES["hidden_size"])
     write_tiny_head(tiny_head(eagle, spread=0.05), folder / f"{_MODEL}-head")
     for name in _STANDINS:

@@ -23,7 +23,6 @@ PLAIN: Final = ModelConfig(
     family=Family.LLAMA,
     vocab_size=64,
     hidden_size=64,
-    embedding_size=64,
     intermediate_size=96,
     num_layers=3,
     num_heads=4,

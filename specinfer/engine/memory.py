@@ -160,8 +160,8 @@ class MemoryNeeds:
         """Bytes of the target's output layer."""
         config = self.target.config
         if self.quantization == "none":
-            return config.vocab_size * config.embedding_size * self.dtype.itemsize
-        return int8_bytes(config.vocab_size, config.embedding_size)
+            return config.vocab_size * config.hidden_size * self.dtype.itemsize
+        return int8_bytes(config.vocab_size, config.hidden_size)
 
     def self_drafts(self, adapter: int = 0) -> list[DraftSet]:
         """Return the `self` drafts in int4: with its own output layer, and with the target's.
@@ -170,7 +170,7 @@ class MemoryNeeds:
         """
         own = draft_bytes(self.target, self.dtype, self.kernels, "int4") + adapter
         config = self.target.config
-        layers = own - int8_bytes(config.vocab_size, config.embedding_size)
+        layers = own - int8_bytes(config.vocab_size, config.hidden_size)
         caches = [(config, self.dtype)]
         return [
             DraftSet((SELF,), own, own, caches, _SELF_RATE),

@@ -125,11 +125,10 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
             f"head {name} has a hidden size of {head.hidden_size}, the target {target.hidden_size}: it "
             "cannot use the target's embeddings or output layer, and it does not bring both"
         )
-    changed = target.logit_scale != 1.0 or target.embedding_size != target.hidden_size
-    if not head.own_head and (changed or target.logit_softcap is not None):
+    if not head.own_head and (target.logit_scale != 1.0 or target.logit_softcap is not None):
         raise ModelError(
-            f"head {name} uses its target's output layer, but {target.family} also scales, caps or projects "
-            "its logits; use a head that has an output layer"
+            f"head {name} uses its target's output layer, but {target.family} also scales or caps its "
+            "logits; use a head that has an output layer"
         )
     if not head.own_embedding and (target.embedding_scale != 1.0 or target.learned_positions):
         raise ModelError(

@@ -82,13 +82,11 @@ class NormPlace(StrEnum):
         BOTH       input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
                    post_feedforward_layernorm
         BEHIND     post_attention_layernorm, post_feedforward_layernorm
-        AFTER_SUM  input_layernorm (of attention), post_attention_layernorm (of the MLP)
     """
 
     BEFORE = "before"  # x += f(norm(x))
     BOTH = "both"  # x += norm(f(norm(x))) (Gemma 2 and 3)
     BEHIND = "behind"  # x += norm(f(x)) (OLMo 2 and 3)
-    AFTER_SUM = "after_sum"  # x = norm(x + f(x)) (OPT-350m)
 
 
 class QkNorm(StrEnum):
@@ -217,7 +215,6 @@ class ModelConfig:
     norm_bias: bool = False  # in LayerNorms
     norm_weight_offset: float = 0.0  # Gemma stores RMSNorm weights as w - 1
     norm_place: NormPlace = NormPlace.BEFORE
-    final_norm: bool = True
     parallel_block: bool = False  # x += attention(norm(x)) + mlp(norm(x)) (Falcon, GPT-NeoX, Cohere)
     shared_norm: bool = False  # both blocks of a parallel layer use input_layernorm
     gated_mlp: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
@@ -230,7 +227,6 @@ class ModelConfig:
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     max_context: int
     eos_ids: tuple[int, ...] = ()
-    embedding_size: int  # differs from hidden_size only in OPT-350m
     experts: Experts | None = None  # None: every layer has one MLP
     # Hidden, since cache keys of whole models use the repr.
     part: Ranges = field(default=Ranges(), repr=False)
@@ -238,7 +234,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _positive(name, getattr(self, name))
-        for name in ("num_kv_heads", "head_dim", "max_context", "embedding_size"):
+        for name in ("num_kv_heads", "head_dim", "max_context"):
             _positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ModelError(

@@ -1,6 +1,6 @@
 """Decoder: one class for all families; a family is a config.
 
-Shapes: T rows of a step, R rows with logits, D hidden size, E embedding size, V vocabulary, P positions.
+Shapes: T rows of a step, R rows with logits, D hidden size, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, P
 from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
-from specinfer.kernels.structures import Form
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import Mixture, expert_matrices, mixture
 from specinfer.models.language_model import LayeredModel, PassContext, PassOutput, Residual, Taps, check_taps
@@ -49,21 +48,14 @@ class Decoder(LayeredModel):
         self._places: Places | None = None
         if config.learned_positions and stage.begins:
             self._places = Places(weights.tensor("model.embed_positions.weight"), config.position_offset)
-        self._project_in: Product | None = None
-        self._project_out: Product | None = None
-        if config.embedding_size != config.hidden_size and stage.begins:
-            self._project_in = weights.linear("model.project_in")
-            self._project_out = weights.linear("model.project_out")
-        self._final_norm = RowNorm.of("model.norm", config, weights) if config.final_norm else None
+        self._final_norm = RowNorm.of("model.norm", config, weights)
         self._ropes = [
             RotaryEmbedding(rope, config.head_dim, self.device)
             for rope in (config.rope, config.local_rope)
             if rope is not None
         ]
         # True if logits need operations after the product of the output layer.
-        self._changes_logits = (
-            config.logit_scale != 1.0 or config.logit_softcap is not None or self._project_out is not None
-        )
+        self._changes_logits = config.logit_scale != 1.0 or config.logit_softcap is not None
         self._layers: Iterable[DecoderLayer] = weights.each(
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{stage.first + i}"), config.num_layers
         )
@@ -72,14 +64,14 @@ class Decoder(LayeredModel):
             native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
         self._native: NativeDecoder | None = None
         if native is not None:
-            looks_up = stage.begins and self._project_in is None  # otherwise each call passes embedding rows
+            looks_up = stage.begins  # otherwise each call passes embedding rows
             self._native = NativeDecoder(
                 native,
                 self.table.whole if looks_up else None,
                 self._embedding_scale if looks_up else 1.0,
                 dtype=self.dtype,
                 places=self._places if looks_up else None,
-                norm=None if self._final_norm is None else self._final_norm.parts,
+                norm=self._final_norm.parts,
                 output=self.output,
                 rotations=(len(self._ropes), partial(rotations, self._ropes, config.max_context)),
             )
@@ -114,8 +106,6 @@ class Decoder(LayeredModel):
             taps.append(self.config.num_layers)
             rows, max_logits = token_ids_T[:0], 0
         embedding_ND = None
-        if self._project_in is not None and stage_input_TD is None:
-            stage_input_TD = self.embed(token_ids_T, context.positions_T).x_TD
         if stage_input_TD is not None:  # looked up in place of embeddings
             embedding_ND, token_ids_T = stage_input_TD, torch.arange(len(stage_input_TD))
         elif self.table.whole is None:
@@ -132,10 +122,8 @@ class Decoder(LayeredModel):
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """The input of the first layer; see LanguageModel."""
-        rows_NE, places_T = self.table.rows(token_ids_T)
-        x_TD = self.kernels.ops.embed(places_T, rows_NE, self._embedding_scale)
-        if self._project_in is not None:
-            x_TD = self._project_in(x_TD)
+        rows_ND, places_T = self.table.rows(token_ids_T)
+        x_TD = self.kernels.ops.embed(places_T, rows_ND, self._embedding_scale)
         if self._places is not None:
             x_TD += F.embedding(positions_T + self._places.offset, self._places.table_PD)
         return Residual(x_TD)
@@ -159,14 +147,11 @@ class Decoder(LayeredModel):
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
         """The head's input for these rows (None: all), [R, D]; see LanguageModel."""
-        if self._final_norm is not None:
-            return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
-        x_TD = residual.summed()
-        return x_TD if rows is None else x_TD.index_select(0, rows)
+        return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
 
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
-        logits_RV = self.output(h_RD if self._project_out is None else self._project_out(h_RD))
+        logits_RV = self.output(h_RD)
         if self.config.logit_scale != 1.0:
             logits_RV = logits_RV * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -248,8 +233,8 @@ class DecoderLayer:
         rope: Rotation | None,
         attend: Attend,
         adapted: AdaptedLayer | None = None,
-    ) -> Tensor | None:
-        """Return the term to be added to x, [T, D], or None; x += y in place, and perhaps further terms."""
+    ) -> Tensor:
+        """Return the term to be added to x, [T, D]; x += y in place."""
         return self.of_normed(x_TD, _add_norm(x_TD, y_TD, self._before_attention), rope, attend, adapted)
 
     def of_normed(
@@ -259,47 +244,42 @@ class DecoderLayer:
         rope: Rotation | None,
         attend: Attend,
         adapted: AdaptedLayer | None = None,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """The same with given inputs of q, k and v, and nothing to be added to x first."""
         made_TD = self._attention(given_TC, rope, attend, adapted)
         if self._config.parallel_block:
             if self._before_mlp is not None:
                 given_TC = self._before_mlp(x_TD)
-            return self._term(x_TD, made_TD + self._mlp_output(given_TC, adapted), None)
-        y_TD = self._term(x_TD, made_TD, self._after_attention)
+            return self._term(made_TD + self._mlp_output(given_TC, adapted), None)
+        y_TD = self._term(made_TD, self._after_attention)
         made_TD = self._mlp_output(_add_norm(x_TD, y_TD, self._before_mlp), adapted)
-        return self._term(x_TD, made_TD, self._after_mlp)
+        return self._term(made_TD, self._after_mlp)
 
     def _mlp_output(self, input_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
         """The output of the MLP or mixture; adapters do not change mixtures."""
         mlp = self._mlp
         return mlp(input_TD) if isinstance(mlp, Mixture) else mlp(input_TD, adapted)
 
-    def _term(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
+    def _term(self, made_TD: Tensor, after: RowNorm | None) -> Tensor:
         """The term still to be added to x after a block; overwrites `made_TD`."""
-        of_sum = self._config.norm_place is NormPlace.AFTER_SUM
-        if after is not None and not of_sum:
+        if after is not None:
             made_TD = after(made_TD)
         if self._config.residual_scale != 1.0:
             made_TD *= self._config.residual_scale
-        if after is None or not of_sum:
-            return made_TD
-        x_TD.copy_(after(x_TD, made_TD))
-        return None
+        return made_TD
 
     def parts(self) -> LayerParts:
         """Its parts for a native call."""
         config, attention, mlp = self._config, self._attention, self._mlp
         before, after = self._before_attention, self._after_attention
         norms = before, self._before_mlp, after, self._after_mlp
-        form: Form = "after sum" if config.norm_place is NormPlace.AFTER_SUM else "serial"
         return LayerParts(
             norms=[None if norm is None else norm.parts for norm in norms],
             heads=attention.heads,
             products=(attention.qkv, attention.o, *(() if isinstance(mlp, Mixture) else mlp.products)),
             experts=mlp.parts() if isinstance(mlp, Mixture) else None,
             rope=self.rope,
-            form="parallel" if config.parallel_block else form,
+            form="parallel" if config.parallel_block else "serial",
             activation=config.activation.value,
             gated=config.gated_mlp,
             clip=attention.clip,
@@ -325,8 +305,6 @@ def norm_names(config: ModelConfig) -> tuple[str | None, str | None, str | None,
         )
     if config.norm_place is NormPlace.BEHIND:
         return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-    if config.norm_place is NormPlace.AFTER_SUM:
-        return None, "input_layernorm", None, "post_attention_layernorm"
     return "input_layernorm", None, None if config.shared_norm else "post_attention_layernorm", None
 
 
@@ -337,7 +315,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if config.stage.begins:
         shapes |= _embedding_shapes(config)
-    norms = ["model.norm"] if config.final_norm else []
+    norms = ["model.norm"]
     matrices = [
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv, hidden, config.qkv_bias),
@@ -376,13 +354,11 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of embeddings, positions and the output layer."""
-    hidden, embedding = config.hidden_size, config.embedding_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, embedding)}
+    size = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": size}
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, embedding)
+        shapes["lm_head.weight"] = size
     if config.learned_positions:
-        shapes["model.embed_positions.weight"] = (config.max_context + config.position_offset, hidden)
-    if embedding != hidden:
-        shapes["model.project_in.weight"] = (hidden, embedding)
-        shapes["model.project_out.weight"] = (embedding, hidden)
+        positions = config.max_context + config.position_offset
+        shapes["model.embed_positions.weight"] = (positions, config.hidden_size)
     return shapes

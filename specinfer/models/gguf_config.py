@@ -137,7 +137,6 @@ class GgufFamily:
             family=self.family,
             vocab_size=shapes["token_embd.weight"][0],
             hidden_size=hidden,
-            embedding_size=hidden,
             intermediate_size=integer(c, "feed_forward_length"),
             num_layers=layers,
             num_heads=heads,

@@ -122,7 +122,6 @@ class HfFamily:
             family=self.family,
             vocab_size=integer(c, keys.vocab),
             hidden_size=hidden,
-            embedding_size=hidden,
             intermediate_size=integer(c, keys.inner),
             num_layers=layers,
             num_heads=heads,

@@ -59,7 +59,7 @@ def weight_bytes(
 ) -> int:
     """The same for a model with this config, or a rank's part of one."""
     part, vocab = config.part, config.vocab_size
-    output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
+    output_layer = (vocab if part.vocab is None else len(part.vocab), config.hidden_size)
     begins, floats = config.stage.begins, quantization == "none"
     size = math.prod(output_layer) * dtype.itemsize if floats else int8_bytes(*output_layer)
     if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
@@ -68,7 +68,7 @@ def weight_bytes(
         if name == "lm_head.weight":
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
-            size += len(part.table) * config.embedding_size * dtype.itemsize
+            size += len(part.table) * config.hidden_size * dtype.itemsize
         elif len(shape) < 2 or name.endswith(LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
@@ -80,7 +80,7 @@ def table_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     """The bytes of a model's embeddings in memory: 0 if passes read their rows from the file."""
     if table_in_file(model, quantization, _TABLE) is not None:
         return 0
-    return model.config.vocab_size * model.config.embedding_size * dtype.itemsize
+    return model.config.vocab_size * model.config.hidden_size * dtype.itemsize
 
 
 def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:

@@ -59,7 +59,6 @@ def head_body_config(target: ModelConfig, family: Family, layers: int) -> ModelC
         family=family,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        embedding_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
         num_layers=layers,
         num_heads=target.num_heads,

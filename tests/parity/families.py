@@ -110,7 +110,6 @@ _case("phi3-partial-rope", "Phi3", _GLM, head_dim=8)
 _case("glm", "Glm", _GLM)
 _case("glm4", "Glm4", _GLM, attention_bias=False)
 _case("opt", "OPT", _OPT)
-_case("opt-350m", "OPT", _OPT, word_embed_proj_dim=16, do_layer_norm_before=False)
 _case("opt-no-bias", "OPT", _OPT, enable_bias=False)
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _case("gemma2", "Gemma2", _GEMMA | _CAPS, num_hidden_layers=3)

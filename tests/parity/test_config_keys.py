@@ -20,7 +20,6 @@ INSTEAD |= {"no_rope_layer_interval": "no_rope_layers", "rope_theta": "rope_para
 PASSED_OVER = {
     "phi3": {"original_max_position_embeddings"},  # rope is not scaled
     "phi3-partial-rope": {"original_max_position_embeddings"},
-    "opt-350m": {"_remove_final_layer_norm"},  # it has none
     "starcoder": {"num_key_value_heads"},  # multi_query says it
     "starcoder-heads": {"num_key_value_heads"},
     "falcon-7b": {"num_kv_heads"},

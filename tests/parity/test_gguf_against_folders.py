@@ -21,7 +21,7 @@ from .gguf_files import write_gguf
 # rope in another order than every fourth, ALiBi in Falcon, and StarCoder with many key heads.
 NOT_WRITTEN = {
     *("llama-relu", "llama-llama3-rope", "llama-linear-rope", "mistral", "qwen2-window", "gemma3-softcap"),
-    *("opt", "opt-350m", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
+    *("opt", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
     "mixtral",
     *("helium", "cwm", "falcon-rw", "starcoder-heads", "starcoder2", "gpt-neox-serial", "stablelm-parallel"),
 }

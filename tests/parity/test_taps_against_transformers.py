@@ -18,7 +18,7 @@ from tests.passes import Passes
 from .families import save_random
 from .test_against_transformers import PROMPT, SCATTERED, TOLERANCE, TREE_PARENTS, TREE_PATHS, TREE_TOKENS
 
-FAMILIES = ["llama", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt", "opt-350m", "opt-no-bias"]
+FAMILIES = ["llama", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt", "opt-no-bias"]
 Both = tuple[torch.nn.Module, LanguageModel]
 
 

@@ -19,14 +19,14 @@ from .families import save_random
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 TIED_BY_DEFAULT = (
     *("gemma", "gemma2", "gemma3", "smollm3", "ernie", "cohere", "cohere2"),
-    *("gpt2", "starcoder", "starcoder2", "falcon-7b", "mpt", "opt", "opt-350m"),
+    *("gpt2", "starcoder", "starcoder2", "falcon-7b", "mpt", "opt"),
 )
 UNTIED_BY_DEFAULT = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "olmo3", "granite", "glm", "glm4"),
     *("seed-oss", "exaone", "helium", "cwm", "gpt-neox", "stablelm"),
 )
 TABLES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight")
-EVERY_FLAG = {"llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "opt-350m", "falcon-7b", "gpt-neox"}
+EVERY_FLAG = {"llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "falcon-7b", "gpt-neox"}
 FAMILIES = (*TIED_BY_DEFAULT, *UNTIED_BY_DEFAULT)
 
 

@@ -97,7 +97,7 @@ def _gguf_scale(config: ModelConfig, largest: int) -> float:
     """No key holds query_pre_attn_scalar; only the 27B's, of `largest` layers, differs from head_dim."""
     is_largest = config.num_layers == largest
     scalar = config.hidden_size / config.num_heads if is_largest else float(config.head_dim)
-    return scalar**-0.5
+    return float(scalar**-0.5)
 
 
 def _ropes(c: Fields) -> tuple[Rope, Rope]:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace
+from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, integer
 from specinfer.models.gguf_config import INSIDE, GgufFamily
-from specinfer.models.hf_config import ConfigKeys, HfFamily, no_rope, window_of
+from specinfer.models.hf_config import ConfigKeys, HfFamily, no_rope, not_computed, window_of
 from specinfer.models.sources import QKV, Inside, Names
 
 _GPT_2: Final[Fields] = {
@@ -84,23 +84,18 @@ def _starcoder_2(config: ModelConfig, c: Fields) -> ModelConfig:
 
 
 def _opt_given(c: Fields) -> Fields:
+    """Refuse OPT-350m, which alone has norms of sums and narrower embeddings."""
+    for key, known in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
+        if c.get(key, known) != known:
+            raise not_computed(key, c[key], Family.OPT.value)
     if not c.get("layer_norm_elementwise_affine", True):
         raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
     hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
     if hidden % heads:
         raise ModelError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if (width := integer(c, "word_embed_proj_dim", hidden)) != hidden:
+        raise not_computed("word_embed_proj_dim", width, Family.OPT.value)
     return c
-
-
-def _opt(config: ModelConfig, c: Fields) -> ModelConfig:
-    norm_first = bool(c.get("do_layer_norm_before", True))
-    return replace(
-        config,
-        embedding_size=integer(c, "word_embed_proj_dim", config.hidden_size),
-        position_offset=2,  # fairseq reserved two rows for padding
-        norm_place=NormPlace.BEFORE if norm_first else NormPlace.AFTER_SUM,
-        final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
-    )
 
 
 _OUTSIDE: Final = {
@@ -122,8 +117,6 @@ _OPT_NAMES: Final = Names(
     outside={
         "model.decoder.embed_tokens": "model.embed_tokens",
         "model.decoder.embed_positions": "model.embed_positions",
-        "model.decoder.project_in": "model.project_in",
-        "model.decoder.project_out": "model.project_out",
         "model.decoder.final_layer_norm": "model.norm",
     },
     inside={
@@ -167,8 +160,7 @@ HF: Final = (
         Family.OPT,
         _OPT,
         _OPT_KEYS,
-        _opt,
-        {**_PLAIN_LEARNED, "norm_bias": True},
+        fixed={**_PLAIN_LEARNED, "norm_bias": True, "position_offset": 2},  # fairseq reserved two for padding
         given=_opt_given,
         ropes=no_rope,
         names=_OPT_NAMES,

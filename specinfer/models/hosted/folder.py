@@ -260,7 +260,6 @@ class HostedFolder:
             family=Family.TRANSFORMERS,
             vocab_size=skeleton.head.out_features,
             hidden_size=skeleton.hidden_size,
-            embedding_size=skeleton.hidden_size,
             intermediate_size=inner if isinstance(inner, int) and inner > 0 else skeleton.hidden_size,
             num_layers=len(skeleton.calls),
             num_heads=max(one.num_heads for one in skeleton.calls),

@@ -145,7 +145,7 @@ def test_a_head_that_borrows_tables_of_another_size_is_refused(
     tmp_path: Path, target_config: ModelConfig
 ) -> None:
     write_tiny_head(tiny_head(eagle_config()), tmp_path)
-    wider = replace(target_config, hidden_size=48, embedding_size=48)
+    wider = replace(target_config, hidden_size=48)
     change_head(
         tmp_path,
         config=lambda c: c.update(target_hidden_size=48),

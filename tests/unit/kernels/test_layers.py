@@ -26,7 +26,7 @@ from tests.parity.families import save_random
 from tests.passes import Passes
 
 # Every part a layer may have or lack; test_switches.py has what no family of these has.
-FAMILIES = ["llama", "llama-biases", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt", "opt-350m"]
+FAMILIES = ["llama", "llama-biases", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt"]
 Format = tuple[Quantization, torch.dtype]
 FORMATS: list[Format] = [
     ("none", torch.bfloat16),

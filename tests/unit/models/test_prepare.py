@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("quantization", KINDS)
-@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt", "opt-350m"])
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt"])
 def test_a_prepared_model_computes_the_same_bits(
     family: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ SMOL = ModelConfig(
     family=Family.LLAMA,
     vocab_size=49152,
     hidden_size=576,
-    embedding_size=576,
     intermediate_size=1536,
     num_layers=2,
     num_heads=9,

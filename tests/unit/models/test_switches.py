@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specinfer.kernels.attention import NativeAttend
-from specinfer.models.config import Activation, NormPlace
+from specinfer.models.config import Activation
 from specinfer.models.layers import attention_spec
 from specinfer.models.positions import Alibi
 from specinfer.models.shard import Shard
@@ -84,7 +84,6 @@ OTHERWISE: dict[str, tuple[str, dict[str, object]]] = {
     "gelu": ("falcon", {"activation": Activation.GELU_TANH}),
     "offset": ("starcoder", {"position_offset": 1, "max_context": 1023}),
     "parallel": ("gpt-neox", {"parallel_block": False}),
-    "after sum": ("falcon-rw", {"norm_place": NormPlace.AFTER_SUM}),
 }
 
 

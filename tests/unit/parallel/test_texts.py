@@ -53,7 +53,6 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2-moe": {**GROUPED, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 100},
     "gemma3": GROUPED,
     "opt": {"hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 144},
-    "opt-350m": {"hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 144},
     "gemma2": GROUPED,
     "falcon-7b": {"hidden_size": 96, "num_attention_heads": 3, "ffn_hidden_size": 144},
     "mpt": {"d_model": 96, "n_heads": 3},
