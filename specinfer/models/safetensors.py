@@ -27,7 +27,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import hf_family, read_config
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
-from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry
+from specinfer.models.quantized.pieces import LastFew, MadeTensor, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
@@ -152,30 +152,24 @@ class SafetensorsFolder:
         return partial(self._sources.read, name, lambda _, start, stop: read(start, stop))
 
 
-class TransposedStack:
-    """Transposed matrices of all experts, concatenated by rows: a StoredTensor."""
+def _transposed(tensor: TensorEntry, last: LastFew[Tensor]) -> StoredTensor:
+    """Transposed matrices of all experts, [experts, columns, rows], concatenated by rows.
 
-    def __init__(self, tensor: TensorEntry, last: LastFew[Tensor]) -> None:
-        """`tensor` is [experts, columns, rows]; `last` caches the folder's last few experts."""
-        experts, inner, self._rows = tensor.shape
-        self.path = tensor.path
-        self.dtype: torch.dtype | None = tensor.dtype
-        self.shape: tuple[int, ...] = (experts * self._rows, inner)
-        self._tensor, self._last = tensor, last
+    `last` caches the folder's last few experts.
+    """
+    experts, inner, rows = tensor.shape
 
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, on the CPU, in the file's dtype."""
-        parts = [torch.empty(0, self.shape[1], dtype=self.dtype)]
-        for number in range(start // self._rows, -(-stop // self._rows)):
-            first = number * self._rows
-            parts.append(self._matrix(number)[max(start - first, 0) : stop - first])
+    def matrix(number: int) -> Tensor:
+        return last.get((tensor, number), lambda: tensor.read_rows(number, number + 1)[0].T.contiguous())
+
+    def read(start: int, stop: int) -> Tensor:
+        parts = [torch.empty(0, inner, dtype=tensor.dtype)]
+        for number in range(start // rows, -(-stop // rows)):
+            first = number * rows
+            parts.append(matrix(number)[max(start - first, 0) : stop - first])
         return torch.cat(parts)
 
-    def _matrix(self, number: int) -> Tensor:
-        def read() -> Tensor:
-            return self._tensor.read_rows(number, number + 1)[0].T.contiguous()
-
-        return self._last.get((id(self), number), read)
+    return MadeTensor(tensor.path, (experts * rows, inner), read, tensor.dtype)
 
 
 def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor]) -> StoredTensor:
@@ -183,7 +177,7 @@ def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor])
     if not isinstance(tensor, TensorEntry):
         return tensor  # quantized tensors are matrices already
     if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
-        return TransposedStack(tensor, last)
+        return _transposed(tensor, last)
     if len(tensor.shape) == 2 and name.endswith(tuple(n for n in names.expert_stacks if n.endswith("bias"))):
         return tensor.joined()
     return tensor.stacked()

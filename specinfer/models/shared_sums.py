@@ -61,42 +61,23 @@ class ShardedTable(EmbeddingTable):
         return whole_TD, torch.arange(len(token_ids_T))
 
 
-class ExactSumProduct:
-    """A Product whose matrix is divided by columns among ranks; every rank gets the whole result.
+def exact_sum(own: NativeProduct | Int8Product, group: Group, x: Tensor) -> Tensor:
+    """The product of a matrix divided by columns among ranks; every rank gets the whole result.
 
-    Ranks agree on the quantization scale of each row, and add integers, so the bits are those of the whole
-    matrix.
+    x [rows, columns of this rank] -> [rows, channels] in x's dtype. Ranks agree on the quantization scale of
+    each row, and add integers, so the bits are those of the whole matrix.
     """
-
-    __slots__ = ("_group", "_own")
-
-    def __init__(self, own: NativeProduct | Int8Product, group: Group) -> None:
-        self._own = own
-        self._group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
-        maxima = self._group.maximum(self._own.maxima(x))
-        return self._own.finished(self._group.total(self._own.partials(x, maxima)), maxima, x.dtype)
+    maxima = group.maximum(own.maxima(x))
+    return own.finished(group.total(own.partials(x, maxima)), maxima, x.dtype)
 
 
-class BranchSumProduct:
+def branch_sum(own: NativeProduct | PartsProduct, parts: SumParts, group: Group, x: Tensor) -> Tensor:
     """The same for floats: each rank adds fixed branches of the sum, and all of them join these branches."""
-
-    __slots__ = ("_group", "_own", "_parts")
-
-    def __init__(self, own: NativeProduct | PartsProduct, parts: SumParts, group: Group) -> None:
-        self._own = own
-        self._parts = parts
-        self._group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
-        branches = torch.zeros(len(self._parts.all_branches), len(x), self._own.channels)
-        branches[self._parts.place] = self._own.branches(x)
-        # The bits of each branch come from the rank that has it, others add zeros.
-        whole = self._group.total(branches.view(torch.int32)).view(torch.float32)
-        return self._own.joined(whole, x.dtype)
+    branches = torch.zeros(len(parts.all_branches), len(x), own.channels)
+    branches[parts.place] = own.branches(x)
+    # The bits of each branch come from the rank that has it, others add zeros.
+    whole = group.total(branches.view(torch.int32)).view(torch.float32)
+    return own.joined(whole, x.dtype)
 
 
 Decode = Callable[[NDArray[np.uint8]], Tensor]  # bytes of rows [N, bytes of a row] -> their elements [N, D]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from specinfer.kernels.product import NativeProduct, PartsProduct, Product
 from specinfer.kernels.quantized import Int8Product
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.shared_sums import BranchSumProduct, EmbeddingTable, ExactSumProduct, ShardedTable
+from specinfer.models.shared_sums import EmbeddingTable, ShardedTable, branch_sum, exact_sum
 from specinfer.models.stream import WeightStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 from specinfer.transport.group import Group
@@ -219,9 +220,9 @@ class Weights:
             return product
         if parts is not None:
             assert isinstance(product, NativeProduct | PartsProduct)
-            return BranchSumProduct(product, parts, self.group)
+            return partial(branch_sum, product, parts, self.group)
         assert isinstance(product, NativeProduct | Int8Product), "sums of floats have parts"
-        return ExactSumProduct(product, self.group)
+        return partial(exact_sum, product, self.group)
 
     def _plain(self, matrices: Sequence[str]) -> bool:
         """True if matrices are read in the file's layout, because neither products nor files have another."""

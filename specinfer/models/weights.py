@@ -6,7 +6,7 @@ file --weight_reader--> one stacked matrix --weight_memory--> a product      (th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -79,7 +79,7 @@ def load_model(
     loaded = load_parts(
         file,
         lambda weights: _built(file, part or config, weights),
-        tensors=_tensors(file, part or config),
+        tensors=file.shapes if isinstance(file, HostedFolder) else decoder_shapes(part or config),
         dtype=dtype,
         device=device,
         progress=progress,
@@ -195,7 +195,11 @@ def load_parts(
             return load(None)
     if quantization == "none" or not whole or not keep:  # the file of a part could not be reused
         return load(None)
-    with prepare_once(path, made_from, tensors, size, _not_kept) as kept:
+
+    def pass_over(error: OSError) -> None:
+        _LOG.warning("the prepared model is not kept for the next start: %s", error)
+
+    with prepare_once(path, made_from, tensors, size, pass_over) as kept:
         loaded = load(kept)
         if isinstance(kept, NewPreparedFile):
             kept.finish()
@@ -274,12 +278,3 @@ def _identity(
     """Return the identity of a prepared file's source; mixtures have another kind, with experts apart."""
     mixture = isinstance(file, SafetensorsFolder | GGUFFile) and file.config.experts is not None
     return identity(file.path, f"{kind}, experts apart" if mixture else kind, dtype, borrowed)
-
-
-def _not_kept(error: OSError) -> None:
-    _LOG.warning("the prepared model is not kept for the next start: %s", error)
-
-
-def _tensors(file: OpenModel, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The tensors required for a model of that file."""
-    return file.shapes if isinstance(file, HostedFolder) else decoder_shapes(config)

@@ -108,7 +108,12 @@ def test_matrices_are_quantized_once_and_read_from_then_on(
 def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for kind, key, value in (("cohere", "use_qk_norm", True), ("olmoe", "clip_qkv", 0.5)):
+    cases = (
+        ("cohere", "use_qk_norm", True),
+        ("olmoe", "clip_qkv", 0.5),
+        ("opt", "do_layer_norm_before", False),
+    )
+    for kind, key, value in cases:
         theirs = save_tiny(kind, tmp_path / kind, **{key: value})
         opened = open_model(tmp_path / kind, "auto")
         assert isinstance(opened, HostedFolder), kind
