@@ -13,7 +13,7 @@ from specinfer.kernels.disk import DiskRate
 from specinfer.models.expert_stream import expert_records
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
-from specinfer.models.placement import ExpertMemory, ExpertSizes, Placement
+from specinfer.models.placement import ExpertMemory, Placement
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_streamed, prepare
 from specinfer.runtime import kv_cache
@@ -69,7 +69,7 @@ def load_experts(model: Path, slots: int, *, cache: Path | None = None, **option
     names, experts = expert_records(prepared), opened.config.experts
     assert experts is not None
     longest = max(prepared.records[name].length for name in names)
-    room = ExpertMemory(ExpertSizes(experts, len(names) // experts.count, longest), slots)
+    room = ExpertMemory(experts, len(names) // experts.count, longest, slots)
     layers = [prepared.records[name].length for name in layer_records(prepared)]
     disk = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
     return load_streamed(opened, prepared, Placement(1 << 30, {}, layers, 0, (), room), disk, **given)

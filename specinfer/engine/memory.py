@@ -27,7 +27,7 @@ from specinfer.kernels.layout import int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.expert_stream import expert_records
 from specinfer.models.open_model import OpenModel
-from specinfer.models.placement import ExpertSizes, Placement
+from specinfer.models.placement import ExpertMemory, Placement
 from specinfer.models.prepared import PreparedFile, prepared_path
 from specinfer.models.streamed import layer_records
 from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_bytes, table_bytes
@@ -260,7 +260,7 @@ class Sizes(NamedTuple):
     """Bytes of a target's layers; those of a mixture are without its experts."""
 
     layers: Sequence[int]
-    experts: ExpertSizes | None
+    experts: ExpertMemory | None
 
     def placed(self, memory: int, fixed: Mapping[str, int], buffers: int) -> Placement:
         """Return the layers or experts that fit beside the fixed memory; raises CapacityError if none do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final, Self
@@ -16,38 +16,31 @@ _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """The experts of a mixture, as far as bytes are concerned."""
+class ExpertMemory:
+    """The experts of a mixture, and how many are in memory at once; others are read when they are chosen."""
 
     experts: Experts
     layers: int  # that have experts
     record: int  # bytes of one expert, at the most
+    slots: int = 0  # experts in memory
 
     @property
     def all(self) -> int:
         """How many experts there are."""
         return self.layers * self.experts.count
 
-
-@dataclass(frozen=True, slots=True)
-class ExpertMemory:
-    """How many experts of a mixture are in memory at once; others are read when they are chosen."""
-
-    sizes: ExpertSizes
-    slots: int
-
     @property
     def bytes(self) -> int:
         """Bytes of all slots."""
-        return self.slots * self.sizes.record
+        return self.slots * self.record
 
     def active_bytes(self, rows: int) -> float:
         """Return the expected bytes of the experts in a pass of `rows`, if each row chose at random."""
-        return self.sizes.layers * self.sizes.experts.active(rows) * self.sizes.record
+        return self.layers * self.experts.active(rows) * self.record
 
     def read_bytes(self, rows: int) -> float:
         """Return the expected bytes read in a pass, if each expert is in memory with equal probability."""
-        return self.active_bytes(rows) * (1 - self.slots / self.sizes.all)
+        return self.active_bytes(rows) * (1 - self.slots / self.all)
 
 
 @dataclass(frozen=True)
@@ -85,15 +78,16 @@ class Placement:
 
     @classmethod
     def with_experts(
-        cls, memory: int, fixed: Mapping[str, int], layers: Sequence[int], sizes: ExpertSizes
+        cls, memory: int, fixed: Mapping[str, int], layers: Sequence[int], experts: ExpertMemory
     ) -> Self:
         """The placement that has as many experts in memory as fit; `layers` are without them.
 
         Raises CapacityError where `memory` has no room for those of one layer.
         """
-        slots = (memory - sum(fixed.values()) - sum(layers)) // sizes.record
-        least = sizes.experts.count
-        found = cls(memory, fixed, layers, 0, (), ExpertMemory(sizes, min(max(slots, least), sizes.all)))
+        slots = (memory - sum(fixed.values()) - sum(layers)) // experts.record
+        least = experts.experts.count
+        experts = replace(experts, slots=min(max(slots, least), experts.all))
+        found = cls(memory, fixed, layers, 0, (), experts)
         if slots < least:
             raise CapacityError(found._refusal())
         return found
@@ -132,7 +126,7 @@ class Placement:
         place = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else f"{folder}"
         if (room := self.experts) is not None:
             return (
-                f"{room.slots} of {room.sizes.all} experts in memory, others read when chosen: about "
+                f"{room.slots} of {room.all} experts in memory, others read when chosen: about "
                 f"{gigabytes(self.streamed_bytes)} a token at {gigabytes(disk.bytes_per_second)}/s from "
                 f"{place}, {about(self.seconds(disk.bytes_per_second))} s"
             )

@@ -17,7 +17,7 @@ from specinfer.models.decoder import decoder_shapes
 from specinfer.models.experts import EXPERTS
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.open_model import OpenModel, open_model
-from specinfer.models.placement import ExpertSizes
+from specinfer.models.placement import ExpertMemory
 from specinfer.models.weight_reader import ROUTERS, blocks_file, table_in_file
 from specinfer.speculation_config import Quantization
 
@@ -92,14 +92,14 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     return found
 
 
-def expert_sizes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> ExpertSizes | None:
-    """The experts of a model and their bytes, about; None: it has none."""
+def expert_sizes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> ExpertMemory | None:
+    """The experts of a model and their bytes, about, none in memory; None: it has none."""
     experts = model.config.experts
     if experts is None or isinstance(model, HostedFolder):
         return None
     layers = model.config.num_layers - len(experts.dense_layers)
     each = -(-expert_bytes(model, dtype, quantization) // (layers * experts.count))
-    return ExpertSizes(experts, layers, each)
+    return ExpertMemory(experts, layers, each)
 
 
 def part_bytes(

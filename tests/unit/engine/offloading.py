@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.memory import STREAM_LIMITS, MemoryNeeds, MemoryPlan, offload_folder
 from specinfer.kernels.disk import DiskRate
-from specinfer.models.placement import ExpertMemory, Placement
+from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
 from specinfer.progress import NoProgress, Progress
 from tests.engines import ENGINE, assert_idle
@@ -42,7 +42,7 @@ class Planned:
         layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
         if (experts := needs.sizes(prepared).experts) is not None:
-            placement = Placement(1 << 40, {}, sizes, 0, (), ExpertMemory(experts, self.slots))
+            placement = Placement(1 << 40, {}, sizes, 0, (), replace(experts, slots=self.slots))
         drafts = needs.draft_sets[-1 if self.self_draft else 0]
         return MemoryPlan(placement, drafts, STREAM_LIMITS[-1], 1 << 22, DISK, 1e10, prepared)
 

@@ -70,9 +70,9 @@ def test_fewer_bytes_are_read_than_whole_layers_have(folder: Path, monkeypatch: 
         before = llm.statistics().streamed_bytes
         [output] = llm.generate([[9]], GREEDY)
         read = llm.statistics().streamed_bytes - before
-    passes, whole = len(output.token_ids), LAYERS * COUNT * room.sizes.record
+    passes, whole = len(output.token_ids), LAYERS * COUNT * room.record
     # Two of eight experts per layer; some are in memory.
-    assert 0 < read <= passes * LAYERS * 2 * room.sizes.record
+    assert 0 < read <= passes * LAYERS * 2 * room.record
     assert read < 0.3 * passes * whole
 
 

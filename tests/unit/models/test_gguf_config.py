@@ -51,15 +51,6 @@ def test_gguf():
     assert not untied.o_bias
 
 
-def test_gguf_gemma3():
-    metadata = as_architecture("gemma3", **{"attention.sliding_window": 512, "attention.key_length": 32})
-    config = config_from_gguf({**metadata, "gemma3.attention.value_length": 32}, SHAPES)
-    assert config.layer_windows == (512, 512, 512)
-    assert (config.rope, config.local_rope) == (Rope(1e6), Rope(1e4))
-    assert config.norm_weight_offset == 0.0
-    assert config.attention_scale == 32**-0.5
-
-
 def test_gguf_rope_scaling():
     linear = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     assert config_from_gguf(linear, SHAPES).rope == Rope(10000.0, linear_factor=2.0)

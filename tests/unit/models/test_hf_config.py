@@ -51,20 +51,6 @@ OPT = {
 }
 
 
-def test_llama():
-    config = config_from_hf({**LLAMA, "rope_theta": 5e5, "eos_token_id": 2})
-    assert config.family is Family.LLAMA
-    assert (config.head_dim, config.attention_scale) == (16, 0.25)
-    assert config.rope == Rope(500000.0)
-    assert config.layer_windows == (None, None, None)
-    assert config.window is None
-    assert config.eos_ids == (2,)
-    assert not (config.qkv_bias)
-    assert not (config.o_bias)
-    assert not (config.mlp_bias)
-    assert not (config.tie_embeddings)
-
-
 def test_both_spellings_of_rope():
     """transformers 4 and 5."""
     for rope in (

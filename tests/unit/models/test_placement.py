@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.config import Experts
-from specinfer.models.placement import ExpertMemory, ExpertSizes, Placement
+from specinfer.models.placement import ExpertMemory, Placement
 
 GIB = 1 << 30
 DISK = DiskRate(1, 1 << 24, 1.4e9, direct=True)
@@ -104,7 +105,7 @@ def test_the_line_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_have_what_layers_leave() -> None:
-    sizes = ExpertSizes(Experts(8, 2, 64, normalized=True), layers=3, record=100)
+    sizes = ExpertMemory(Experts(8, 2, 64, normalized=True), layers=3, record=100)
     fixed, layers = {"this process": 50}, [10, 20, 30]
     with pytest.raises(CapacityError, match=r"experts of a layer"):
         Placement.with_experts(909, fixed, layers, sizes)
@@ -112,8 +113,8 @@ def test_experts_have_what_layers_leave() -> None:
         found = Placement.with_experts(memory, fixed, layers, sizes)
         assert found.experts is not None
         assert (found.experts.slots, found.resident_bytes) == (slots, 110 + 100 * slots)
-    half = ExpertMemory(sizes, 12)
+    half = replace(sizes, slots=12)
     assert half.active_bytes(1) == 600  # two experts of each layer
     assert half.read_bytes(1) == 300
     assert half.active_bytes(2) == pytest.approx(300 * (8 - 8 * 0.75**2))
-    assert ExpertMemory(sizes, 24).read_bytes(5) == 0
+    assert replace(sizes, slots=24).read_bytes(5) == 0
