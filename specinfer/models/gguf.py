@@ -189,7 +189,7 @@ def _read_table(header: GgufHeader) -> dict[str, _Placed]:
                     f"{path}: the entry of tensor {tensor.name!r} is damaged; get the file again"
                 )
             kind = tensor_kind(path, tensor)
-            # Of the usual kinds it is known without importing the package.
+            # The usual kinds need no import of the package.
             if kind not in TENSOR_KINDS.values() and not _dequantizes(kind):
                 raise ModelFileError(
                     f"{path}: tensor {tensor.name!r} is of type {kind.name}; supported: "

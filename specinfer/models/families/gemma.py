@@ -1,4 +1,4 @@
-"""Gemma and OLMo: norms of what blocks return, and windows in some of the layers.
+"""Gemma and OLMo: norms after blocks, and windows in some of the layers.
 
 Gemma 2 and 3 have norms before and after each block, scaled embeddings and GELU. OLMo 1 has LayerNorms
 without weights; OLMo 2 and 3 have norms after blocks, and of q and k.
