@@ -15,24 +15,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 from torch import Tensor
 
 from specinfer.errors import ensure
-from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
-from specinfer.kernels.layout import Weight
-from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
-from specinfer.models.draft_memory import tensor_in
 from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.stream import WeightStream
-from specinfer.models.weight_memory import product_over
 from specinfer.progress import Progress
 
 Pair = tuple[Product, Product]
+MakeProduct = Callable[[Record, memoryview], Product]  # a product over memory with a record
 HALF_LIFE: Final = 8  # passes after which a use counts half; docs/decisions/11-offloading.md
 _MAX_WEIGHT: Final = 1e100
 _EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
@@ -41,24 +37,6 @@ _EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
 def expert_records(file: PreparedFile) -> list[str]:
     """The names of a prepared mixture's experts, layer by layer."""
     return [name for name in file.records if _EXPERT.fullmatch(name)]
-
-
-class ExpertPart(NamedTuple):
-    """One of the two products of an expert, created over the memory of its matrix."""
-
-    matrix: str  # name in a prepared file
-    kind: type[Weight]
-    inner: int
-    channels: int
-    bias: Tensor | None
-    largest: float | None
-    parts: SumParts | None
-
-    def over(self, kernels: Kernels, record: Record, memory: memoryview) -> Product:
-        """The product over memory with a record."""
-        views = [tensor_in(memory, record.tensors[f"{self.matrix}.{field}"]) for field in self.kind._fields]
-        weight = self.kind(*views)
-        return product_over(kernels, weight, self.bias, self.inner, self.channels, self.largest, self.parts)
 
 
 class ExpertStream(WeightStream):
@@ -70,13 +48,12 @@ class ExpertStream(WeightStream):
             products = stream.take(expert)
     """
 
-    def __init__(self, kernels: Kernels, file: PreparedFile, *, slots: int, disk: DiskRate) -> None:
+    def __init__(self, file: PreparedFile, *, slots: int, disk: DiskRate) -> None:
         names = expert_records(file)
         super().__init__(StreamSource(file.path), file.stream_records(names), slots=slots, disk=disk)
         self.numbers = {name: number for number, name in enumerate(names)}
-        self._kernels = kernels
         self._places = [file.records[name] for name in names]
-        self._parts: dict[int, tuple[ExpertPart, ExpertPart]] = {}
+        self._makers: dict[int, tuple[MakeProduct, MakeProduct]] = {}
         self._slots: dict[int, int] = {}  # slots by expert
         self._held = np.zeros(slots, dtype=np.int64)  # experts by slot, of slots that are not free
         self._free = list(range(slots))
@@ -91,10 +68,10 @@ class ExpertStream(WeightStream):
         """How many experts are in memory at once."""
         return len(self.buffers)
 
-    def products(self, name: str, parts: tuple[ExpertPart, ExpertPart]) -> Pair:
+    def products(self, name: str, makers: tuple[MakeProduct, MakeProduct]) -> Pair:
         """The two products of the expert with this record, which wait for it."""
         number = self.numbers[name]
-        self._parts[number] = parts
+        self._makers[number] = makers
         return partial(_times, self, number, 0), partial(_times, self, number, 1)
 
     @contextmanager
@@ -158,8 +135,8 @@ class ExpertStream(WeightStream):
                     progress.advance(self._places[number].length)
 
     def _over(self, expert: int, memory: memoryview) -> Pair:
-        first, last = (part.over(self._kernels, self._places[expert], memory) for part in self._parts[expert])
-        return first, last
+        first, last = self._makers[expert]
+        return first(self._places[expert], memory), last(self._places[expert], memory)
 
     def _given_up(self, needed: Sequence[int]) -> int:
         """Return the slot of the least used expert; `needed` slots stay."""

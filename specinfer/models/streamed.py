@@ -29,13 +29,14 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import BlocksWeight, FloatWeight, Int4Weight, Int8Weight, Weight
 from specinfer.kernels.parts import SumParts
+from specinfer.kernels.product import Product
 from specinfer.models.draft_memory import DraftMemory, tensor_in
-from specinfer.models.expert_stream import ExpertPart, ExpertStream, Pair
+from specinfer.models.expert_stream import ExpertStream, MakeProduct, Pair
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable, TableOnDisk
 from specinfer.models.stream import LayerStream
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import Weights, product_over
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
@@ -111,7 +112,7 @@ class StreamedWeights(Weights):
             if draft_memory is not None:
                 draft_memory.serve(self._layer_stream, file, streamed)
         if placement.experts is not None:
-            self._experts = ExpertStream(kernels, file, slots=placement.experts.slots, disk=disk)
+            self._experts = ExpertStream(file, slots=placement.experts.slots, disk=disk)
         self.stream = self._layer_stream or self._experts
         self._buffer: memoryview | None = None  # memory of the layer being built
         self._record: Record | None = None  # record of that layer
@@ -155,8 +156,8 @@ class StreamedWeights(Weights):
             experts.products(
                 prefix,
                 (
-                    self._expert_part([f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias, None),
-                    self._expert_part([f"{prefix}.down_proj"], bias, parts),
+                    self._expert_product([f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias, None),
+                    self._expert_product([f"{prefix}.down_proj"], bias, parts),
                 ),
             )
             for prefix in prefixes
@@ -166,20 +167,21 @@ class StreamedWeights(Weights):
         """See `Weights.expert_prefetch`."""
         return None if self._experts is None else partial(self._experts.want_of_layer, first)
 
-    def _expert_part(self, names: Sequence[str], bias: bool, parts: SumParts | None) -> ExpertPart:
+    def _expert_product(self, names: Sequence[str], bias: bool, parts: SumParts | None) -> MakeProduct:
+        """A function that makes the product with these matrices; it does not refer to the stream."""
         matrices = [f"{name}.weight" for name in names]
         channels, inner = self._reader.shape(matrices)
         self._reader.mark_read(matrices)
-        matrix = "+".join(matrices)
-        return ExpertPart(
-            matrix,
-            FloatWeight if self._reader.is_float(matrices) else _KINDS[self._reader.quantization],
-            inner,
-            channels,
-            self.tensor(*(f"{name}.bias" for name in names)) if bias else None,
-            self._file.largest.get(matrix),
-            parts,
-        )
+        matrix, kernels = "+".join(matrices), self.kernels
+        kind = FloatWeight if self._reader.is_float(matrices) else _KINDS[self._reader.quantization]
+        b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        largest = self._file.largest.get(matrix)
+
+        def made(record: Record, memory: memoryview) -> Product:
+            views = [tensor_in(memory, record.tensors[f"{matrix}.{field}"]) for field in kind._fields]
+            return product_over(kernels, kind(*views), b, inner, channels, largest, parts)
+
+        return made
 
     def check(self, progress: Progress) -> None:
         """Read everything that is streamed; raises DamagedFileError if a checksum does not match."""
