@@ -18,7 +18,7 @@ from specinfer.processors.changes import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import PredictionIndexes
+from specinfer.speculate.lookups.alignment import IndexedPrediction
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import Acceptance
@@ -86,7 +86,6 @@ class Admission:
         self._block_size = block_size  # positions per block, if requests share prefixes
         self._compiler: GrammarCompiler | None = None  # made for the first request with a form
         self._making = threading.Lock()
-        self._predictions = PredictionIndexes()
 
     @property
     def speculators(self) -> tuple[str, ...]:
@@ -134,7 +133,7 @@ class Admission:
         processors = self.processors(request)
         self._check_first_token(processors)
         if request.prediction:
-            request = replace(request, prediction=self._predictions.indexed(request.prediction))
+            request = replace(request, prediction=IndexedPrediction(request.prediction))
         if request.scores_prompt and params.prompt_logprobs is not None:
             prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), params.prompt_logprobs)
         transcript = Transcript(

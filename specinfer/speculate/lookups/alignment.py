@@ -12,8 +12,6 @@ since (a replacement). All of them are guessed until the output has followed one
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -40,8 +38,6 @@ _CHARACTERS: Final = 16  # maximum characters per token that are tokenized
 class PredictionIndex:
     """Index of the n-grams of token ids: the positions after each n-gram, ascending."""
 
-    __slots__ = ("__weakref__", "_found")
-
     def __init__(self, token_ids: Sequence[int]) -> None:
         """Index token ids, each below 2**21."""
         ids = np.array(token_ids, dtype=np.int64)
@@ -66,29 +62,11 @@ class PredictionIndex:
 
 
 class IndexedPrediction(tuple[int, ...]):
-    """Token ids of a prediction with their index; equal to the plain tuple."""
+    """Token ids of a prediction with their index, made before a step needs it; equal to the plain tuple."""
 
-    ngrams: PredictionIndex
-
-
-class PredictionIndexes:
-    """Indexes predictions once for all requests with equal ones; callable from several threads at once."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[tuple[int, ...], PredictionIndex] = (
-            weakref.WeakValueDictionary()
-        )
-        self._making = threading.Lock()
-
-    def indexed(self, token_ids: tuple[int, ...]) -> IndexedPrediction:
-        """Return the token ids with their index, which is shared and lives as long as one of its users."""
-        made = IndexedPrediction(token_ids)
-        with self._making:
-            index = self._known.get(token_ids)
-            if index is None:
-                index = self._known[token_ids] = PredictionIndex(token_ids)
-        made.ngrams = index
-        return made
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """Index token ids, each below 2**21."""
+        self.ngrams = PredictionIndex(token_ids)
 
 
 def relevant_tokens(
@@ -112,8 +90,8 @@ class Alignment:
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
-        known = prediction.ngrams if isinstance(prediction, IndexedPrediction) else None
-        self._index = PredictionIndex(prediction) if known is None else known
+        indexed = prediction if isinstance(prediction, IndexedPrediction) else IndexedPrediction(prediction)
+        self._index = indexed.ngrams
         self._at = 0  # the expected place of the next token
         self._run = CERTAIN_RUN  # agreeing tokens before it; 0: no place is preferred. An output starts at 0
         self._anchor = 0  # the last certain place

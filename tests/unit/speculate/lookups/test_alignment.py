@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.lookups.alignment import SIDE_DEPTH, UNCERTAIN_LIMIT, Alignment
+from specinfer.speculate.lookups.alignment import (
+    MAX_DELETED,
+    SIDE_DEPTH,
+    UNCERTAIN_LIMIT,
+    Alignment,
+    PredictionIndex,
+    relevant_tokens,
+)
 from tests.letters import letters
 
 
@@ -130,3 +137,34 @@ def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() ->
     assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
     assert after(prediction, far + "m") == ["nopq"]
     assert after(prediction, far + "mnop") == ["qrstuv"]
+
+
+IDS = st.lists(st.sampled_from([0, 1, 2, (1 << 21) - 1]), max_size=30)
+
+
+@given(IDS, IDS, st.integers(0, 31), st.integers(1, 4))
+def test_the_places_near_another_are_those_of_a_plain_search(
+    prediction: list[int], said: list[int], place: int, most: int
+) -> None:
+    index = PredictionIndex(prediction)
+    for n in (3, 1):
+        if n > len(said):
+            continue
+        tail = said[-n:]
+        stops = [i for i in range(n, len(prediction) + 1) if prediction[i - n : i] == tail]
+        before, behind = [i for i in stops if i < place], [i for i in stops if i >= place]
+        assert index.near(tail, place, most) == [*before[-most:], *behind[:most]]
+
+
+def test_a_text_is_encoded_as_far_as_it_can_matter() -> None:
+    encoded: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return list(text.encode())
+
+    assert relevant_tokens("abc", 8, encode) == (97, 98, 99)
+    assert relevant_tokens("a" * (2 << 20), 8, encode) == (97,) * (8 + MAX_DELETED)
+    assert encoded == [3, 16 * (8 + MAX_DELETED)]
+    assert relevant_tokens(tuple(range(5000)), 8, encode) == tuple(range(8 + MAX_DELETED))
+    assert relevant_tokens((1, 2), -5, encode) == (1, 2)  # a prompt that leaves no room is refused elsewhere
