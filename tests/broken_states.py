@@ -24,8 +24,8 @@ from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
 from specinfer.scheduler_config import SchedulerConfig
-from specinfer.speculate.lookups.alignment import Alignment
 from specinfer.speculate.lookups.answer_store import AnswerStore
+from specinfer.speculate.lookups.prediction import Alignment
 from specinfer.speculate.lookups.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.target_law import Law

@@ -18,7 +18,7 @@ from specinfer.processors.changes import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import IndexedPrediction
+from specinfer.speculate.lookups.prediction import IndexedPrediction
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import Acceptance

@@ -19,7 +19,7 @@ from specinfer.engine.admission import Admission, AdmittedRequest
 from specinfer.errors import RequestError, naming
 from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.lookups.alignment import relevant_tokens
+from specinfer.speculate.lookups.prediction import relevant_tokens
 from specinfer.tokenizer import ChatEncoder
 from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed

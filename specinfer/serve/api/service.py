@@ -29,7 +29,7 @@ from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.http.api_error import CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.speculate.lookups.alignment import relevant_tokens
+from specinfer.speculate.lookups.prediction import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 _MAX_CHARACTERS: Final = 64  # a token, on average; a longer prompt cannot fit and is not tokenized

@@ -7,14 +7,12 @@ this is prompt lookup, also known as n-gram speculation.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Final
 
-from specinfer.errors import ConfigError
 from specinfer.kernels.library import Library
 from specinfer.kernels.structures import GrownArgs, LookupRules
 from specinfer.plan import PlanEntry, StepPlan
@@ -38,28 +36,14 @@ def match_confidence(tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupOptions:
-    """Options of the lookup; raises ConfigError for a value outside its range."""
+    """Options of the lookup; SpeculationConfig checks those that users set."""
 
-    min_match: Annotated[int, "Minimum tokens that must match."] = 1
-    max_depth: Annotated[int, "Maximum depth of a guess, in tokens."] = 16
-    max_nodes: Annotated[int, "Maximum nodes of a tree, the root included."] = 32
-    min_probability: Annotated[float, "Minimum part of all votes for a node."] = 0.05
-    depth_factor: Annotated[float, "Depth of guesses per matching token."] = 4.0
-    memory: Annotated[int, "Bytes for earlier answers of all cache salts; 0 keeps none."] = 16 << 20
-
-    def __post_init__(self) -> None:
-        for option, good, allowed in (
-            ("min_match", 1 <= self.min_match <= LONGEST_MATCH, f"1 to {LONGEST_MATCH}"),
-            ("max_depth", self.max_depth >= 1, "1 or more"),
-            ("max_nodes", self.max_nodes >= 1, "1 or more, the root included"),
-            ("min_probability", 0 <= self.min_probability <= 1, "0 to 1"),
-            ("depth_factor", 0 < self.depth_factor < math.inf, "a finite number above 0"),
-            ("memory", self.memory >= 0, "0 or more bytes"),
-        ):
-            if not good:
-                raise ConfigError(
-                    f"{option} of the lookup speculator is {getattr(self, option)}; allowed: {allowed}"
-                )
+    min_match: int = 1  # minimum tokens that must match
+    max_depth: int = 16  # maximum depth of a guess, in tokens
+    max_nodes: int = 32  # maximum nodes of a tree, the root included
+    min_probability: float = 0.05  # minimum part of all votes for a node
+    depth_factor: float = 4.0  # depth of guesses per matching token
+    memory: int = 16 << 20  # bytes for earlier answers of all cache salts; 0 keeps none
 
 
 @dataclass(slots=True)
@@ -89,16 +73,12 @@ class LookupSpeculator(Speculator):
     bytes per token in addition. One native call looks up the guesses of all requests of a step.
     """
 
+    name = "lookup"
+
     def __init__(
-        self,
-        library: Library,
-        options: LookupOptions = LookupOptions(),
-        *,
-        verifier: str = "coupled",
-        name: str = "lookup",
+        self, library: Library, options: LookupOptions = LookupOptions(), *, verifier: str = "coupled"
     ) -> None:
-        """Make a speculator; `verifier` is the default of requests, `name` is used in draws and counters."""
-        self.name = name
+        """Make a speculator; `verifier` is the default of requests."""
         self._library = library
         self._options = options
         self._verifier = verifier

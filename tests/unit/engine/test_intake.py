@@ -27,7 +27,7 @@ from specinfer.request import LoRARequest
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import MAX_DELETED, IndexedPrediction
+from specinfer.speculate.lookups.prediction import MAX_DELETED, IndexedPrediction
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer, chat_encoder, chat_template, tokenizer

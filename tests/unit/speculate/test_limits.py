@@ -15,7 +15,7 @@ from specinfer.request import Request
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.alignment import SIDE_DEPTH
+from specinfer.speculate.lookups.prediction import SIDE_DEPTH
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import SpeculationConfig

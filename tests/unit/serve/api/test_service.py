@@ -23,7 +23,7 @@ from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.observe.metrics import Metrics
-from specinfer.speculate.lookups.alignment import MAX_DELETED
+from specinfer.speculate.lookups.prediction import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
 
 FACTS = EngineInfo(max_context=100, max_length=80)

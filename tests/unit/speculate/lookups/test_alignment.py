@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.lookups.alignment import (
+from specinfer.speculate.lookups.prediction import (
     MAX_DELETED,
     SIDE_DEPTH,
     UNCERTAIN_LIMIT,

@@ -49,9 +49,9 @@ def answer(
     speculator.check_integrity()
 
 
-def lookup(*, name: str = "lookup", verifier: str = "coupled", **options: Any) -> LookupSpeculator:
+def lookup(*, verifier: str = "coupled", **options: Any) -> LookupSpeculator:
     lookup_options = LookupOptions(**{"max_depth": 3, "min_probability": 0.0, "depth_factor": 4.0, **options})
-    return LookupSpeculator(library_or_skip(), lookup_options, name=name, verifier=verifier)
+    return LookupSpeculator(library_or_skip(), lookup_options, verifier=verifier)
 
 
 def test_what_followed_the_last_tokens_in_this_text_is_the_guess() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.plan import PlanEntry
-from specinfer.speculate.lookups.alignment import SIDE_DEPTH
-from specinfer.speculate.lookups.prediction import PredictionSpeculator
+from specinfer.speculate.lookups.prediction import SIDE_DEPTH, PredictionSpeculator
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from tests import plans
