@@ -96,10 +96,9 @@ def build_engine(
         *extra,
     ]
     vocab, guard = models.target.config.vocab_size, sizing.guard
-    fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
     engine = Engine(
         executor=executor,
-        speculators=Ensemble(speculators, vocab=vocab, policy=sizing.policy, fallback=fallback),
+        speculators=Ensemble(speculators, vocab=vocab, policy=sizing.policy),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,

@@ -53,7 +53,6 @@ class Ensemble:
         *,
         vocab: int,
         policy: SpeculationPolicy,
-        fallback: SpeculationPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if foreign := [s for s in speculators if not isinstance(s, Speculator | LevelSpeculator)]:
@@ -71,7 +70,7 @@ class Ensemble:
         self._names = tuple(names)  # of all speculators, including failed ones
         self._vocab = vocab  # of the target
         self._policy = self._deciding = policy
-        self._fallback = fallback or SpeculationPolicy()  # decides in the pauses of a policy that raises
+        self._fallback = SpeculationPolicy()  # decides in the pauses of a policy that raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # speculators whose confidence outside [0, 1] was logged

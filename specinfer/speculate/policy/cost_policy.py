@@ -71,7 +71,6 @@ class CostPolicy(SpeculationPolicy):
         With `divides_budget` the levels of a draft's tree divide its node budget. If nodes are so cheap that
         dozens are drawn per level, the first levels would otherwise use all of it.
         """
-        super().__init__()
         self._divides_budget = divides_budget
         self.guard = guard
         self.acceptance = acceptance

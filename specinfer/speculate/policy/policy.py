@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.speculator import Outcome
-from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
-from specinfer.tree.draw import any_sampled
-from specinfer.tree.token_tree import Expansion
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +44,6 @@ class SpeculationPolicy:
     In every step the ensemble calls its methods in the order of their definition. A policy that raises is
     logged, and an instance of this class replaces it (ensemble.py).
     """
-
-    def __init__(self, learned: Expansion | None = None) -> None:
-        """Set the shape of drafts' trees that have no shape.
-
-        At each level of such a tree, the likeliest nodes are extended, as many as `learned` has there.
-        """
-        self._learned = learned
-
-    @classmethod
-    def instead(cls, speculation: SpeculationConfig) -> SpeculationPolicy:
-        """Return the policy that replaces one that fails."""
-        return SpeculationPolicy(speculation.fixed_expansion if speculation.learns_shape else None)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Start a step; returns the plan for the speculators.
@@ -94,15 +78,7 @@ class SpeculationPolicy:
         The decision may depend on sampled draws, as it never depends on the values of the children drawn
         next.
         """
-        shape = self._learned
-        if shape is None:
-            return list(ends)
-        return [
-            of_tree
-            if has_own_size(entry) or any_sampled(tree.draws)
-            else _likeliest_ends(tree, of_tree, shape)
-            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
-        ]
+        return list(ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return the part to verify of the merged tree of each of `plan.tree_entries`."""
@@ -123,13 +99,3 @@ def has_own_size(entry: PlanEntry) -> bool:
     """Return whether the request sets the size or shape of its trees."""
     overrides = entry.request.params.speculation
     return overrides.expansion is not None or overrides.max_nodes is not None
-
-
-def _likeliest_ends(tree: TokenTree, ends: Sequence[int], shape: Expansion) -> Sequence[int]:
-    """Return the likeliest `ends` at a tree's deepest level, as many as the shape has there."""
-    depths, likely = tree.depths(), tree.likelihoods()
-    deepest = max(depths)
-    if deepest >= shape.depth:
-        return ()
-    last = [end for end in ends if depths[end] == deepest]
-    return sorted(last, key=likely.__getitem__, reverse=True)[: prod(shape.widths[:deepest])]

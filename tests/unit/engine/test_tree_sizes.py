@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
-from math import prod
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,7 +16,6 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculation_config import DEFAULT_EXPANSION
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
@@ -109,25 +106,6 @@ def test_the_text_is_the_same_whatever_a_pass_costs(
         fixed = tiny.llm(**SPECULATION).generate(PROMPTS, params)
         assert texts(fixed) == texts(plain)
         assert max(nodes) <= sum(output.figures.drafted_tokens for output in fixed)
-
-
-def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(CostPolicy, "worth_starting", fail)
-    llm = engine(tiny, monkeypatch, CURVES["rows are free"], expansion="learned", lookup=False)
-    events: list[TreeEvent] = []
-    llm.on_tree = events.append
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
-    run = [(event.tree.depths(), {draw.parent for draw in event.tree.draws}) for event in events]
-    levels = [Counter(depths[node] for node in nodes) for depths, nodes in run]
-    assert max(max(of, default=0) for of in levels) == DEFAULT_EXPANSION.depth - 1
-    for of_tree in levels:
-        for depth, count in of_tree.items():
-            assert count <= prod(DEFAULT_EXPANSION.widths[:depth])
 
 
 def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,7 +316,6 @@ class RaisingPolicy(SpeculationPolicy):
     """Raises at one question."""
 
     def __init__(self, question: str) -> None:
-        super().__init__()
         self.question = question
 
     def __getattribute__(self, name: str) -> Any:
