@@ -15,7 +15,6 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.decision import Decision, Proposed
-from specinfer.speculate.pauses import POLICY, Pauses
 from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
@@ -25,6 +24,8 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
+POLICY: Final = "policy"  # the policy's name among those that failed
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 1 << 14  # steps
 # Consecutive steps without guesses in which heads still receive hidden states.
 _MAX_STEPS_WITHOUT_GUESSES: Final = 8
 
@@ -64,7 +65,9 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a distinct name")
         self._all = tuple(speculators)
-        self._pauses = Pauses()
+        self._steps = 0
+        self._failures: dict[str, int] = {}  # exceptions of each speculator, and of the policy
+        self._paused_until: dict[str, int] = {}  # the step in which it runs again
         self._select()
         self._steps_without_guesses = 0  # consecutive, up to this step
         self._names = tuple(names)  # of all speculators, including failed ones
@@ -80,9 +83,10 @@ class Ensemble:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """Return one merged tree per tree entry, of at most `entry.max_nodes` nodes."""
         self._passes = []
-        if self._pauses.step():
+        self._steps += 1
+        if self._failures:
             self._select()
-        self._deciding = self._fallback if POLICY in self._pauses else self._policy
+        self._deciding = self._fallback if self._is_paused(POLICY) else self._policy
         requested, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(requested, plan)
         without_guesses = all(map(_excludes_all, plan.entries))
@@ -115,7 +119,7 @@ class Ensemble:
 
         Must be called before `observe`.
         """
-        failed = frozenset(name for name in self._names if name in self._pauses)
+        failed = frozenset(filter(self._is_paused, self._names))
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     @property
@@ -126,12 +130,12 @@ class Ensemble:
     @property
     def failures(self) -> dict[str, int]:
         """Exceptions of each speculator, and of the policy as "policy"; readable from any thread."""
-        return self._pauses.failures
+        return dict(self._failures)
 
     @property
     def num_paused(self) -> int:
         """Number of speculators that pause after an exception, and the policy; readable from any thread."""
-        return self._pauses.num_active
+        return sum(map(self._is_paused, [*self._paused_until]))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -261,7 +265,7 @@ class Ensemble:
         except Exception:
             if self._deciding is self._fallback:
                 raise
-            if self._pauses.failed(POLICY):
+            if self._pause(POLICY):
                 _LOG.exception(
                     "the speculation policy %s failed and pauses; later failures are not logged, and trees "
                     "are not sized by their cost meanwhile",
@@ -274,9 +278,9 @@ class Ensemble:
         try:
             action()
         except Exception:
-            if speculator.name in self._pauses:
+            if self._is_paused(speculator.name):
                 return
-            if self._pauses.failed(speculator.name):
+            if self._pause(speculator.name):
                 _LOG.exception(
                     "speculator %r failed and pauses; later failures are not logged, and texts go on "
                     "without it",
@@ -284,9 +288,19 @@ class Ensemble:
                 )
             self._select()
 
+    def _pause(self, name: str) -> bool:
+        """Begin a pause, twice as long as the one before; returns True for the first failure."""
+        count = self._failures[name] = self._failures.get(name, 0) + 1
+        length = min(_SHORTEST_PAUSE << min(count - 1, 10), _LONGEST_PAUSE)
+        self._paused_until[name] = self._steps + 1 + length  # the running step does not count
+        return count == 1
+
+    def _is_paused(self, name: str) -> bool:
+        return self._steps < self._paused_until.get(name, 0)
+
     def _select(self) -> None:
         """Run the speculators that do not pause."""
-        self._speculators = tuple(s for s in self._all if s.name not in self._pauses)
+        self._speculators = tuple(s for s in self._all if not self._is_paused(s.name))
         self._taps = tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
 
 
