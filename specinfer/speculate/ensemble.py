@@ -44,8 +44,7 @@ class Ensemble:
     verifier (docs/losslessness.md).
 
     A speculator that raises or returns an invalid tree is logged once and pauses for 32 steps, and for twice
-    as many after each further failure: it costs time, and the text does not change. One that returns
-    confidences outside [0, 1] is logged once and continues.
+    as many after each further failure: it costs time, and the text does not change.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Ensemble:
         self._fallback = SpeculationPolicy()  # decides in the pauses of a policy that raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
-        self._odd: set[str] = set()  # speculators whose confidence outside [0, 1] was logged
         self._passes: list[LevelPass] = []  # of the step
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # of the step, for `explain`
 
@@ -185,7 +183,6 @@ class Ensemble:
                     "propose must return one for each"
                 )
             checked = self._checked(speculator.name, entries, proposed)
-            self._note_confidences(speculator.name, checked)  # with those of all levels
             trees.extend(_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True))
 
         self._isolated(speculator, grow)
@@ -237,23 +234,6 @@ class Ensemble:
     def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
         """Count a speculator's guesses, without impossible tokens."""
         self._guessed_tokens[name] += sum([len(tree.token_ids) - 1 for tree in trees])
-
-    def _note_confidences(self, name: str, trees: Sequence[TokenTree]) -> None:
-        """Log a speculator's first confidence outside [0, 1]."""
-        if name in self._odd:
-            return
-        for tree in trees:
-            for run in as_runs(tree.draws).runs:
-                if odd := run.odd_confidences():
-                    self._odd.add(name)
-                    _LOG.warning(
-                        "speculator %r gave a confidence of %s; confidences are from 0 to 1, so it counts "
-                        "as %d; more of them are not logged, and texts are right: docs/add_a_speculator.md",
-                        name,
-                        _shown(odd[0]),
-                        odd[0] > 0,
-                    )
-                    return
 
     def _decided(self, method: str, *arguments: Any) -> Any:
         """Return the result of a policy method; after an exception the fallback decides for some steps.
@@ -360,14 +340,6 @@ def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: i
     else:
         return tree if runs is tree.draws else replace(tree, draws=runs)
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
-
-
-def _shown(number: float) -> str:
-    """Return a number as short text; Python refuses to print an int of many thousand digits."""
-    try:
-        return repr(float(number))
-    except OverflowError:
-        return f"an int of {int(number).bit_length()} bits"
 
 
 def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:

@@ -113,7 +113,6 @@ class Draw(NamedTuple):
 
 
 _UNSAMPLED: Final = (DrawRule.POINT_MASS, DrawRule.COUPLED)
-_MAX_CONFIDENCE: Final = 1.000001  # a float32 probability may be rounded to more than 1
 draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is faster than Draw(*fields)
 
 
@@ -152,10 +151,6 @@ class Run(NamedTuple):
         if not (_all_are(float, confidences) or all(isinstance(sure, (int, float)) for sure in confidences)):
             return "with a draw whose confidence is no number"
         return None
-
-    def odd_confidences(self) -> list[float]:
-        """Return the confidences that are not in [0, 1], such as NaN."""
-        return [sure for sure in self.confidences if not 0.0 <= sure <= _MAX_CONFIDENCE]
 
     def draws(self) -> Iterator[Draw]:
         """Yield each draw."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     assert ensemble.guessed_tokens == {"fan": 6, "suffix": 6, "draft": 4, "mute": 0}
     ensemble.propose(plans.plan(entry(4, speculators=("fan",))))
     assert ensemble.guessed_tokens == {"fan": 9, "suffix": 6, "draft": 4, "mute": 0}
+
+
+def test_confidences_that_are_not_from_0_to_1_count_as_the_nearer_of_them() -> None:
+    for odd in (math.nan, math.inf, -math.inf, 1.5, -1, 10**400):
+        for kind in (Fan, Levels):
+            ensemble = Ensemble([kind("odd", [5, 6], [0.9, odd])], vocab=99, policy=SpeculationPolicy())
+            (tree,) = ensemble.propose(plans.plan(entry(9)))
+            expected = [1.0, 0.9, (0.9 if kind is Levels else 1.0) * (odd > 0)]
+            assert (tree.token_ids, tree.likelihoods()) == ((7, 5, 6), expected), (odd, kind)
 
 
 class Reading(Fan):
