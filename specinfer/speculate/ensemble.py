@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import lt
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
@@ -24,6 +24,7 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 POLICY: Final = "policy"  # the policy's name among those that failed
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 1 << 14  # steps
 # Consecutive steps without guesses in which heads still receive hidden states.
@@ -87,7 +88,7 @@ class Ensemble:
         self._deciding = self._fallback if self._is_paused(POLICY) else self._policy
         requested, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(requested, plan)
-        without_guesses = all(map(_excludes_all, plan.entries))
+        without_guesses = all(entry.speculators == () for entry in plan.entries)
         self._steps_without_guesses = self._steps_without_guesses + 1 if without_guesses else 0
         if without_guesses:
             roots = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
@@ -100,8 +101,8 @@ class Ensemble:
             if not offer.entries:
                 continue
             guessing.append(speculator)
-            trees = self._trees_of(speculator, offer, shared)
-            self._count(speculator.name, trees)
+            trees = self._isolated(speculator, partial(self._trees_of, speculator, offer, shared)) or []
+            self._guessed_tokens[speculator.name] += sum([len(tree.token_ids) - 1 for tree in trees])
             for one, tree in zip(asked, trees, strict=False):  # no trees if it failed
                 one.add(tree)
         guessed = [one.tree for one in shared]
@@ -168,34 +169,24 @@ class Ensemble:
     def _trees_of(
         self, speculator: AnySpeculator, plan: StepPlan, shared: Sequence[SharedTree]
     ) -> list[TokenTree]:
-        """Return a speculator's checked trees without impossible tokens; no trees if it fails."""
-        trees: list[TokenTree] = []
-
-        def grow() -> None:
-            if isinstance(speculator, LevelSpeculator):
-                proposed = self._grown(speculator, plan, [one.tree for one in shared])
-            else:
-                proposed = speculator.propose(plan)
-            entries = plan.tree_entries
-            if len(proposed) != len(entries):
-                raise SpeculatorError(
-                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
-                    "propose must return one for each"
-                )
-            checked = self._checked(speculator.name, entries, proposed)
-            trees.extend(_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True))
-
-        self._isolated(speculator, grow)
-        return trees
+        """Return a speculator's checked trees without impossible tokens."""
+        if isinstance(speculator, LevelSpeculator):
+            proposed = self._grown(speculator, plan, [one.tree for one in shared])
+        else:
+            proposed = speculator.propose(plan)
+        entries = plan.tree_entries
+        if len(proposed) != len(entries):
+            raise SpeculatorError(
+                f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
+                "propose must return one for each"
+            )
+        checked = self._checked(speculator.name, entries, proposed)
+        return [_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True)]
 
     def _checked(
         self, name: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
     ) -> list[TokenTree]:
-        roots = [entry.token_ids[entry.end - 1] for entry in entries]
-        return [
-            _checked(name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
-            for entry, tree, root in zip(entries, trees, roots, strict=True)
-        ]
+        return [_checked(name, tree, entry, self._vocab) for entry, tree in zip(entries, trees, strict=True)]
 
     def _grown(
         self, speculator: LevelSpeculator, plan: StepPlan, guessed: Sequence[TokenTree]
@@ -231,10 +222,6 @@ class Ensemble:
             began, level = now, level + 1
         return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
 
-    def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
-        """Count a speculator's guesses, without impossible tokens."""
-        self._guessed_tokens[name] += sum([len(tree.token_ids) - 1 for tree in trees])
-
     def _decided(self, method: str, *arguments: Any) -> Any:
         """Return the result of a policy method; after an exception the fallback decides for some steps.
 
@@ -254,12 +241,13 @@ class Ensemble:
             self._deciding = self._fallback
             return getattr(self._deciding, method)(*arguments)
 
-    def _isolated(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
+    def _isolated(self, speculator: AnySpeculator, action: Callable[[], _Made]) -> _Made | None:
+        """Return the result of a speculator's method, or None if it raises; then it pauses."""
         try:
-            action()
+            return action()
         except Exception:
             if self._is_paused(speculator.name):
-                return
+                return None
             if self._pause(speculator.name):
                 _LOG.exception(
                     "speculator %r failed and pauses; later failures are not logged, and texts go on "
@@ -267,6 +255,7 @@ class Ensemble:
                     speculator.name,
                 )
             self._select()
+            return None
 
     def _pause(self, name: str) -> bool:
         """Begin a pause, twice as long as the one before; returns True for the first failure."""
@@ -282,10 +271,6 @@ class Ensemble:
         """Run the speculators that do not pause."""
         self._speculators = tuple(s for s in self._all if not self._is_paused(s.name))
         self._taps = tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
-
-
-def _excludes_all(entry: PlanEntry) -> bool:
-    return entry.speculators == ()
 
 
 def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[list[SharedTree], StepPlan]:
@@ -311,17 +296,17 @@ def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[lis
     return asked, plan if whole else StepPlan(tuple(entries))
 
 
-def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> TokenTree:
+def _checked(name: str, tree: TokenTree, entry: PlanEntry, vocab: int) -> TokenTree:
     """Return the tree with its draws as runs; raises SpeculatorError if it is invalid for its entry.
 
     Draws that cannot be grouped into runs raise other exceptions, which count as failures, too.
     """
     tokens, parents, nodes = tree.token_ids, tree.parents, tree.num_nodes
-    runs = as_runs(tree.draws)
+    runs, root = as_runs(tree.draws), entry.token_ids[entry.end - 1]
     if tokens[0] != root:
         fault = f"rooted at token {tokens[0]}; the last token is {root}"
-    elif nodes > max_nodes:
-        fault = f"of {nodes} nodes; entry.max_nodes is {max_nodes}"
+    elif nodes > entry.max_nodes:
+        fault = f"of {nodes} nodes; entry.max_nodes is {entry.max_nodes}"
     elif nodes == 1 == len(parents):
         return single_node(root)
     elif not (
@@ -331,8 +316,8 @@ def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: i
         and min(parents[1:], default=0) >= 0
     ):
         fault = f"whose nodes do not come after their parents, {parents}"
-    elif nodes - 1 > max_depth and (depth := max(tree.depths())) > max_depth:
-        fault = f"of depth {depth}; entry.max_depth is {max_depth}"
+    elif nodes - 1 > entry.max_depth and (depth := max(tree.depths())) > entry.max_depth:
+        fault = f"of depth {depth}; entry.max_depth is {entry.max_depth}"
     elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
     elif faults := [found for run in runs.runs if (found := run.fault(nodes))]:
