@@ -248,11 +248,6 @@ class EngineConfig:
             (Feature.NOT_PREPARED, not self.prepared, self.prepared),
             (Feature.DRAFT_QUANTIZED, of_drafts not in ("auto", "none"), of_drafts),
             (Feature.DRAFT_GGUF, of_drafts == "gguf", of_drafts),
-            (
-                Feature.DRAFT_VOCABULARY,
-                speculation.draft_vocabulary is not None,
-                speculation.draft_vocabulary,
-            ),
         ]
         return {feature: value for feature, used, value in given if used}
 

@@ -48,12 +48,6 @@ class SpeculationConfig:
     draft_quantization: QuantizationOption = option(
         "auto", "The same for drafts; auto: each by its own file."
     )
-    draft_vocabulary: int | str | None = option(
-        None,
-        "Reduce a draft's output layer to N common tokens, or to the token ids in a file.",
-        shown="all",
-        rare=True,
-    )
     draft_lora: tuple[str, ...] = option(
         (),
         "FOLDER: a low-rank adapter, saved by PEFT, for all rows of a draft model.",
@@ -152,7 +146,6 @@ class SpeculationConfig:
             object.__setattr__(self, "draft_lora", pairs)
         else:
             object.__setattr__(self, "draft_lora", _names("draft_lora", self.draft_lora, "folders"))
-        object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         if self.expansion is not None and self.expansion != "learned":
             try:
                 object.__setattr__(self, "expansion", Expansion.of(self.expansion))
@@ -235,21 +228,6 @@ def _names(name: str, value: object, kind: str) -> tuple[str, ...]:
     if not all(isinstance(n, str) and n for n in names):
         raise ConfigError(f"{name} is {value!r}; allowed: {kind}, each a non-empty string")
     return names
-
-
-def _vocabulary(value: object) -> int | str | None:
-    """Return a number of tokens, the path of a file of token ids, or None for all (also given as 0)."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value or None
-    if isinstance(value, (str, PathLike)) and fspath(value):
-        return str(fspath(value))
-    if value is None:
-        return None
-    raise ConfigError(
-        f"draft_vocabulary is {value!r}; allowed: how many tokens to keep, or the path of a file of token ids"
-    )
 
 
 # Ordinary decoding: one-node trees, which leave no place for guesses from a grammar or a prediction.

@@ -33,12 +33,10 @@ class Feature(StrEnum):
     NOT_PREPARED = "`prepared` off"
     SELF_DRAFT = "the draft `self`"
     HEAD = "a head as draft"
-    ONLY_HEADS = "heads as the only drafts"
     HOSTED_DRAFT = "a draft through transformers"
     DRAFT_QUANTIZED = "an `int8`, `int4` or `gguf` draft"
     DRAFT_GGUF = "a `gguf` draft"
     DRAFT_LORA = "`draft_lora`"
-    DRAFT_VOCABULARY = "`draft_vocabulary`"
 
 
 # Ends of sentences that several pairs have. {0} and {1} are the values of a pair's features.
@@ -99,10 +97,6 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.DRAFT_LORA, Feature.HEAD): f"draft_lora gives {{1}} an adapter, and it is a head; {_NATIVE}",
     (Feature.DRAFT_LORA, Feature.HOSTED_DRAFT): (
         f"draft_lora gives {{1}} an adapter, and it is a model that runs through transformers; {_NATIVE}"
-    ),
-    (Feature.DRAFT_VOCABULARY, Feature.ONLY_HEADS): (
-        "draft_vocabulary is {0!r}, but all drafts are heads, whose tokens are fixed by training; leave it "
-        "out"
     ),
 }
 

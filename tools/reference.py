@@ -39,7 +39,6 @@ IMPLIED: Final = {  # features that another one has, too
     Feature.PIPELINE: [Feature.RANKS],
     Feature.GGUF: [Feature.QUANTIZED],
     Feature.STREAMED: [Feature.OFFLOAD],
-    Feature.ONLY_HEADS: [Feature.HEAD],
     Feature.DRAFT_GGUF: [Feature.DRAFT_QUANTIZED],
 }
 _WIDTH: Final = 100  # of help, in characters

@@ -164,7 +164,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     if not given.get("drafts") and "lookup" not in given:
         given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
-    for name in (*_DRAFT, "draft_vocabulary", "expansion", "draw"):
+    for name in (*_DRAFT, "expansion", "draw"):
         if name in given and not given.get("drafts"):
             raise ConfigError(f"{name} is for draft models, and none is named; add --draft MODEL")
     return config

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specinfer.config import EngineConfig, ModelImpl
@@ -29,12 +30,7 @@ from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft import Draft, DraftModel
-from specinfer.speculate.drafts.draft_tokens import (
-    DraftVocabulary,
-    ForeignTokens,
-    first_tokens,
-    foreign_tokens,
-)
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.head_drafts import head_draft
@@ -163,7 +159,6 @@ def foreign_tokens_of(
     target: FoundModel,
     drafts: Mapping[str, FoundModel | FoundHead],
     tokenizer: Tokenizer,
-    kept: DraftVocabulary | None,
 ) -> dict[str, ForeignTokens]:
     """Return the token conversion of each draft whose token ids differ from the target's.
 
@@ -179,7 +174,7 @@ def foreign_tokens_of(
         if whole and target_vocabulary.same_ids(Vocabulary(draft.files)):
             continue
         draft_tokenizer = Tokenizer.load(draft.files)
-        found[name] = foreign_tokens(tokenizer, draft_tokenizer, sizes, kept, name=draft.files.name)
+        found[name] = foreign_tokens(tokenizer, draft_tokenizer, sizes, name=draft.files.name)
         _LOG.info(
             "draft %s has another vocabulary than %s: it guesses the %d of its %d tokens that both have",
             *(draft.files.name, target.files.name, len(found[name].logit_ids), sizes[1]),
@@ -190,14 +185,12 @@ def foreign_tokens_of(
 def check_options(speculation: SpeculationConfig, drafts: Mapping[str, FoundModel | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of the drafts uses."""
     unset = SpeculationConfig()
-    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_lora"):
+    for option in ("expansion", "draw", "draft_quantization", "draft_lora"):
         value = getattr(speculation, option)
         if value != getattr(unset, option) and not drafts:
             raise ConfigError(
                 f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
             )
-    if speculation.draft_vocabulary is not None and not models_among(drafts):
-        check_support({Feature.DRAFT_VOCABULARY: speculation.draft_vocabulary, Feature.ONLY_HEADS: [*drafts]})
 
 
 def draft_adapters(
@@ -232,22 +225,18 @@ def vocabularies(
     target: FoundModel,
     drafts: Mapping[str, FoundModel | FoundHead],
     foreign: Mapping[str, ForeignTokens],
-    kept: DraftVocabulary | None,
 ) -> dict[str, DraftVocabulary]:
     """Return the vocabulary of each draft model whose logits are for other ids than the target's, by name.
 
-    `kept` is the reduced vocabulary of drafts with the target's tokens. A draft may have fewer logits than
-    the target. Heads have their own vocabularies.
+    A draft may have fewer logits than the target, or more. Heads have their own vocabularies.
     """
-    size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
+    size, found = target.config.vocab_size, dict[str, DraftVocabulary]()
     for name, draft in models_among(drafts).items():
         if name in foreign:
             found[name] = foreign[name].vocabulary
-        elif draft.config.vocab_size == size:
-            found[name] = kept
-        else:
-            found[name] = first_tokens(min(draft.config.vocab_size, size), size, kept)
-    return {name: vocabulary for name, vocabulary in found.items() if vocabulary is not None}
+        elif draft.config.vocab_size != size:
+            found[name] = DraftVocabulary(np.arange(min(draft.config.vocab_size, size)), size)
+    return found
 
 
 def logit_ids_of(

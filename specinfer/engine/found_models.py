@@ -35,7 +35,7 @@ from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.progress import Progress
 from specinfer.runtime.kv_cache import gib
-from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens
 from specinfer.speculation_config import SELF, Quantization
 from specinfer.support import check_support
 from specinfer.tokenizer import Tokenizer
@@ -150,11 +150,10 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     reading.shutdown(wait=False)
     foreign: Mapping[str, ForeignTokens] = {}
     named: Mapping[str, DraftVocabulary] = {}
-    if drafts or speculation.draft_vocabulary is not None or config.chat_template is not None:
+    if drafts or config.chat_template is not None:
         tokenizer = read_tokenizer.result()
-        kept = draft_vocabulary(speculation.draft_vocabulary, tokenizer, target.config.vocab_size)
-        foreign = foreign_tokens_of(target, drafts, tokenizer, kept)
-        named = vocabularies(target, drafts, foreign, kept)
+        foreign = foreign_tokens_of(target, drafts, tokenizer)
+        named = vocabularies(target, drafts, foreign)
     kinds = dict[str, Quantization]()
     for name, model in draft_names(speculation.drafts).items():
         asked, draft = speculation.draft_quantization, drafts[name]

@@ -49,7 +49,7 @@ _SHARED_OPTIONS: Final = (
     *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
 _KV_DIVISOR: Final = 4  # a variant's part of a planned engine's KV memory is 1 over this
-_DRAFT_OPTIONS: Final = ("draft_quantization", "draft_vocabulary", "draft_lora")
+_DRAFT_OPTIONS: Final = ("draft_quantization", "draft_lora")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("draft_quantization", "int4"), ("draft_vocabulary", "1000"), ("expansion", "2,2"), ("draw", "top_k")],
+    [("draft_quantization", "int4"), ("expansion", "2,2"), ("draw", "top_k")],
 )
 def test_what_is_said_of_drafts_needs_one(folder: Path, option: str, value: object) -> None:
     config = EngineConfig.from_options(str(folder / "target"), {option: value, "lookup": True})

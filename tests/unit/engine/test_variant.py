@@ -54,7 +54,6 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
         ({"quantization": "int8"}, "quantization is 'int8', and a variant shares weights that were loaded"),
         ({"kernels": "native"}, "kernels is 'native', and"),
         ({"threads": 1}, "threads is 1, and"),
-        ({"draft_vocabulary": 10}, "draft_vocabulary is 10, and"),
         ({"drafts": ["stranger"]}, "drafts names 'stranger'; allowed for a variant: loaded drafts (similar)"),
         (
             {"drafts": ["similar"] * 2},

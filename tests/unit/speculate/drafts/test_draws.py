@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, coupled_children, draw_children
-from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.target_law import most_likely, target_law
@@ -119,3 +122,37 @@ def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:
     for seed in range(30):
         params = SamplingParams(temperature=1.0 + seed / 10)
         assert drawn_beside([400])[0] == drawn_beside([])[0]
+
+
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", list(DrawRule))
+def test_a_pruned_row_draws_what_a_row_without_the_other_tokens_draws(
+    rule: DrawRule, temperature: float, processed: bool
+) -> None:
+    rng = np.random.default_rng(7)
+    vocabulary = DraftVocabulary(np.sort(rng.choice(500, 80, replace=False)), 500)
+
+    def add_one_hundredth(row: Any) -> Any:
+        assert row.shape == (500,), "processors see the whole vocabulary"
+        return row + np.float32(0.01)
+
+    def tree_of(row: Any, seed: int, pruned: DraftVocabulary | None) -> TokenTree:
+        uniforms = np.random.default_rng(seed)
+        builder = TreeBuilder(root=0)
+        params = SamplingParams(temperature=temperature, top_p=0.9)
+        site = Site(
+            builder, 0, 4, params, seed, 3, uniforms.random, rule, add_one_hundredth if processed else None
+        )
+        draw_children(flight_of(row[None]), [site], "draft", pruned)
+        return builder.build()
+
+    for seed in range(20):
+        row = np.round(rng.normal(size=80) * 3).astype(np.float32)  # with ties
+        ours, theirs = tree_of(row, seed, vocabulary), tree_of(vocabulary.widened(row), seed, None)
+        assert ours.token_ids == theirs.token_ids
+        assert set(ours.token_ids[1:]) <= set(vocabulary.ids.tolist())
+        for draw, twin in zip(ours.draws, theirs.draws, strict=True):
+            assert (draw.law is None) == (twin.law is None)
+            if isinstance(draw.law, Distribution) and isinstance(twin.law, Distribution):
+                assert draw.law.dense().tolist() == twin.law.dense().tolist()
