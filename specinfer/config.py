@@ -305,8 +305,6 @@ class EngineConfig:
             "max_nodes": "auto",
             "lookup_depth": MAX_DEPTH_STREAMED,
             "lookup_nodes": 128,
-            "prediction_depth": MAX_DEPTH_STREAMED,
-            "forced_depth": MAX_DEPTH_STREAMED,
         }
         speculation = replace(
             speculation,

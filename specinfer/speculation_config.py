@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from typing import Final, Literal
+from typing import Literal
 
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
@@ -21,7 +21,6 @@ Lookup = bool | Literal["auto"]
 DEFAULT_EXPANSION = Expansion((1, 1, 3, 1, 1))  # default tree shape
 MAX_DEPTH = 8  # levels of a draft's tree with a learned shape, if the model is in memory
 MAX_DEPTH_STREAMED = 48  # the same with streamed layers, where a pass waits for its weights
-_STREAMED: Final = f"{MAX_DEPTH_STREAMED} where layers are streamed"
 MAX_ROWS = 2048  # limit of "auto" for rows of a pass and for nodes of a tree
 SELF = "self"  # name of the draft that is the target itself in fewer bits
 LONGEST_MATCH = 32  # tokens; comparing more does not improve a guess
@@ -64,8 +63,8 @@ class SpeculationConfig:
     lookup_min: int = option(1, "Minimum tokens that must match for a lookup.", minimum=1, rare=True)
     lookup_depth: int | None = option(
         None,
-        "Maximum depth of a looked-up tree, in tokens.",
-        shown=f"16; {_STREAMED}",
+        "Maximum depth of looked-up trees, predictions and forced text, in tokens.",
+        shown=f"16, and 15 for predictions; {MAX_DEPTH_STREAMED} where layers are streamed",
         minimum=1,
         rare=True,
     )
@@ -81,23 +80,6 @@ class SpeculationConfig:
         "Memory for earlier answers; 0 keeps none.",
         more="Bytes for all cache salts together, about 64 per token.",
         size=True,
-        rare=True,
-    )
-    prediction_depth: int | None = option(
-        None,
-        "Maximum depth of guesses from a request's prediction, in tokens.",
-        shown=f"15; {_STREAMED}",
-        minimum=1,
-        rare=True,
-    )
-    prediction_branches: int = option(
-        4, "Continuations guessed after the text differs from its prediction.", minimum=1, rare=True
-    )
-    forced_depth: int | None = option(
-        None,
-        "Maximum tokens guessed at once where a grammar allows only one token.",
-        shown=f"16; {_STREAMED}",
-        minimum=1,
         rare=True,
     )
     expansion: Expansion | Literal["learned"] | None = option(

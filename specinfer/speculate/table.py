@@ -30,8 +30,8 @@ def build_speculators(
     True and the library is not available; with "auto" the lookup is then off, with a warning.
     """
     speculators: list[Speculator] = [
-        GrammarSpeculator(depth=config.forced_depth or 16),
-        PredictionSpeculator(depth=config.prediction_depth or 15, branches=config.prediction_branches),
+        GrammarSpeculator(depth=config.lookup_depth or 16),
+        PredictionSpeculator(depth=config.lookup_depth or 15),
     ]
     if config.lookup:
         library = library or _library_for_lookups(config, progress)

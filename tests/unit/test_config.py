@@ -47,9 +47,9 @@ def test_flat_options_find_their_groups() -> None:
 
 
 def test_guesses_are_deeper_where_layers_are_streamed_unless_somebody_says_how_deep() -> None:
-    options = {"prediction_depth": 5, "lookup_nodes": 9}
+    options = {"lookup_nodes": 9}
     config = EngineConfig.from_options("m", options).streamed
-    meant = {"max_nodes": "auto", "lookup_depth": 48, "forced_depth": 48, "max_step_tokens": "auto"}
+    meant = {"max_nodes": "auto", "lookup_depth": 48, "max_step_tokens": "auto"}
     assert config == EngineConfig.from_options("m", {**options, **meant})
 
 

@@ -31,6 +31,7 @@ MAX_TAIL = 16  # tokens; longer matches do not improve a place
 MAX_REPLACEMENT = 8  # tokens; longer replacements are not expected to recur
 MAX_NEAR = 16  # candidate places on either side of the anchor
 SIDE_DEPTH = 4  # tokens of every guess but the first: enough to become certain, and cheap if wrong
+BRANCHES = 4  # continuations guessed after a difference
 UNCERTAIN_LIMIT = 32  # tokens since the last certain place after which guesses are few and short
 _MAX_REPLACED: Final = 64  # recorded replacements, as each guess searches all of them
 _LENGTHS: Final = (3, 1)  # lengths of the n-grams that locate a place, longest first
@@ -224,21 +225,20 @@ class PredictionSpeculator(Speculator):
     """Guesses that the output is `request.prediction`, and realigns with it after each difference.
 
     The output starts at token 0 of its prediction. While both agree, the tree is one chain of `depth` tokens.
-    After a difference it has up to `branches` continuations, all but the first of them short,
-    so at most 1 + depth + (branches - 1) * SIDE_DEPTH nodes. A request without a prediction gets only the
-    root, and no state.
+    After a difference it has up to BRANCHES continuations, all but the first of them short, so at most
+    1 + depth + (BRANCHES - 1) * SIDE_DEPTH nodes. A request without a prediction gets only the root, and no
+    state.
     """
 
     name = "prediction"
 
-    def __init__(self, *, depth: int = 15, branches: int = 4) -> None:
+    def __init__(self, *, depth: int = 15) -> None:
         self._depth = depth
-        self._branches = branches
         self._alignments: dict[str, Alignment] = {}
 
     def max_nodes(self, request: Request) -> int:
         """Return the nodes of one chain and its short branches, or 0 without a prediction."""
-        return self._depth + (self._branches - 1) * SIDE_DEPTH if request.prediction else 0
+        return self._depth + (BRANCHES - 1) * SIDE_DEPTH if request.prediction else 0
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """Return one tree per tree entry, the likeliest guess first, with point masses.
@@ -268,7 +268,7 @@ class PredictionSpeculator(Speculator):
             alignment = self._alignments[request.request_id] = Alignment(request.prediction)
         alignment.advance(text[len(request.prompt_token_ids) + alignment.read : end])
         builder = TreeBuilder(text[end - 1], entry.max_nodes)
-        for number, guess in enumerate(alignment.guesses(depth, self._branches)):
+        for number, guess in enumerate(alignment.guesses(depth, BRANCHES)):
             node: int | None = 0
             matched = alignment.run if number == 0 else 0
             for i, token in enumerate(guess):

@@ -15,7 +15,7 @@ from specinfer.request import Request
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.prediction import SIDE_DEPTH
+from specinfer.speculate.lookups.prediction import BRANCHES, SIDE_DEPTH
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import SpeculationConfig
@@ -26,12 +26,10 @@ CONFIG = SpeculationConfig(
     lookup=True,
     lookup_nodes=10,
     expansion=(2, 1),  # type: ignore[arg-type]
-    forced_depth=5,
-    prediction_depth=4,
-    prediction_branches=2,
+    lookup_depth=5,
     max_nodes=100,
 )
-DRAFT, LOOKUP, FORCED, PREDICTION = 4, 9, 5, 4 + SIDE_DEPTH
+DRAFT, LOOKUP, FORCED, PREDICTION = 4, 9, 5, 5 + (BRANCHES - 1) * SIDE_DEPTH
 
 
 class Named(Speculator):
