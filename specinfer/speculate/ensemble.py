@@ -16,11 +16,10 @@ from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.decision import Decision, Proposed
 from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
-from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
-from specinfer.tree import TokenTree
-from specinfer.tree.draw import as_runs
-from specinfer.tree.merging import likeliest, prune
+from specinfer.tree import TokenTree, merge
+from specinfer.tree.draw import any_sampled, as_runs
+from specinfer.tree.merging import MergedTree, likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Ensemble:
     before the next speculator runs.
 
     `policy` decides how deep level speculators draw, and which nodes of the merged trees are verified.
-    Guesses that may be dropped do not count against the node budget before that (shared_tree.py). If the
+    Guesses that may be dropped do not count against the node budget before that (SharedTree). If the
     policy keeps more nodes than the budget, the likeliest by confidence remain. Sampled draws are never
     dropped, and their speculators get their budget before they draw, so the tree is lossless under every
     verifier (docs/losslessness.md).
@@ -271,6 +270,57 @@ class Ensemble:
         """Run the speculators that do not pause."""
         self._speculators = tuple(s for s in self._all if not self._is_paused(s.name))
         self._taps = tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
+
+
+class SharedTree:
+    """The merged guesses for one request, built in the course of a step.
+
+    Guesses that may be dropped do not count against the node budget: the tree may exceed it until all
+    speculators have guessed, and then the best nodes are kept. Sampled draws are never dropped, so they
+    count, and come before the other draws below every node.
+    """
+
+    def __init__(self, entry: PlanEntry) -> None:
+        self.entry = entry
+        self.taken = 0  # nodes that cannot be dropped, which reduce the budget of later speculators
+        self._tree: TokenTree | None = single_node(entry.token_ids[entry.end - 1])  # None: build from _merged
+        self._merged: MergedTree | None = None
+        self._sampled: list[TokenTree] = []
+        self._others: list[TokenTree] = []
+
+    @property
+    def tree(self) -> TokenTree:
+        """The merged tree."""
+        if self._tree is None:
+            assert self._merged is not None, "without a tree there is a merged one"
+            self._tree = self._merged.build()
+        return self._tree
+
+    def add(self, tree: TokenTree) -> None:
+        """Merge one speculator's tree, which fits into the remaining node budget."""
+        if tree.num_nodes == 1:
+            return
+        if not any_sampled(tree.draws):
+            self._others.append(tree)
+            self._graft([tree])
+            return
+        self._sampled.append(tree)
+        self._tree = merge(self._sampled)
+        self.taken = self._tree.num_nodes - 1
+        self._merged = None
+        self._graft(self._others)
+
+    def _graft(self, trees: Sequence[TokenTree]) -> None:
+        """Merge trees of guesses that may be dropped."""
+        if self._merged is None and trees:
+            if self.tree.num_nodes == 1 and len(trees) == 1:
+                self._tree = trees[0]
+                return
+            self._merged = MergedTree(self.tree)
+        for tree in trees:
+            assert self._merged is not None, "there are trees"
+            self._merged.graft(tree)
+            self._tree = None
 
 
 def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[list[SharedTree], StepPlan]:

@@ -6,7 +6,7 @@ a level is guessed may depend on every draw before it, never on the draws that a
 
 import pytest
 
-from specinfer.speculate import shared_tree
+from specinfer.speculate import ensemble
 from specinfer.speculate.policy import cost_policy
 from specinfer.tree.draw import DrawRule
 
@@ -100,7 +100,7 @@ def only_samples(tree):
 
 def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
     # Guesses before the samples fit only if both samples are the same token.
-    monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
+    monkeypatch.setattr(ensemble, "any_sampled", lambda draws: False)
     monkeypatch.setattr(cost_policy, "pinned_nodes", only_samples)
     sizes = {"points": "first", "max_nodes": 4}
     assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN

@@ -96,7 +96,6 @@ class CostPolicy(SpeculationPolicy):
         speculation: SpeculationConfig,
         *,
         measured: bool,
-        guarded: bool = True,
         known: bool = False,
         deepest: int | None = None,
         self_draft: SelfDraft | None = None,
@@ -108,7 +107,6 @@ class CostPolicy(SpeculationPolicy):
             drafts: the drafts' cost curves, by name.
             speculation: the engine's options.
             measured: False takes the seconds of steps from the curves instead of a clock.
-            guarded: False leaves out the guard.
             known: True if the target's curve gives the time of plain steps, as for streamed weights.
             deepest: maximum levels of trees with a learned shape, if not the default.
             self_draft: a draft whose memory layers of a target with known costs may get.
@@ -120,9 +118,7 @@ class CostPolicy(SpeculationPolicy):
         }
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
-        guard = (
-            Guard(costs, models, measured=measured, known=known, self_draft=self_draft) if guarded else None
-        )
+        guard = Guard(costs, models, measured=measured, known=known, self_draft=self_draft)
         return cls(
             costs,
             priced,

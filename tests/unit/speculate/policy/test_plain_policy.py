@@ -13,9 +13,9 @@ from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
+from specinfer.speculate.ensemble import SharedTree
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.speculate.shared_tree import SharedTree
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.token_tree import Expansion
 from tests import plans
