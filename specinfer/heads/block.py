@@ -30,7 +30,7 @@ from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, TokenTable, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
-from specinfer.heads.vocabulary import HeadVocabulary, Tables
+from specinfer.heads.vocabulary import HeadVocabulary
 from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
@@ -56,11 +56,9 @@ class MarkovHead(nn.Module):
 class BlockHead(HeadVocabulary):
     """A block head as a module whose tensors have the names of checkpoints."""
 
-    def __init__(
-        self, config: BlockConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
-    ) -> None:
+    def __init__(self, config: BlockConfig, ids: Sequence[int] | None = None) -> None:
         """See HeadVocabulary."""
-        super().__init__(config, ids, tables)
+        super().__init__(config, ids)
         body, rank = config.body, config.markov_rank
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, body.hidden_size, bias=False)

@@ -40,6 +40,7 @@ from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
 AnyHeadModel = EagleModel | BlockModel
+_OUTPUT: Final = "lm_head.weight"
 _DTYPES: Final = {
     **FLOATS,
     "I64": torch.int64,
@@ -107,8 +108,10 @@ class HeadFolder:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the tensors that the head computes with."""
-        return {name: entry.shape for name, entry in self._entries.items()}
+        """Shapes of the tensors that the head computes with, including an output layer of the target's."""
+        config = self.config
+        borrowed = {} if config.own_head else {_OUTPUT: (config.draft_vocab_size, config.hidden_size)}
+        return {name: entry.shape for name, entry in self._entries.items()} | borrowed
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows start..stop of a tensor to the CPU, in the file's dtype; int8 becomes float32.
@@ -132,7 +135,7 @@ class HeadFolder:
         if not config.own_embedding:
             state["embed_tokens.weight"] = target_embedding(target)
         if not config.own_head:
-            state["lm_head.weight"] = target_head(target, self.ids)
+            state[_OUTPUT] = target_head(target, self.ids)
         module.load_state_dict(state, strict=False)
         return module
 
@@ -166,7 +169,7 @@ def target_embedding(target: OpenModel) -> Tensor:
 
 def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
     """Return the rows of the target's output layer for `ids`, which ascend, as float32 [U, D]."""
-    name = "lm_head.weight" if "lm_head.weight" in target.shapes else "model.embed_tokens.weight"
+    name = _OUTPUT if _OUTPUT in target.shapes else "model.embed_tokens.weight"
     parts: list[Tensor] = []
     for start in range(0, len(ids), _ROWS):
         wanted = torch.tensor(ids[start : start + _ROWS])
@@ -246,11 +249,11 @@ class _Tensors:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        return tensor_shapes(self._head)
+        return self._head.shapes
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows start..stop of a tensor to the CPU, in any floating dtype."""
-        if not self._head.config.own_head and name == "lm_head.weight":
+        if not self._head.config.own_head and name == _OUTPUT:
             return target_head(self._target, self._head.ids[start:stop])
         return self._head.read_rows(name, start, stop)
 
@@ -296,18 +299,10 @@ def load_head(
     )
 
 
-def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a head's tensors, including an output layer that belongs to the target."""
-    config = head.config
-    if config.own_head:
-        return head.shapes
-    return {**head.shapes, "lm_head.weight": (config.draft_vocab_size, config.hidden_size)}
-
-
 def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """Return the bytes of a head's weights without loading them. The output layer is never int4."""
     size = 0
-    for name, shape in tensor_shapes(head).items():
+    for name, shape in head.shapes.items():
         if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:

@@ -145,8 +145,6 @@ def _check(head: HeadConfig) -> None:
         raise ModelError(
             f"draft_vocab_size is {head.draft_vocab_size}; allowed: 1 to the target's {head.vocab_size}"
         )
-    if head.target_hidden_size < 1:
-        raise ModelError(f"target_hidden_size is {head.target_hidden_size}; allowed: 1 or more")
     if not 1 <= head.depth <= 64:
         raise ModelError(f"a head guesses {head.depth} tokens; allowed: 1 to 64")
     if body.window is not None:

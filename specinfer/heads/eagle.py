@@ -25,7 +25,7 @@ from specinfer.attention.backend import Attend
 from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
-from specinfer.heads.vocabulary import HeadVocabulary, Tables
+from specinfer.heads.vocabulary import HeadVocabulary
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LayeredModel
 from specinfer.models.layers import RotaryEmbedding, RowNorm
@@ -39,11 +39,9 @@ from specinfer.runtime.runner import probe_rows
 class EagleHead(HeadVocabulary):
     """An EAGLE head as a module whose tensors have the names of checkpoints."""
 
-    def __init__(
-        self, config: EagleConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
-    ) -> None:
+    def __init__(self, config: EagleConfig, ids: Sequence[int] | None = None) -> None:
         """See HeadVocabulary."""
-        super().__init__(config, ids, tables)
+        super().__init__(config, ids)
         body, eps = config.body, config.body.norm_eps
         taps, size = len(config.taps), config.target_hidden_size
         self.config = config

@@ -110,7 +110,7 @@ def head_config(c: Mapping[str, Any], target_layers: int, shapes: Shapes) -> Hea
     `target_layers` is the number of the target's layers. The tensors decide whether the head has its own
     embeddings and output layer. Raises ModelError on anything unsupported.
     """
-    described = _in_library_words(c, target_layers, shapes)
+    described = _in_library_words(c, shapes)
     kind, version = described["speculators_model_type"], described.get("speculators_version", "0.7.0")
     if kind not in _TYPES:
         raise ModelError(f"speculators_model_type is {kind!r}; supported: {', '.join(_TYPES)}")
@@ -156,29 +156,29 @@ def _common(c: Mapping[str, Any], body: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _in_library_words(c: Mapping[str, Any], target_layers: int, shapes: Shapes) -> Mapping[str, Any]:
+def _in_library_words(c: Mapping[str, Any], shapes: Shapes) -> Mapping[str, Any]:
     """Return a config.json in the words of the library."""
     if "speculators_model_type" in c:
         return c
     names = _architectures(c)
     for name in names:
         if name in _BLOCKS:
-            return _block_words(c, _BLOCKS[name], target_layers)
+            return _block_words(c, _BLOCKS[name])
     kind = "P-EAGLE" if "mask_hidden" in shapes else head_kind(shapes)
     if kind != EAGLE_3:
         raise ModelError(
             f"the head is {kind or ', '.join(names)}; supported: EAGLE-3, and {', '.join(_BLOCKS)}"
         )
-    return _eagle_words(c, target_layers, shapes)
+    return _eagle_words(c, shapes)
 
 
-def _eagle_words(c: Mapping[str, Any], target_layers: int, shapes: Shapes) -> dict[str, Any]:
+def _eagle_words(c: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     own = _inner(c, "eagle_config")
     if not boolean(own, "use_aux_hidden_state", True):
         raise ModelError("eagle_config.use_aux_hidden_state is false; supported: heads that read taps")
     taps = _layer_ids(c, _EAGLE_TAPS)
     if own.get(_EAGLE_TAPS):  # NVIDIA writes [] for EAGLE-3's default layers
-        beside, taps = taps, _outputs(own, _EAGLE_TAPS, target_layers)
+        beside, taps = taps, _outputs(own, _EAGLE_TAPS)
         if beside is not None and beside != taps:
             raise ModelError(
                 f"{_EAGLE_TAPS} is {own[_EAGLE_TAPS]} in eagle_config, which counts layer outputs, and "
@@ -217,7 +217,7 @@ def _layers_by_tensors(c: Mapping[str, Any], shapes: Shapes) -> dict[str, object
     return shown
 
 
-def _block_words(c: Mapping[str, Any], kind: str, target_layers: int) -> dict[str, Any]:
+def _block_words(c: Mapping[str, Any], kind: str) -> dict[str, Any]:
     own = _inner(c, "dflash_config")
     found = {**c, **{name: value for name, value in own.items() if value is not None}}
     known = (*_FIELDS, *_FIXED, *_UNUSED)
@@ -248,7 +248,7 @@ def _block_words(c: Mapping[str, Any], kind: str, target_layers: int) -> dict[st
     return {
         **{name: c.get(name) for name in ("target_hidden_size", "draft_vocab_size")},
         **words,
-        _BLOCK_TAPS: list(_outputs(found, "target_layer_ids", target_layers)),
+        _BLOCK_TAPS: list(_outputs(found, "target_layer_ids")),
         "transformer_layer_config": layers,
     }
 
@@ -261,16 +261,11 @@ def _layer_ids(c: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
 
 
-def _outputs(c: Mapping[str, Any], key: str, target_layers: int) -> tuple[int, ...]:
+def _outputs(c: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """Return the taps of layers that a config counts by their outputs."""
     ids = _layer_ids(c, key)
     if ids is None:
         raise ModelError(f"{key} is None; expected a list of layers: the config is incomplete")
-    if any(i >= target_layers for i in ids):
-        raise ModelError(
-            f"the head reads the output of layer {max(ids)}, but its target's last layer is "
-            f"{target_layers - 1}: it belongs to another target"
-        )
     return tuple(i + 1 for i in ids)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -16,14 +15,6 @@ from specinfer.heads.layers import TokenTable
 from specinfer.models.quantized.pieces import TensorEntry
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """Initial embeddings and output layer of a head: the target's, or its own."""
-
-    embedding_VD: Tensor  # for all tokens
-    head_UD: Tensor  # for the draft vocabulary, in the order of its ids
-
-
 class HeadVocabulary(nn.Module):
     """Base module of heads: embeddings, output layer and draft vocabulary.
 
@@ -34,10 +25,10 @@ class HeadVocabulary(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: HeadConfig, ids: Sequence[int] | None, tables: Tables | None) -> None:
-        """`ids` is the draft vocabulary, ascending; None: all tokens. `tables` None: random tables.
+    def __init__(self, config: HeadConfig, ids: Sequence[int] | None) -> None:
+        """`ids` is the draft vocabulary, ascending; None: all tokens.
 
-        Raises ModelError if the sizes of ids or tables differ from the config's.
+        Raises ModelError if their number differs from the config's.
         """
         super().__init__()
         size, body = config.draft_vocab_size, config.body
@@ -45,17 +36,6 @@ class HeadVocabulary(nn.Module):
         self.lm_head = nn.Linear(body.hidden_size, size, bias=False)
         self.embed_tokens.weight.requires_grad_(config.own_embedding)
         self.lm_head.weight.requires_grad_(config.own_head)
-        if tables is not None:
-            for name, module, table in (
-                ("embeddings", self.embed_tokens, tables.embedding_VD),
-                ("output layer", self.lm_head, tables.head_UD),
-            ):
-                if table.shape != module.weight.shape:
-                    raise ModelError(
-                        f"a head's {name} are {list(table.shape)}; expected {list(module.weight.shape)}"
-                    )
-                with torch.no_grad():
-                    module.weight.copy_(table)
         offsets, kept = id_maps(range(body.vocab_size) if ids is None else ids, body.vocab_size)
         if len(offsets) != size:
             raise ModelError(f"a head has {len(offsets)} token ids; expected its draft_vocab_size, {size}")

@@ -27,7 +27,6 @@ from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
-from specinfer.heads.vocabulary import Tables
 from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
 from specinfer.models.open_model import OpenModel
 from specinfer.models.positions import Rope
@@ -121,16 +120,17 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
     With tied embeddings an unscaled head would predict its anchor again with certainty. So the logits are
     scaled down at first, and the layers' outputs are scaled up relative to the embedding.
     """
-    tables = Tables(target_embedding(target), target_head(target, ids))
     config = replace(config, draft_vocab_size=len(ids))
-    head: Head = (
-        BlockHead(config, ids, tables) if isinstance(config, BlockConfig) else EagleHead(config, ids, tables)
-    )
+    head: Head = BlockHead(config, ids) if isinstance(config, BlockConfig) else EagleHead(config, ids)
+    output_UD = target_head(target, ids)
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(target_embedding(target))
+        head.lm_head.weight.copy_(output_UD)
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
         if config.own_head:
-            head.lm_head.weight.copy_(_OUTPUT_SCALE * tables.head_UD)
+            head.lm_head.weight.copy_(_OUTPUT_SCALE * output_UD)
         for layer in head.layers:
             assert isinstance(layer, HeadLayer)
             layer.self_attn.o_proj.weight.mul_(_LAYER_SCALE)

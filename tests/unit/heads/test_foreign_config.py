@@ -84,7 +84,7 @@ REFUSED: list[tuple[str, Callable[[Json], object], str]] = [
     ("DFlash", inside(use_aux_hidden_state=False), "use_aux_hidden_state is False"),
     ("DFlash", lambda c: c["dflash_config"].pop("target_layer_ids"), "target_layer_ids is None"),
     (SPARK, inside(target_layer_ids="1"), "target_layer_ids is '1'; expected a list"),
-    ("DFlash", inside(target_layer_ids=[1, LAYERS]), "reads the output of layer"),
+    ("DFlash", inside(target_layer_ids=[1, LAYERS]), f"reads layer {LAYERS + 1} of its"),
     ("DFlash", lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is None"),
     ("JetSpec", inside(causal=False), "causal and causal_head differ"),
     ("DFlash", beside(dflash_config=[1]), "expected a JSON object"),
