@@ -23,8 +23,6 @@ from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer.detokenizer import Respelling
 
-_ENDED = 16  # ended texts kept for requests with the same prefix
-
 
 @dataclass(slots=True)
 class _Text:
@@ -33,7 +31,6 @@ class _Text:
     spelled: Respelling
     cached: int = 0  # positions 0..cached-1 hold it
     table: list[int] = field(default_factory=list)
-    key: bytes = b""  # hash of the target's first block; empty: not reusable
     growth: Growth | None = None  # the last tree, until its outcome is known
     root: int = 0  # position of that tree's root
 
@@ -57,7 +54,6 @@ class ForeignDraft(LevelDraft):
         self._tokens = tokens
         self._blocks = TextBlocks(num_blocks, runner.block_size)
         self._spelled: dict[str, _Text] = {}  # in place of the base's, which use the target's blocks
-        self._ended: list[_Text] = []  # oldest first
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Convert committed tokens and keep their cached K and V; drop the state of requests that ended."""
@@ -76,7 +72,7 @@ class ForeignDraft(LevelDraft):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every block is free or belongs to one text."""
-        self._blocks.check_integrity([text.table for text in (*self._spelled.values(), *self._ended)])
+        self._blocks.check_integrity([text.table for text in self._spelled.values()])
 
     def _growth(self, entry: PlanEntry) -> Growth:
         return Growth.shaped(entry, self.name, self._shape)
@@ -93,8 +89,7 @@ class ForeignDraft(LevelDraft):
 
     def _forget(self, request_id: str) -> None:
         if (text := self._spelled.pop(request_id, None)) is not None:
-            text.growth = None
-            self._keep(text)
+            self._blocks.release(text.table)
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the K and V of the draft's nodes on the committed path; returns the needed moves."""
@@ -139,46 +134,13 @@ class ForeignDraft(LevelDraft):
         text = self._spelled.get(entry.request.request_id)
         if text is None:
             text = self._spelled[entry.request.request_id] = _Text(self._tokens.respelling())
-            text.spelled.extend(entry.token_ids[: entry.end])
-            text.key = entry.block_hashes[0] if entry.block_hashes else b""
-            self._take_over(text)
-        else:
-            if not text.key and entry.block_hashes:
-                text.key = entry.block_hashes[0]
-            kept = text.spelled.extend(entry.token_ids[text.spelled.taken : entry.end])
-            text.cached = min(text.cached, kept)
+        kept = text.spelled.extend(entry.token_ids[text.spelled.taken : entry.end])
+        text.cached = min(text.cached, kept)
         return text
 
-    def _take_over(self, text: _Text) -> None:
-        """Reuse the blocks of the ended text with the longest common prefix, if there is one.
-
-        Only texts whose first block has the same hash qualify: the hash includes the cache salt.
-        """
-        best, longest = None, 0
-        for ended in self._ended:
-            if text.key and ended.key == text.key:
-                length = common_length(ended.spelled.ids[: ended.cached], text.spelled.ids)
-                if length > longest:
-                    best, longest = ended, length
-        if best is not None:
-            self._ended = [ended for ended in self._ended if ended is not best]
-            text.table, text.cached = best.table, longest
-
-    def _keep(self, text: _Text) -> None:
-        """Keep the blocks of an ended text for reuse, or free them if it is not reusable."""
-        if not text.key:
-            self._blocks.release(text.table)
-            return
-        self._ended.append(text)
-        if len(self._ended) > _ENDED:
-            self._blocks.release(self._ended.pop(0).table)
-
     def _has_blocks(self, text: _Text, positions: int) -> bool:
-        """Extend a text's table, taking blocks from ended texts, then from texts that do not run now."""
+        """Extend a text's table, taking blocks from texts that do not run now."""
         while not self._blocks.lengthen(text.table, positions):
-            if self._ended:
-                self._blocks.release(self._ended.pop(0).table)
-                continue
             running = {growth.entry.request.request_id for growth in self._growths}
             idle = [one for name, one in self._spelled.items() if one.table and name not in running]
             if not idle:
@@ -186,18 +148,6 @@ class ForeignDraft(LevelDraft):
             self._blocks.release(idle[0].table)
             idle[0].cached = 0
         return True
-
-
-def common_length(some: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the longest common prefix of two lists, which are compared slice by slice."""
-    length, end = 0, min(len(some), len(others))
-    while length < end:
-        middle = (length + end + 1) // 2
-        if some[length:middle] == others[length:middle]:
-            length = middle
-        else:
-            end = middle - 1
-    return length
 
 
 class TextBlocks:

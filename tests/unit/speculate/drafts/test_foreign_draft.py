@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from specinfer.models.weights import load_model
 from specinfer.plan import PlanEntry
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft_tokens import ForeignTokens, foreign_tokens
-from specinfer.speculate.drafts.foreign_draft import ForeignDraft, common_length
+from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
@@ -26,7 +25,6 @@ from specinfer.tree.token_tree import Expansion
 from tests import plans
 from tests.engines import CPU
 from tests.foreign import byte_level, write_foreign_llama
-from tests.operations import lines_run
 from tests.plans import outcome
 from tests.tiny_models import write_tiny_llama
 from tests.unit.speculate.guessers import passes_of
@@ -149,33 +147,6 @@ def test_what_the_draft_has_no_token_for_is_never_guessed(folder: Path) -> None:
     assert shared.to_draft([3, 9]) == [shared.draft.encode("\x03")[0], shared.draft.encode("\t")[0]]
 
 
-A, B = b"hash of block 0", b"another"
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "reads"),
-    [
-        (A, [*TEXT, 13], [13]),
-        (A, [*TEXT[:6], 5, 5], [5, 5]),
-        (A, TEXT, TEXT[10:]),  # the root is always run: a token of two bytes
-        (B, TEXT, TEXT),  # begins otherwise, or is of another salt
-        (b"", TEXT, TEXT),  # reuse is off
-    ],
-)
-def test_a_new_text_goes_on_from_one_that_ended(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, key: bytes, text: list[int], reads: list[int]
-) -> None:
-    model = draft(folder, 1)
-    guesses(model, entry(TEXT, block_hashes=(A,)))
-    model.observe([outcome(finished=True)])
-    model.check_integrity()
-    hashes = (key,) if key else ()
-    new = entry(text, request_id="new", block_hashes=hashes)
-    assert read(model, monkeypatch, new) == [reads]
-    [tree], [expected] = guesses(model, new), guesses(draft(folder, 1), new)
-    assert tree.token_ids == expected.token_ids
-
-
 def test_short_blocks_are_taken_from_those_who_do_not_run_and_then_nobody_guesses(folder: Path) -> None:
     model = draft(folder, 1, blocks=4)
     guesses(model, entry(TEXT, max_nodes=2))
@@ -198,11 +169,3 @@ def test_a_draft_that_shares_no_token_is_refused() -> None:
     one, other = (Tokenizer(byte_level(singles, []), eos_token_ids=[]) for singles in ([65], [66]))
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
         foreign_tokens(one, other, (1, 1), name="d")
-
-
-def test_the_common_length_of_two_texts_is_found_without_comparing_each_token() -> None:
-    some = [*range(20_000)]
-    for length in (0, 1, 2, 777, 19_999, 20_000):
-        for other in (some[:length], [*some[:length], -1, *some[length + 1 :]][:20_000]):
-            assert common_length(some, other) == min(length, len(other)), length
-    assert lines_run(partial(common_length, some, [*some])) < 200
