@@ -18,15 +18,11 @@ import torch
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import IntegrityError
-from specinfer.kernels.library import load_library
 from specinfer.kernels.sampling import NativeScan
 from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
 from specinfer.scheduler_config import SchedulerConfig
-from specinfer.speculate.lookups.answer_store import AnswerStore
-from specinfer.speculate.lookups.prediction import Alignment
-from specinfer.speculate.lookups.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.target_law import Law
 from tests.engines import engine_of, write_tiny
@@ -151,43 +147,6 @@ def law_without_its_likeliest_token() -> None:
     NativeScan(library).racers(Law(np.zeros(4, np.float32), None, top=4, temperature=1.0, vocab=4), key=0)
 
 
-def index_that_counts_wrong() -> None:
-    index = TextIndex(load_library())
-    index.extend([1, 2, 3])
-    index.num_tokens += 1
-    index.check_integrity()
-
-
-def filled_store() -> AnswerStore:
-    store = AnswerStore(9999, load_library())
-    store.add(None, [1, 2, 3])
-    return store
-
-
-def store_that_counts_wrong() -> None:
-    store = filled_store()
-    store._num_bytes += 1
-    store.check_integrity()
-
-
-def store_that_takes_more_than_it_may() -> None:
-    store = filled_store()
-    store._memory = store.num_bytes - 1
-    store.check_integrity()
-
-
-def store_that_forgot_whose_turn_it_is() -> None:
-    store = filled_store()
-    store._ages.clear()
-    store.check_integrity()
-
-
-def place_outside_of_the_prediction() -> None:
-    alignment = Alignment([1, 2, 3])
-    alignment._at = 4
-    alignment.check_integrity()
-
-
 def engine_that_forgot_a_request() -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = write_tiny(Path(folder), vocab_size=16, max_context=64).llm()
@@ -217,11 +176,6 @@ STATES: list[Callable[[], None]] = [
     more_blocks_owned_than_ever_were,
     more_slots_read_than_written,
     law_without_its_likeliest_token,
-    index_that_counts_wrong,
-    store_that_counts_wrong,
-    store_that_takes_more_than_it_may,
-    store_that_forgot_whose_turn_it_is,
-    place_outside_of_the_prediction,
     engine_that_forgot_a_request,
 ]
 

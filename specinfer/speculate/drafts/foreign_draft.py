@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from specinfer.errors import ensure
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move
@@ -52,7 +51,7 @@ class ForeignDraft(LevelDraft):
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
         self._runner = runner
         self._tokens = tokens
-        self._blocks = TextBlocks(num_blocks, runner.block_size)
+        self._free = list(range(num_blocks - 1, -1, -1))  # blocks of its cache
         self._spelled: dict[str, _Text] = {}  # in place of the base's, which use the target's blocks
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -70,10 +69,6 @@ class ForeignDraft(LevelDraft):
                 moves.extend(self._accept(text, growth))
         self._runner.move(moves)
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every block is free or belongs to one text."""
-        self._blocks.check_integrity([text.table for text in self._spelled.values()])
-
     def _growth(self, entry: PlanEntry) -> Growth:
         return Growth.shaped(entry, self.name, self._shape)
 
@@ -89,7 +84,7 @@ class ForeignDraft(LevelDraft):
 
     def _forget(self, request_id: str) -> None:
         if (text := self._spelled.pop(request_id, None)) is not None:
-            self._blocks.release(text.table)
+            self._release(text)
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the K and V of the draft's nodes on the committed path; returns the needed moves."""
@@ -139,46 +134,21 @@ class ForeignDraft(LevelDraft):
         return text
 
     def _has_blocks(self, text: _Text, positions: int) -> bool:
-        """Extend a text's table, taking blocks from texts that do not run now."""
-        while not self._blocks.lengthen(text.table, positions):
-            running = {growth.entry.request.request_id for growth in self._growths}
+        """Extend a text's table, taking blocks from texts that do not run now; returns False without any.
+
+        A text that loses its blocks is read again later, which costs guesses but never changes the output.
+        """
+        missing = -(-positions // self._runner.block_size) - len(text.table)
+        running = {growth.entry.request.request_id for growth in self._growths}
+        while missing > len(self._free):
             idle = [one for name, one in self._spelled.items() if one.table and name not in running]
             if not idle:
                 return False
-            self._blocks.release(idle[0].table)
-            idle[0].cached = 0
+            self._release(idle[0])
+        text.table.extend(self._free.pop() for _ in range(missing))
         return True
 
-
-class TextBlocks:
-    """Free blocks of a cache whose texts differ in length from the target's.
-
-    If they run out, a text loses its blocks and is read again later, which costs guesses but never changes
-    the output. The texts own their tables; this class extends and clears them.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    def lengthen(self, table: list[int], positions: int) -> bool:
-        """Extend a table to `positions` positions, in place; returns False, unchanged, if blocks run out."""
-        missing = -(-positions // self._block_size) - len(table)
-        if missing > len(self._free):
-            return False
-        table.extend(self._free.pop() for _ in range(missing))
-        return True
-
-    def release(self, table: list[int]) -> None:
-        """Free a table's blocks and clear it."""
-        self._free.extend(reversed(table))
-        table.clear()
-
-    def check_integrity(self, tables: list[list[int]]) -> None:
-        """Raise IntegrityError unless every block is free or in one of these tables, once."""
-        held = [block for table in tables for block in table]
-        ensure(
-            sorted([*held, *self._free]) == list(range(self._num_blocks)),
-            "every block of a draft's cache is free or belongs to one text",
-        )
+    def _release(self, text: _Text) -> None:
+        self._free.extend(reversed(text.table))
+        text.table.clear()
+        text.cached = 0

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from specinfer.errors import ensure
 from specinfer.kernels.library import Library
 from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex
 
@@ -74,18 +73,6 @@ class AnswerStore:
         """Return the texts stored under `key`, or None."""
         stored = self._by_key.get(key)
         return None if stored is None else stored.texts
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError if sums or an index are wrong, or the memory limit is exceeded."""
-        held = sum(stored.num_bytes for stored in self._by_key.values())
-        ensure(self._num_bytes == held, f"{self._num_bytes} bytes are counted, {held} held")
-        ensure(held <= self._memory, f"{held} bytes in a memory of {self._memory}")
-        for key, stored in self._by_key.items():
-            ensure(stored.key == key, f"the entry of key {stored.key!r} stands under {key!r}")
-            known = self._ages.count(stored)
-            ensure(stored.texts.num_texts == known > 0, f"key {key!r} holds texts of no age")
-            stored.texts.check_integrity()
-        ensure(set(self._ages) == set(self._by_key.values()), "each key has texts, each text has a key")
 
     def _new_index(self) -> TextIndex:
         return TextIndex(self._library, self._lengths, max_segment=self._max_segment)

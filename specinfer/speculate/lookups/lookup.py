@@ -126,12 +126,6 @@ class LookupSpeculator(Speculator):
                 if len(text) > running.prompt:
                     self._store.add(running.key, text[max(0, running.prompt - LONGEST_MATCH) :])
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError if a text or the store is inconsistent."""
-        self._store.check_integrity()
-        for running in self._running.values():
-            running.text.check_integrity()
-
     def _text_of(self, entry: PlanEntry) -> _RequestText:
         """Return the text of an entry's request, without tokens after this step's end."""
         request = entry.request

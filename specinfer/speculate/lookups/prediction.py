@@ -18,7 +18,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.lookup import match_confidence
@@ -145,16 +144,6 @@ class Alignment:
             guesses.extend([guess] if plain == guess[: len(plain)] else [guess, plain])
         return guesses[:branches]
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError if the place does not fit the output."""
-        size = len(self._prediction)
-        ensure(0 <= self._anchor <= size, f"the anchor is at {self._anchor} of {size}")
-        ensure(0 <= self._at <= size, f"the answer stands at {self._at} of {size}")
-        known = min(self._run, self._at, len(self._tail), self.read)
-        agreed = list(self._prediction[self._at - known : self._at])
-        ensure(agreed == self._tail[len(self._tail) - known :], "the last tokens agree with the prediction")
-        ensure((self._since == 0) == (self._run >= CERTAIN_RUN), "the anchor moves with a certain place")
-
     def _places(self, count: int) -> list[int]:
         """Return the places of possible continuations with different next tokens; one if it is certain."""
         if self._run >= CERTAIN_RUN:
@@ -252,11 +241,6 @@ class PredictionSpeculator(Speculator):
         for outcome in outcomes:
             if outcome.finished:
                 self._alignments.pop(outcome.request_id, None)
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError if a request's place in its prediction does not fit its output."""
-        for alignment in self._alignments.values():
-            alignment.check_integrity()
 
     def _tree(self, entry: PlanEntry) -> TokenTree:
         request, text, end = entry.request, entry.token_ids, entry.end

@@ -26,7 +26,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from specinfer.errors import ensure
 from specinfer.kernels.library import Library
 
 SEPARATOR: Final = -1  # not a token id
@@ -117,47 +116,16 @@ class TextIndex:
         figures = self._figures()
         return self._tokens(figures.text_start, figures.end)
 
-    def places(self, tail: Sequence[int], length: int, count: int) -> list[int]:
-        """Return at most `count` positions after the last `length` tokens of `tail`, newest first.
-
-        The position may be the end of the index. Raises ValueError if the index does not have this `length`.
-        """
-        limit = max(0, min(count, self.num_tokens))
-        found = array("q", bytes(8 * (limit + 1)))
-        ids = array("i", tail)
-        num_found = self._library.index_places(
-            *(self.address, ids.buffer_info()[0], len(ids), min(length, _MAX_TOKENS), limit),
-            found.buffer_info()[0],
-        )
-        if num_found < 0:
-            raise ValueError(f"n-grams of {length} tokens are not looked up; of {self.lengths} are")
-        return found[:num_found].tolist()
-
-    def texts(self) -> list[tuple[int, list[int]]]:
-        """Return the texts with their first positions, oldest first."""
+    def texts(self) -> list[list[int]]:
+        """Return the texts, oldest first."""
         figures = self._figures()
-        texts: list[tuple[int, list[int]]] = [(figures.base, [])]
-        for position, token in enumerate(self._tokens(figures.base, figures.end), start=figures.base + 1):
+        texts: list[list[int]] = [[]]
+        for token in self._tokens(figures.base, figures.end):
             if token == SEPARATOR:
-                texts.append((position, []))
+                texts.append([])
             else:
-                texts[-1][1].append(token)
+                texts[-1].append(token)
         return texts
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError if texts, tables and chains are inconsistent."""
-        figures = self._figures()
-        ensure(bool(self._library.index_sound(self.address)), "texts, separators and segments agree")
-        ensure(self.num_tokens == figures.end - figures.base, f"{self.num_tokens} tokens are counted")
-        texts = self.texts()
-        for length in self.lengths:
-            places: dict[tuple[int, ...], list[int]] = {}
-            for start, text in texts:
-                for i in range(length, len(text) + 1):
-                    places.setdefault(tuple(text[i - length : i]), []).append(start + i)
-            for gram, stops in places.items():
-                walked = self.places(gram, length, self.num_tokens)
-                ensure(walked == stops[::-1], f"the chains of {gram} visit {walked}, not {stops}")
 
     def recount(self) -> None:
         """Update `num_tokens` after native code may have added tokens."""

@@ -69,9 +69,10 @@ def entry(text: list[int], *, max_depth: int = 9, **fields: Any) -> PlanEntry:
 
 def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
     trees = Ensemble([model], vocab=64, policy=SpeculationPolicy()).propose(plans.plan(*entries))
-    model.check_integrity()
     for tree in trees:
         tree.check_integrity()
+    blocks = [*model._free, *(block for text in model._spelled.values() for block in text.table)]
+    assert sorted(blocks) == [*range(len(blocks))], "every block is free or belongs to one text"
     return trees
 
 
