@@ -40,7 +40,6 @@ class Site:
     uniforms: Callable[[], float]  # returns the next number in [0, 1) of this tree's random stream
     rule: DrawRule
     processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # applies logit processors
-    request_id: str = ""
     min_probability: float = 0.0  # minimum probability of draws after the first; not for samples
 
     @property
@@ -52,10 +51,6 @@ class Site:
     def temperature(self) -> float:
         """Temperature of the draft's confidences."""
         return 1.0 if self.draws_by is DrawRule.POINT_MASS else self.params.temperature
-
-    def keeps(self, rank: int, confidence: float) -> bool:
-        """Return whether a draw becomes a child: the first one, and others that are likely enough."""
-        return rank == 0 or confidence >= self.min_probability
 
     @property
     def candidates(self) -> int:
@@ -207,7 +202,7 @@ def _add(
 ) -> None:
     rule, evidence = site.draws_by, tuple(best.tolist())
     for i, (token, confidence) in enumerate(zip(tokens.tolist(), confidences.tolist(), strict=True)):
-        if site.keeps(i, confidence):
+        if i == 0 or confidence >= site.min_probability:
             site.builder.add(site.node, token, speculator, rule, confidence=confidence, evidence=evidence)
 
 

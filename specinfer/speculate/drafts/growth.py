@@ -200,7 +200,6 @@ class Growth:
                 uniforms=self.uniform,
                 rule=draw_rule(params.speculation.verifier, shape.rule),
                 processed=partial(processors.apply, path=builder.path_tokens(node)) if processors else None,
-                request_id=request.request_id,
                 min_probability=min_probability,
             )
             for node in self.frontier

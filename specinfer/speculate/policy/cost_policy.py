@@ -35,7 +35,6 @@ from specinfer.speculate.policy.drafting import (
     DraftStarts,
     GrowingGuesses,
     PricedDraft,
-    StepWithoutDraft,
     children_each,
     keep_largest,
     useful_levels,
@@ -196,7 +195,7 @@ class CostPolicy(SpeculationPolicy):
                 [entries[i] for i in free],
                 [unread[i] for i in free],
                 self._growing,
-                StepWithoutDraft(self._costs, self._tokens, self._nodes, self._row),
+                *(self._costs, self._tokens, self._nodes, self._row),
             )
             for i, start in zip(free, worth, strict=True):
                 starts[i], entry = start, entries[i]

@@ -172,15 +172,6 @@ class _FadingMean:
         self.mean += (value - self.mean) / self.count
 
 
-class StepWithoutDraft(NamedTuple):
-    """Estimates for the step without the draft."""
-
-    costs: StepCosts
-    tokens: float
-    nodes: int  # guesses, without roots
-    row: float  # seconds of another row of the target's pass in a step without prefill
-
-
 class DraftStarts:
     """Decides for which requests one draft starts: those whose first level is worth its pass and reading."""
 
@@ -206,13 +197,22 @@ class DraftStarts:
         entries: Sequence[PlanEntry],
         unread: Sequence[int],
         growing: Mapping[str, GrowingGuesses],
-        step: StepWithoutDraft,
+        costs: StepCosts,
+        tokens: float,
+        nodes: int,
+        row: float,
     ) -> list[bool]:
         """Return for which entries the first level makes the step faster, or later steps for prefill entries.
 
-        `growing` has the other speculators' guesses, by request id, for entries with a tree.
+        Args:
+            entries: requests that the draft may guess for.
+            unread: tokens of their texts that it would read.
+            growing: the other speculators' guesses, by request id, for entries with a tree.
+            costs: seconds of the step.
+            tokens: expected tokens of the step without the draft.
+            nodes: verified guesses of that step, without roots.
+            row: seconds of another row of the target's pass in a step without prefill.
         """
-        costs, tokens, nodes, _ = step
         without, price = costs.seconds(nodes), costs.price(tokens, nodes)
         reading = self._draft.reading(unread)
         starts = [False] * len(entries)
@@ -220,7 +220,7 @@ class DraftStarts:
         drawing = [i for i, entry in enumerate(entries) if entry.max_nodes > 1]
         for i, entry in enumerate(entries):
             if entry.max_nodes <= 1:
-                starts[i] = self._reads(entry, reading[i], len(entries), tokens / without, step.row)
+                starts[i] = self._reads(entry, reading[i], len(entries), tokens / without, row)
         for i in drawing:
             brings, part = self._gain(entries[i], growing[entries[i].request.request_id], price)
             if brings * without > reading[i] * part * tokens:

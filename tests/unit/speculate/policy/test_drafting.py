@@ -14,7 +14,6 @@ from specinfer.speculate.policy.drafting import (
     DraftStarts,
     GrowingGuesses,
     PricedDraft,
-    StepWithoutDraft,
     children_each,
     keep_largest,
     useful_levels,
@@ -36,8 +35,8 @@ class Starting:
     def for_one(self, one: PlanEntry, unread: int) -> bool:
         """Whether it starts for one request, where others have guessed nothing."""
         growing = GrowingGuesses(single_node(7), self.acceptance, one.max_nodes, all_stay=False)
-        step = StepWithoutDraft(StepCosts([1.0], 0, 0, 0.0, 1.0), 1.0, 0, row=0.0)
-        [start] = self.starts.select([one], [unread], {one.request.request_id: growing}, step)
+        step = StepCosts([1.0], 0, 0, 0.0, 1.0), 1.0, 0, 0.0
+        [start] = self.starts.select([one], [unread], {one.request.request_id: growing}, *step)
         return start
 
 
