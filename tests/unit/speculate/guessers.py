@@ -62,7 +62,7 @@ class Levels(LevelSpeculator):
             last = len(self._builders[i].parents) - 1
             token, confidence = self._tokens[last], self._confidences[last]
             self._builders[i].add(last, token, self.name, confidence=confidence)
-        nodes = {i: len(self._builders[i].parents) for i in below}
+        nodes = {i: len(self._builders[i].parents) for i in below if not self._builders[i].full}
         return {i: (count - 1,) for i, count in nodes.items() if count <= len(self._tokens)}
 
     def tree(self, entry: int) -> TokenTree:

@@ -14,6 +14,7 @@ from specinfer.plan import StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.guard import PLAIN_FIRST
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
 from specinfer.speculation_config import SpeculationConfig
@@ -195,42 +196,32 @@ NO_TREES: list[tuple[list[TokenTree], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("trees", "complaint"),
-    [([], "gave 0 trees for 1 entries; propose must return one for each"), *NO_TREES],
+    ("kind", "trees", "complaint"),
+    [
+        (Wrong, [], "gave 0 trees for 1 entries; propose must return one for each"),
+        *((kind, *case) for kind in (Wrong, WrongLevels) for case in NO_TREES),
+    ],
 )
 def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again(
-    trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
+    kind: type[Wrong | WrongLevels],
+    trees: list[TokenTree],
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrong, good = Wrong(*trees), Fan("good", [5])
-    ensemble = Ensemble([wrong, good], vocab=99, policy=SpeculationPolicy())
-    for _ in range(3):
-        (tree,) = ensemble.propose(plans.plan(entry(3, max_depth=1)))
-        assert tree.token_ids == (7, 5)
-        ensemble.observe(StepReport([plans.outcome(5)]))
+    curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}  # a policy that weighs trees is not asked about it
+    policy = CostPolicy.by_curves(FREE, curves, SpeculationConfig(), measured=False)
+    wrong, good = kind(*trees), Fan("good", [5])
+    ensemble = Ensemble([wrong, good], vocab=99, policy=policy)
+    for step in range(9):  # the first steps are plain
+        (tree,) = ensemble.propose(plans.plan(entry(3, max_depth=1, room=100)))
+        assert tree.token_ids == ((7,) if step < PLAIN_FIRST else (7, 5))
+        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0}))
     assert wrong.asked == 1
     (record,) = caplog.records
     assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], SpeculatorError)
     assert complaint in str(record.exc_info[1])
-
-
-@pytest.mark.parametrize(("trees", "complaint"), NO_TREES)
-def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
-    trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}
-    policy = CostPolicy.by_curves(FREE, curves, SpeculationConfig(), measured=False)
-    wrong = WrongLevels(*trees)
-    ensemble = Ensemble([wrong], vocab=99, policy=policy)
-    for _ in range(9):  # the first steps are plain
-        (tree,) = ensemble.propose(plans.plan(entry(3, max_depth=1, room=100)))
-        assert tree.token_ids == (7,)
-        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0}))
-    assert wrong.asked == 1
-    (record,) = caplog.records
-    assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
-    assert complaint in str(record.exc_info)
 
 
 def test_a_retired_speculator_never_runs_again_whatever_the_policy() -> None:

@@ -15,14 +15,8 @@ from specinfer.speculate.policy.acceptance import (
     Curve,
 )
 from specinfer.speculate.policy.choose import path_probabilities
-from specinfer.tree import TokenTree, TreeBuilder, merge
-
-
-def chain(*confidences: float, speculator: str = "s") -> TokenTree:
-    builder = TreeBuilder(root=9)
-    for node, confidence in enumerate(confidences):
-        builder.add(node, 10 + node, speculator, confidence=confidence)
-    return builder.build()
+from specinfer.tree import TokenTree, merge
+from tests.unit.speculate.policy.priced import chain
 
 
 def probabilities(acceptance: AcceptanceRates, tree: TokenTree) -> list[float]:

@@ -12,7 +12,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.allowance import WINDOW
-from specinfer.speculate.policy.guard import PLAIN_FIRST, GuardState
+from specinfer.speculate.policy.guard import PLAIN_FIRST, GuardState, PlainSteps
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
@@ -137,3 +137,23 @@ def test_with_no_clock_the_curves_decide() -> None:
         )
         assert driven.state().factors == {"target": 1.0, "draft": 1.0}
     assert steps[0] == steps[1]
+
+
+def test_the_first_steps_are_plain_then_one_in_two_hundred_and_three_after_a_change() -> None:
+    steps, plain = PlainSteps(), []
+    for number in range(640):
+        slowness = 1.0 if number < 500 else 2.0  # than which the multiple becomes another one
+        if steps.due(slowness):
+            plain.append(number)
+            steps.learn(slowness, 1.5 / slowness)
+        else:
+            steps.since += 1
+    assert plain == [0, 1, 2, 3, 4, 205, 406, 500, 509, 518]
+    assert [*steps.multiples] == 3 * [0.75]
+
+
+def test_the_last_five_count_and_none_that_is_no_number() -> None:
+    steps = PlainSteps()
+    for multiple in (9.0, 1.2, 1.1, 1.3, 900.0, 0.7, float("inf"), 0.0):
+        steps.learn(1.0, multiple)
+    assert [*steps.multiples] == [1.2, 1.1, 1.3, 900.0, 0.7]
