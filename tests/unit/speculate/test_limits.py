@@ -105,11 +105,6 @@ def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() 
             "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, draft1, "
             "draft2",
         ),
-        (
-            {"speculators": "draft"},
-            "speculation.speculators names 'draft'; this engine has grammar, prediction, lookup, draft1, "
-            "draft2",
-        ),
         ({"max_nodes": 101}, "speculation.max_nodes is 101; the engine allows at most 100: lower it"),
     ],
 )

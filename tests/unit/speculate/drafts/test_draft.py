@@ -68,10 +68,3 @@ def test_what_is_not_made_of_the_whole_text_is_for_nobody_else() -> None:
     read(texts, text, entry())
     texts.claim(text, entry())
     assert heard(texts, 16, 3, name="b").origin == 16
-
-
-def test_a_preempted_request_begins_anew() -> None:
-    texts = CachedTexts(block_size=4, max_unread=100)
-    read(texts, heard(texts, 0, 6), entry())
-    text = heard(texts, 0, 3, generation=1, block_table=range(20, 30))
-    assert (text.cached, text.unread.end) == (0, 3)

@@ -69,11 +69,6 @@ def test_a_coupled_draw_of_the_right_law_is_the_targets_choice() -> None:
         assert drawn(draw(DrawRule.COUPLED, 2, seed=seed))[0] == coupled_choice(law, seed, 17)
 
 
-def test_greedy_children_are_the_most_likely_tokens() -> None:
-    logits = np.array([0, 4, 2, 3, 1], dtype=np.float32)
-    assert coupled_children(logits, SamplingParams(temperature=0), 1, 1, 3).tolist() == [1, 3, 2]
-
-
 def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens() -> None:
     logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
     ranked = most_likely(logits, 5).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +82,6 @@ def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEnt
         passes = passes_of(model._runner, patch)
         guesses(model, *entries)
     return [[*b"".join(table[i] for i in token_ids)] for token_ids in passes[0]]
-
-
-class Last(SpeculationPolicy):
-    """Goes on below the last of the ends alone."""
-
-    def worth_deepening(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        trees: Sequence[TokenTree],
-        ends: Sequence[Sequence[int]],
-    ) -> list[Sequence[int]]:
-        return [nodes[-1:] for nodes in ends]
-
-
-def test_only_ends_that_are_chosen_are_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = draft(folder, 3, 2, 1)
-    passes = passes_of(model._runner, monkeypatch)
-    Ensemble([model], vocab=64, policy=Last()).propose(plans.plan(entry(TEXT)))
-    assert [len(token_ids) for [token_ids] in passes[1:]] == [1] * 9
 
 
 @pytest.mark.few(6)

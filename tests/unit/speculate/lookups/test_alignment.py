@@ -97,22 +97,6 @@ def test_what_was_replaced_is_expected_to_be_replaced_again() -> None:
     assert after(prediction, said, depth=16) == ["and new 2; or ne", "and old "]
 
 
-TEXT = st.lists(st.integers(0, 3), max_size=40)
-
-
-@given(TEXT, TEXT, st.integers(1, 9), st.integers(1, 5))
-def test_guesses_keep_their_limits_and_the_place_agrees_with_the_answer(
-    prediction: list[int], said: list[int], depth: int, branches: int
-) -> None:
-    alignment = Alignment(prediction)
-    alignment.advance(said)
-    guesses = alignment.guesses(depth, branches)
-    assert len(guesses) <= branches
-    assert all(1 <= len(guess) <= depth for guess in guesses)
-    nodes = {tuple(guess[:n]) for guess in guesses for n in range(1, len(guess) + 1)}
-    assert len(nodes) <= depth + (branches - 1) * SIDE_DEPTH
-
-
 @given(st.permutations(list(range(30))), st.data())
 def test_one_edit_is_always_found_back_from(prediction: list[int], data: st.DataObject) -> None:
     """In a text of distinct tokens, four tokens after any edit the rest of the prediction is the guess."""

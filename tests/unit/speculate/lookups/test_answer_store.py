@@ -25,14 +25,6 @@ def after(store: AnswerStore, key: str | None, tail: str) -> list[str]:
     return ["".join(map(chr, text[stop:])) for stop, text, _ in found]
 
 
-def room_for(library: Library, *keys: str) -> int:
-    """The memory that is needed for a short text of each key."""
-    store = AnswerStore(1 << 20, library)
-    for key in keys:
-        store.add(key, letters("abc"))
-    return store.num_bytes + 200  # as a text's bytes are not known exactly before it is added
-
-
 def test_a_key_sees_its_own_texts_only(library: Library) -> None:
     store = AnswerStore(1 << 16, library)
     store.add("mine", letters("ab1"))
@@ -42,18 +34,6 @@ def test_a_key_sees_its_own_texts_only(library: Library) -> None:
     assert after(store, "yours", "ab") == ["2"]
     assert after(store, None, "ab") == ["3"]
     assert after(store, "None", "ab") == []
-
-
-def test_the_oldest_text_of_any_key_leaves_whole(library: Library) -> None:
-    store = AnswerStore(room_for(library, "mine", "yours"), library)
-    store.add("mine", letters("ab1"))
-    store.add("yours", letters("ab2"))
-    store.add("mine", letters("ab3"))  # costs next to nothing while a segment has room
-    assert after(store, "mine", "ab") == ["3", "1"]
-    store.add("other", letters("ab4"))
-    assert after(store, "mine", "ab") == ["3"]
-    assert after(store, "yours", "ab") == []
-    assert after(store, "other", "ab") == ["4"]
 
 
 def test_without_memory_nothing_is_kept(library: Library) -> None:

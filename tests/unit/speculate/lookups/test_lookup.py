@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
@@ -124,49 +121,6 @@ def test_of_a_request_it_was_never_asked_about_nothing_is_learnt() -> None:
     speculator = lookup()
     speculator.observe([outcome(*letters("abc"), finished=True)])
     assert guess(speculator, "ab") == []
-
-
-TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-
-
-@given(st.lists(TEXT, max_size=4), TEXT, st.integers(1, 8), st.integers(1, 12), st.integers(0, 8))
-@settings(deadline=None)
-def test_trees_keep_the_limits_and_say_only_what_was_said_before(
-    past: list[list[int]], text: list[int], depth: int, nodes: int, room: int
-) -> None:
-    speculator = lookup(max_depth=depth, max_nodes=nodes, memory=6000)
-    for i, said in enumerate(past):
-        speculator.propose(plan(entry([9], request_id=str(i))))
-        speculator.observe([outcome(*said, request_id=str(i), finished=True)])
-    [tree] = speculator.propose(plan(entry(text, max_nodes=10, max_depth=room)))
-    tree.check_integrity()
-    assert tree.num_nodes <= min(nodes, 10)
-    assert max(tree.depths()) <= min(depth, room)
-    # Each guessed token follows the one before it somewhere: in a past answer, or in the text so continued.
-    seen = {pair for said in past for pair in pairwise([9, *said])}
-    seen |= set(pairwise(text))
-    for node in range(1, tree.num_nodes):
-        pair = (tree.token_ids[tree.parents[node]], tree.token_ids[node])
-        assert pair in seen
-
-
-@pytest.mark.thorough
-@given(st.lists(st.tuples(st.sampled_from(["x", "y", None]), TEXT), max_size=8), TEXT)
-@settings(deadline=None)
-def test_no_token_of_another_key_is_ever_proposed(
-    past: list[tuple[str | None, list[int]]], text: list[int]
-) -> None:
-    speculator = lookup(max_depth=16, memory=12_000)
-    alphabet = {"x": 0, "y": 10, None: 20}  # the tens of a token identify its key, the units its match
-    for i, (key, said) in enumerate(past):
-        own = [token + alphabet[key] for token in said]
-        speculator.propose(plan(entry([99], request_id=str(i), params=salted(key))))
-        mixed = [token for said_token in own for token in (99, said_token)]  # 99 is common to all keys
-        speculator.observe([outcome(*mixed, request_id=str(i), finished=True)])
-    for key, first in alphabet.items():
-        asked = entry([*(token + first for token in text), 99], request_id=f"asks {key}", params=salted(key))
-        [tree] = speculator.propose(plan(asked))
-        assert set(tree.token_ids) <= {99, *range(first, first + 4)}
 
 
 @pytest.mark.parametrize("verifier", list(Verifier))
