@@ -112,17 +112,12 @@ class BlockHead(HeadVocabulary):
         out: Tensor = self.norm(x)
         return out if config.sample_from_anchor else out[:, :, 1:]
 
-    def before(self, tokens: Tensor) -> Tensor:
-        """Return the rows of W1 for these tokens, [..., M]; any shape."""
-        out: Tensor = self.markov_head.markov_w1(tokens)
-        return out
-
     def pair_logits(self, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
         """Return the logits that tokens `before` add to the next guesses, [..., U]; any shape.
 
         `entries_S` selects entries of the draft vocabulary, for a result [..., S].
         """
-        known, weight = self.before(before), self.markov_head.markov_w2.weight
+        known, weight = self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight
         return F.linear(known, weight if entries_S is None else weight[entries_S])
 
     def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:

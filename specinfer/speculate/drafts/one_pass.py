@@ -99,10 +99,12 @@ class OnePassTrees:
         by_level: list[GuessedTree] = []
         best_first: list[GuessedTree] = []
         for one in guessed:
-            if self._grow_best_first is not None and _is_best_first(one.growth, one.site):
+            request = one.growth.entry.request
+            shaped = request.params.speculation.expansion is not None
+            if self._grow_best_first is not None and one.site.candidates and not shaped:
                 best_first.append(one)
             else:
-                one.growth.limit = min(one.growth.limit, self.shape.depth(one.growth.entry.request))
+                one.growth.limit = min(one.growth.limit, self.shape.depth(request))
                 by_level.append(one)
         if best_first and self._grow_best_first is not None:
             self._grow_best_first(best_first, logits_TU, self._node_limit)
@@ -132,11 +134,6 @@ class OnePassTrees:
                 one.growth.choose(ends)
                 goes_on.append(one)
         return goes_on
-
-
-def _is_best_first(growth: Growth, root: Site) -> bool:
-    """Return whether a tree is grown best first; otherwise it is drawn level by level."""
-    return bool(root.candidates) and growth.entry.request.params.speculation.expansion is None
 
 
 class NativeTrees:

@@ -104,7 +104,7 @@ class LookupSpeculator(Speculator):
         """Return one tree per tree entry, best first, with point masses; indexes prompts with the target.
 
         A draw's evidence is the number of matching tokens, the number of votes, and their part of all.
-        Raises ValueError or OverflowError if a text has an invalid token, and then indexes nothing.
+        Raises ValueError or OverflowError if a text has an invalid token, and then forgets running texts.
         """
         self._look_up(plan.entries)
         trees = self._trees(plan.entries)
@@ -163,8 +163,7 @@ class LookupSpeculator(Speculator):
         lying, numbers = array("i", tokens), array("q", requests)
         at, behind = numbers.buffer_info()[0], lying.buffer_info()[0]
         if not self._library.lookup_trees(self._rules, at, len(entries), behind, len(lying), self._to):
-            for text, _ in grown:
-                text.recount()  # some tokens may have been indexed before memory ran out
+            self._running.clear()  # texts may have grown in part before memory ran out
             raise_refusal(lying)
         for text, end in grown:
             text.num_tokens = end

@@ -127,11 +127,6 @@ class TextIndex:
                 texts[-1].append(token)
         return texts
 
-    def recount(self) -> None:
-        """Update `num_tokens` after native code may have added tokens."""
-        figures = self._figures()
-        self.num_tokens = figures.end - figures.base
-
     def _figures(self) -> _Figures:
         figures = array("q", bytes(8 * len(_Figures._fields)))
         self._library.index_figures(self.address, figures.buffer_info()[0])
