@@ -172,11 +172,6 @@ class SpeculationConfig:
         return self.expansion if isinstance(self.expansion, Expansion) else DEFAULT_EXPANSION
 
     @property
-    def deepest(self) -> int:
-        """Maximum levels of drafts' trees, for requests without their own expansion."""
-        return MAX_DEPTH if self.learns_shape else self.fixed_expansion.depth
-
-    @property
     def node_limit(self) -> int:
         """Maximum nodes of a request's tree; for "auto" the largest that it may choose."""
         nodes = 64 if self.max_nodes is None else self.max_nodes

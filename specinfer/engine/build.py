@@ -196,7 +196,7 @@ def _sizing(
         *(curve, costs, speculation),
         measured=measured,
         known=streamed,
-        deepest=shape.deepest if streamed and speculation.learns_shape else None,
+        deepest=shape.deepest,
         self_draft=self_draft,
     )
     for name in copies:

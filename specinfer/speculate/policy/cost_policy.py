@@ -41,7 +41,7 @@ from specinfer.speculate.policy.drafting import (
 )
 from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
-from specinfer.speculation_config import SpeculationConfig
+from specinfer.speculation_config import MAX_DEPTH, SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import keep, pinned_nodes
@@ -96,7 +96,7 @@ class CostPolicy(SpeculationPolicy):
         *,
         measured: bool,
         known: bool = False,
-        deepest: int | None = None,
+        deepest: int = MAX_DEPTH,
         self_draft: SelfDraft | None = None,
     ) -> CostPolicy:
         """Return the policy for tree_size "cost", with nothing learned.
@@ -107,7 +107,7 @@ class CostPolicy(SpeculationPolicy):
             speculation: the engine's options.
             measured: False takes the seconds of steps from the curves instead of a clock.
             known: True if the target's curve gives the time of plain steps, as for streamed weights.
-            deepest: maximum levels of trees with a learned shape, if not the default.
+            deepest: maximum levels of trees with a learned shape.
             self_draft: a draft whose memory layers of a target with known costs may get.
         """
         costs = CostModel(target, learns=measured, **({"group": 1} if known else {}))
@@ -115,7 +115,7 @@ class CostPolicy(SpeculationPolicy):
         priced = {
             name: PricedDraft(CostModel(curve, learns=measured), shape) for name, curve in drafts.items()
         }
-        levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
+        levels = max(deepest, shape.depth) if speculation.learns_shape else shape.depth
         models = {name: draft.costs for name, draft in priced.items()}
         guard = Guard(costs, models, measured=measured, known=known, self_draft=self_draft)
         return cls(
