@@ -36,14 +36,12 @@ class GrammarSpeculator(Speculator):
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         grammar = entry.processors.grammar if entry.processors is not None else None
         limit = min(self._depth, entry.max_depth, entry.max_nodes - 1)
-        node: int | None = 0
         if grammar is None or limit < 1:
             return builder.build()
         try:
             forced = grammar.forced((), limit)
         except RequestError:  # the grammar is too complex; verification raises this error for the request
             return builder.build()
-        for token in forced:
-            assert node is not None
-            node = builder.add(node, token, self.name, confidence=_CONFIDENCE)
+        for node, token in enumerate(forced):
+            builder.add(node, token, self.name, confidence=_CONFIDENCE)
         return builder.build()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from specinfer.kernels.library import Library
@@ -15,18 +14,6 @@ _KEY_BYTES: Final = 256  # tables of each key, in addition to the key's bytes
 _TEXT_BYTES: Final = 16  # tables of each text
 _TOKEN_BYTES: Final = 64  # upper bound per token
 _MIN_SEGMENTS: Final = 8  # minimum number in a full memory, so at most an eighth is dropped at once
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoredTexts:
-    """The texts of one key."""
-
-    key: str | None
-    texts: TextIndex
-
-    @property
-    def num_bytes(self) -> int:
-        return _key_bytes(self.key) + self.texts.num_bytes + _TEXT_BYTES * self.texts.num_texts
 
 
 class AnswerStore:
@@ -43,8 +30,8 @@ class AnswerStore:
         self._lengths = lengths
         self._num_bytes = 0
         self._max_segment = memory // (_MIN_SEGMENTS * _TOKEN_BYTES)
-        self._by_key: dict[str | None, _StoredTexts] = {}
-        self._ages: list[_StoredTexts] = []  # the store entry of each text, oldest first
+        self._by_key: dict[str | None, TextIndex] = {}
+        self._ages: list[str | None] = []  # the key of each text, oldest first
 
     @property
     def num_bytes(self) -> int:
@@ -59,41 +46,44 @@ class AnswerStore:
             return
         while self._bytes_with(key, fitting) > self._memory:
             self._drop_oldest()
-        stored = self._by_key.get(key)
-        if stored is None:
-            stored = self._by_key[key] = _StoredTexts(key, self._new_index())
-            self._num_bytes += stored.num_bytes
-        self._num_bytes -= stored.num_bytes
-        stored.texts.extend(text[len(text) - fitting :])
-        stored.texts.close_text()
-        self._num_bytes += stored.num_bytes
-        self._ages.append(stored)
+        texts = self._by_key.get(key)
+        if texts is None:
+            texts = self._by_key[key] = self._new_index()
+        else:
+            self._num_bytes -= self._bytes_of(key)
+        texts.extend(text[len(text) - fitting :])
+        texts.close_text()
+        self._num_bytes += self._bytes_of(key)
+        self._ages.append(key)
 
     def of(self, key: str | None) -> TextIndex | None:
         """Return the texts stored under `key`, or None."""
-        stored = self._by_key.get(key)
-        return None if stored is None else stored.texts
+        return self._by_key.get(key)
 
     def _new_index(self) -> TextIndex:
         return TextIndex(self._library, self._lengths, max_segment=self._max_segment)
 
     def _bytes_with(self, key: str | None, count: int) -> int:
         """Return the maximum bytes of all keys after adding a text of `count` tokens to this one."""
-        stored = self._by_key.get(key)
-        if stored is None:
+        texts = self._by_key.get(key)
+        if texts is None:
             added = _key_bytes(key) + self._new_index().bytes_with(count)
         else:
-            added = stored.texts.bytes_with(count) - stored.texts.num_bytes
+            added = texts.bytes_with(count) - texts.num_bytes
         return self._num_bytes + added + _TEXT_BYTES
 
+    def _bytes_of(self, key: str | None) -> int:
+        texts = self._by_key[key]
+        return _key_bytes(key) + texts.num_bytes + _TEXT_BYTES * texts.num_texts
+
     def _drop_oldest(self) -> None:
-        stored = self._ages.pop(0)
-        self._num_bytes -= stored.num_bytes
-        stored.texts.drop_oldest_text()
-        if stored.texts.num_texts:
-            self._num_bytes += stored.num_bytes
+        key = self._ages.pop(0)
+        self._num_bytes -= self._bytes_of(key)
+        self._by_key[key].drop_oldest_text()
+        if self._by_key[key].num_texts:
+            self._num_bytes += self._bytes_of(key)
         else:
-            del self._by_key[stored.key]
+            del self._by_key[key]
 
 
 def _key_bytes(key: str | None) -> int:
