@@ -208,7 +208,7 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
     complaint: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}  # a policy that weighs trees is not asked about it
+    curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}  # a policy that weighs trees gets no bad one
     policy = CostPolicy.by_curves(FREE, curves, SpeculationConfig(), measured=False)
     wrong, good = kind(*trees), Fan("good", [5])
     ensemble = Ensemble([wrong, good], vocab=99, policy=policy)
@@ -241,7 +241,7 @@ def test_a_retired_speculator_never_runs_again_whatever_the_policy() -> None:
 
 
 class Forgetful(Fan):
-    """Fails when it hears of outcomes."""
+    """Raises in `observe`."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         raise ZeroDivisionError
