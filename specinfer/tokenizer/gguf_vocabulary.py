@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from specinfer.files import NewFile, write_text
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import TEMPLATES, ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
-from specinfer.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, library_errors, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -54,6 +53,87 @@ _FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How byte-level BPE splits a text into words before merging."""
+
+    patterns: tuple[str, ...]  # applied in order, each to the pieces of the previous one
+    nfc: bool = False  # the text is first normalized to NFC
+    ignore_merges: bool = False  # a word that is itself a token is not split
+    add_bos: bool = False  # default, if the file does not specify it
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s+(?!\S)|\s+"
+_BLANKS = rf"\s*[\r\n]+|{_SPACES}"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_QWEN2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
+_LLAMA3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
+# Words that also end between a lower-case and an upper-case letter.
+_CASES = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{0}"
+    r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}"
+)
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_CASES.format('')}|\p{{N}}|{_PATHS}|{_BLANKS}"
+_GPT4O = rf"{_CASES.format(_ENDING + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_BLANKS}"
+_EAST = r"[\u4e00-\u9fa5\u3040-\u30ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+    rf"[\r\n]*|{_BLANKS}"
+)
+_CHINESE = r"[\u0800-\u9fa5\uac00-\ud7ff]+"
+# Letters with case of the Unicode version that the tokenizer was made with, without Armenian's small ones.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10cd\u10d0-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa"
+    r"\uab30-\uab68\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{16e7f}\x{1d400}-\x{1df2a}]]"
+)
+_PHRASE = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+# By the name in tokenizer.ggml.pre: the rules of the models' own tokenizers, as in llama.cpp, for models that
+# run from GGUF files.
+_RULES: Final[Mapping[str, PreTokenizer]] = {
+    "gpt-2 olmo mpt jais trillion granite-docling phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en "
+    "jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert exaone4": PreTokenizer((_GPT2,)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez": PreTokenizer((_QWEN2,), nfc=True),
+    "stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
+    "ufakzeka": PreTokenizer((rf"{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}",)),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": PreTokenizer(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
+    "smaug-bpe dbrx glm4 chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignore_merges=True),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
+    "tiny_aya cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    "deepseek-llm": PreTokenizer(
+        (
+            r"[\r\n]",
+            rf"\s?{_CASED}+",
+            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CHINESE,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer((r"\p{N}{1,3}", _EAST, _DEEPSEEK3)),
+    "poro-chat bloom gpt3-finnish": PreTokenizer((_PHRASE,)),
+    "viking": PreTokenizer((_PHRASE, r"\p{N}")),
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "seed-coder": PreTokenizer(
+        (rf"{_ENDING}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}",)
+    ),
+}
+PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
+    name: rules for names, rules in _RULES.items() for name in names.split()
+}
 
 
 @dataclass(frozen=True, slots=True)

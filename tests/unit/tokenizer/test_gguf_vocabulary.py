@@ -28,27 +28,20 @@ SPLITS = {
     "gpt-2 phi-2 exaone4 jais": "It|'|S| 12345| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "smollm command-r exaone": "It|'|S| |1|2|3|4|5| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "default falcon": "It|'|S| |123|45| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
-    "qwen2 stablelm2 megrez qwen35": "It|'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
-    "laguna": "It|'S| |1|2|3|4|5| a|.|\n\n|fooBar| | x\u4e00\u4e8c| b|  |\n| c",
+    "qwen2 stablelm2 megrez": "It|'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "llama-bpe llama3 falcon3 pixtral glm4 chatglm-bpe minicpm5": (
         "It|'S| |123|45| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c"
     ),
     "tekken": "It|'S| |1|2|3|4|5| a|.\n\n|foo|Bar| | x\u4e00\u4e8c| b|  \n| c",
     "gpt-4o llama4 minimax-m2": "It'S| |123|45| a|.\n\n|foo|Bar| | x\u4e00\u4e8c| b|  \n| c",
     "tiny_aya cohere2moe": "It'S| |12|345| a|.\n\n|foo|Bar| | x\u4e00\u4e8c| b|  \n| c",
-    "kimi-k2": "It'S| |123|45| a|.\n\n|foo|Bar| | x|\u4e00\u4e8c| b|  \n| c",
-    "youtu": "It'S| |1|2|3|4|5| a|.\n\n|foo|Bar| | x|\u4e00\u4e8c| b|  \n| c",
     "deepseek-llm": "It|'|S| |12345| a|.|\n|\n|fooBar| | x|\u4e00\u4e8c| b|  |\n| c",
     "deepseek-coder": "It|'|S| |1|2|3|4|5| a|.|\n|\n|fooBar| | x|\u4e00\u4e8c| b|  |\n| c",
     "deepseek-v3 hunyuan-dense": "It|'S| |123|45| a|.\n\n|fooBar| | x|\u4e00\u4e8c| b|  \n| c",
-    "afmoe": "It|'S| |12|345| a|.\n\n|fooBar| | x|\u4e00\u4e8c| b|  \n| c",
     "poro-chat bloom": "It'S| 12345| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "viking": "It'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "superbpe": "It'S |12|345| a.\n\nfooBar  x\u4e00\u4e8c b  \n c",
     "seed-coder": "It|'S| |1|2|3|4|5| a|.|\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
-    "bailingmoe llada-moe": "It|'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
-    "exaone-moe": "It|'S| |1|2|3|4|5| a|.\n|\n|fooBar| | x\u4e00\u4e8c b|  \n| c",
-    "chameleon": "It|'|S| |1|2|3|4|5| a|.|\n|\n|fooBar|  |x\u4e00\u4e8c| b|  |\n| c",
 }
 
 
