@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,46 +17,12 @@ if TYPE_CHECKING:
     from specinfer.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
-_stack_size = threading.Lock()  # Python has one stack size for all threads started later
 _OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # positions in the generated grammar
 _SPECIAL = b"\xff"  # the library's prefix of tokens that are not text
 # In a parser state where every token of one of these forms is legal, the library allows them all at once
 # without testing each. Its own set lacks short forms, which JSON strings of bounded length need.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7, 10, 30)), f"{_CHARACTER}+"]
-
-
-class DeepThread:
-    """Runs calls one at a time on its own thread, with `stack` bytes of stack.
-
-    The first call starts the thread. It ends with the process, after its current call: a thread that the
-    process does not join may fail to return from a library that released the GIL. A forked process starts its
-    own thread. Thread-safe; a call must not make another one.
-    """
-
-    def __init__(self, name: str, stack: int) -> None:
-        self._name = name
-        self._stack = stack
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._process = 0  # process id of the thread
-
-    def run(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of `work`; raises its exception, and RuntimeError if no thread can be started."""
-        return self._started().submit(work).result()
-
-    def _started(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._executor is None or self._process != os.getpid():
-                executor = ThreadPoolExecutor(1, self._name)
-                with _stack_size:
-                    usual = threading.stack_size(self._stack)
-                    try:
-                        executor.submit(int)  # the first call starts the thread
-                    finally:
-                        threading.stack_size(usual)
-                self._executor, self._process = executor, os.getpid()
-            return self._executor
 
 
 def error_of(matcher: LLMatcher) -> str:
@@ -84,7 +49,19 @@ def shortened(text: str) -> str:
 # The library recurses once per nested rule or schema, without a limit, and a stack overflow ends the process.
 # This stack suffices for anything within MAX_SOURCE. Only used pages become memory: usually a few, 44 MB
 # after 15,000 nested rules.
-_DEEP = DeepThread("grammar", 1 << 29)
+_STACK: Final = 1 << 29  # bytes
+_deep = threading.Lock()  # Python has one stack size for all threads started later
+
+
+def _with_deep_stack(work: Callable[[], _Result]) -> _Result:
+    """Return the result of `work` in a thread with a deep stack; one runs at a time. Raises its exception."""
+    with _deep, ThreadPoolExecutor(1, "grammar") as executor:
+        usual = threading.stack_size(_STACK)
+        try:
+            future = executor.submit(work)  # starts the thread
+        finally:
+            threading.stack_size(usual)
+        return future.result()
 
 
 class LibraryVocabulary:
@@ -113,7 +90,7 @@ class LibraryVocabulary:
 
         Thread-safe; matchers are created one at a time.
         """
-        return _DEEP.run(lambda: self._matcher(grammar))
+        return _with_deep_stack(lambda: self._matcher(grammar))
 
     def _matcher(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -159,7 +136,7 @@ def fault_and_warnings(grammar: str) -> tuple[str, list[str]]:
     """Like `fault_of`, with the library's warnings, which name what it ignores; none if there is an error."""
     from llguidance import LLMatcher
 
-    is_error, found = _DEEP.run(
+    is_error, found = _with_deep_stack(
         lambda: LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
     )
     return (found[0], []) if is_error else ("", found)

@@ -28,7 +28,7 @@ def test_an_exception_of_the_library_comes_back_as_itself(vocabulary, monkeypatc
 
 def test_threads_may_ask_at_the_same_time(monkeypatch):
     vocabulary, read = LibraryVocabulary(TOKENIZER, VOCAB), []
-    library = llguidance.LLTokenizer
+    library, usual = llguidance.LLTokenizer, threading.stack_size()
     monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: read.append(a) or library(*a, **k))
     together, legal = threading.Barrier(4), {}
 
@@ -44,3 +44,4 @@ def test_threads_may_ask_at_the_same_time(monkeypatch):
         thread.join()
     assert legal == {letter: letter.encode() for letter in "abcd"}
     assert len(read) == 1, "the vocabulary is read once"
+    assert threading.stack_size() == usual, "put back"
