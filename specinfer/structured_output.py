@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from specinfer.errors import RequestError, naming, shown
 
@@ -44,8 +44,12 @@ class StructuredOutput:
     @property
     def parameter(self) -> str:
         """The sampling parameter that gave the form, for error messages."""
-        is_json = self.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
-        return "response_format" if is_json else self.kind.value
+        return "response_format" if self.is_json else self.kind.value
+
+    @property
+    def is_json(self) -> bool:
+        """True if the text is JSON."""
+        return self.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
 
 
 def structured_output(
@@ -90,19 +94,12 @@ def structured_output(
         form = _from_choice(choice)
     elif grammar is not None:
         form = _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
-    whitespace = _whitespace(json_whitespace)
-    if form is not None and form.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA):
-        form = replace(form, whitespace=whitespace)
+    if json_whitespace not in get_args(JsonWhitespace):
+        found, allowed = shown(json_whitespace), ", ".join(get_args(JsonWhitespace))
+        raise RequestError(f"json_whitespace is {found}; allowed: {allowed}", "json_whitespace")
+    if form is not None and form.is_json:
+        form = replace(form, whitespace=cast(JsonWhitespace, json_whitespace))
     return form if preamble is None else _behind(preamble, form)
-
-
-@naming("json_whitespace")
-def _whitespace(value: object) -> JsonWhitespace:
-    for known in get_args(JsonWhitespace):
-        if value == known:
-            found: JsonWhitespace = known
-            return found
-    raise RequestError(f"json_whitespace is {shown(value)}; allowed: {', '.join(get_args(JsonWhitespace))}")
 
 
 @naming("preamble")

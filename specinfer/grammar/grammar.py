@@ -310,10 +310,9 @@ class GrammarState:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text; each must be allowed after the ones before it."""
         assert not (self._ended and tokens), "nothing follows the end of the text"
-        text = [token for token in tokens if token not in self._vocabulary.end_ids]
-        ends = len(text) < len(tokens)
-        assert list(tokens[: len(text)]) == text, "nothing follows the end of the text"
-        assert len(tokens) - len(text) <= 1, "nothing follows the end of the text"
+        ends = bool(tokens) and tokens[-1] in self._vocabulary.end_ids
+        text = list(tokens[:-1] if ends else tokens)
+        assert self._vocabulary.end_ids.isdisjoint(text), "nothing follows the end of the text"
         self._cursor.commit(text)
         if self._guide is not None:
             self._guide.commit(text)

@@ -27,10 +27,10 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7,
 
 def error_of(matcher: LLMatcher) -> str:
     """The library's error message for a matcher in an error state."""
-    return in_one_line(matcher.get_error())
+    return _in_one_line(matcher.get_error())
 
 
-def in_one_line(message: str) -> str:
+def _in_one_line(message: str) -> str:
     """The error message without the grammar excerpt below it."""
     message = message.replace("<non-verbose/>", "").partition("\n   1 |")[0]
     return shortened(" ".join(message.split()))
@@ -124,22 +124,18 @@ class LibraryVocabulary:
         return b"" if found.startswith(_SPECIAL) else found  # 0xFF occurs in no UTF-8 text
 
 
-def fault_of(grammar: str) -> str:
-    """The library's error for a Lark grammar, independent of the vocabulary; empty if it is good.
-
-    Thread-safe. The size of the grammar and its dead ends are found when it is compiled.
-    """
-    return fault_and_warnings(grammar)[0]
-
-
 def fault_and_warnings(grammar: str) -> tuple[str, list[str]]:
-    """Like `fault_of`, with the library's warnings, which name what it ignores; none if there is an error."""
+    """The library's error for a Lark grammar in one line, empty if it is good; and its warnings if it is.
+
+    Warnings name what the library ignores. Independent of the vocabulary; thread-safe. The size of the
+    grammar and its dead ends are found when it is compiled.
+    """
     from llguidance import LLMatcher
 
     is_error, found = _with_deep_stack(
         lambda: LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
     )
-    return (found[0], []) if is_error else ("", found)
+    return (without_positions(_in_one_line(found[0])), []) if is_error else ("", found)
 
 
 def _packed(flags: list[bool]) -> NDArray[np.uint8]:

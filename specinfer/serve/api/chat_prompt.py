@@ -8,7 +8,7 @@ from typing import Any
 
 from specinfer.errors import naming
 from specinfer.grammar.lark import lark_of
-from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
+from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_format import Tool, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
@@ -126,9 +126,8 @@ def _form(fields: ConversationFields, reasoning: Reasoning | None) -> Structured
     if form is not None:
         name = form.parameter
         with naming(name):
-            fault = fault_of(lark_of(form))
+            fault, _ = fault_and_warnings(lark_of(form))
         if fault:
-            fault = without_positions(in_one_line(fault))
             raise ApiError(f"{name} cannot be used: {fault}; change it", param=name)
     return form
 

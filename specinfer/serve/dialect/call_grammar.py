@@ -34,7 +34,6 @@ from specinfer.serve.dialect.tagged_calls import has_types_only, schemas_of, typ
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
 _MAX_EXCLUDED: Final = 400  # characters of names; another text may diverge from them at each
-_JSON: Final = (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
 
 
 def call_grammar(
@@ -102,7 +101,7 @@ class _Lark:
             case "qwen3_coder":
                 calls = self._delimited(free, self._functions())
             case "llama3":
-                calls = self._llama3(free, as_json=optional and form is not None and form.kind in _JSON)
+                calls = self._llama3(free, as_json=optional and form is not None and form.is_json)
             case "mistral":
                 calls = self._mistral(free)
             case "mistral_args":
@@ -111,7 +110,7 @@ class _Lark:
         self._rules["answer"] = f"calls | {self._any_text()}" if free else "calls"
         self._rules["start"] = self._start(free, reasoning, starts_inside)
         if optional and form is not None:
-            if call_format.name == "llama3" and form.kind in _JSON:
+            if call_format.name == "llama3" and form.is_json:
                 form = self._without_calls(form)
             self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # its rule names are separate
             self._rules["answer"] += " | form"

@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 
 from specinfer.errors import RequestError, naming, shown
 from specinfer.grammar.lark import json_rule
-from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
+from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.call_format import Tool, ToolChoice
 from specinfer.serve.fields.body import Fields, OtherKind, by_type
@@ -85,7 +85,7 @@ def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Ma
         )
     schema = {**given, "type": "object"}
     try:
-        fault = without_positions(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
+        fault, _ = fault_and_warnings(f"start: {json_rule(schema, strict=strict)}")
     except RequestError as error:
         raise RequestError(f"{where} cannot be used: {error}") from None
     if fault:
