@@ -182,37 +182,33 @@ class HostedFolder:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         kind, custom = fields.get("model_type"), fields.get("auto_map")
-        if trust and isinstance(custom, dict):
-            for named in custom.values():
-                if "--" in str(named):  # transformers would download and run it
-                    raise UnhostedError(
-                        f"refers to code in another repository, {named}; only code in the folder is trusted: "
-                        "put it there"
-                    )
-        known = isinstance(kind, str) and kind in library.CONFIG_MAPPING
-        if not known and not (custom and trust):
+        own = custom if trust and isinstance(custom, dict) else {}
+        for named in own.values():
+            if "--" in str(named):  # transformers would download and run it
+                raise UnhostedError(
+                    f"refers to code in another repository, {named}; only code in the folder is trusted: "
+                    "put it there"
+                )
+        if not own and not (isinstance(kind, str) and kind in library.CONFIG_MAPPING):
             hint = "; it has custom code, which needs trust_remote_code" if custom else ""
             raise UnhostedError(
                 f"is of model_type {kind!r}, which transformers {library.__version__} lacks{hint}"
             )
         try:
-            read = library.AutoConfig.from_pretrained
-            if known and not (custom and trust):
-                read = library.CONFIG_MAPPING[kind].from_pretrained
-                made_config = read(str(self.path), local_files_only=True)
-            else:
-                made_config = read(str(self.path), trust_remote_code=True, local_files_only=True)
+            made_config = library.AutoConfig.from_pretrained(
+                str(self.path), trust_remote_code=bool(own), local_files_only=True
+            )
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnhostedError(f"has a config that its class rejects ({line})") from error
-        if type(made_config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (custom and trust):
-            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(made_config)]
-        elif isinstance(custom, dict) and trust and "AutoModelForCausalLM" in custom:
+        if "AutoModelForCausalLM" in own:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             model_class = get_class_from_dynamic_module(
-                custom["AutoModelForCausalLM"], str(self.path), local_files_only=True
+                own["AutoModelForCausalLM"], str(self.path), local_files_only=True
             )
+        elif type(made_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(made_config)]
         else:
             raise UnhostedError(
                 f"is of model_type {kind!r}, which has no causal language model in transformers"
