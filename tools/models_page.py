@@ -79,8 +79,8 @@ def tried(kind: str) -> Tried:
     """Make a tiny model of a model_type, run it and return the result."""
     import torch
 
-    from specinfer.errors import ModelError
-    from specinfer.models.hosted.library import UnhostedError, transformers
+    from specinfer.errors import ModelError, UnhostedError
+    from specinfer.models.hosted.attention import transformers
     from specinfer.models.hosted.skeleton import Skeleton
     from tests.hosted import difference, failed_check, load_hosted, same_with_a_tree, save_tiny, tiny_config
     from tests.kernels import kernels

@@ -22,8 +22,8 @@ from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.families.registry import running_relative, sort_of
 from specinfer.models.fields import all_ids
+from specinfer.models.hosted.attention import transformers
 from specinfer.models.hosted.checkpoint import ParameterFiles
-from specinfer.models.hosted.library import transformers
 from specinfer.models.hosted.modules import ProductLinear
 from specinfer.models.hosted.skeleton import OUTPUT, Skeleton, is_experts
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -23,9 +24,8 @@ from torch import Tensor, nn
 from specinfer.attention.backend import Attend, Paths
 from specinfer.errors import UnhostedError
 from specinfer.kernels.product import NativeProduct, Product
-from specinfer.models.hosted.attention import PassAttention, specs_of
+from specinfer.models.hosted.attention import ATTENTION, EXPERTS, PassAttention, specs_of
 from specinfer.models.hosted.folder import HostedFolder, experts_of, own_tensors
-from specinfer.models.hosted.library import ATTENTION, EXPERTS
 from specinfer.models.hosted.modules import (
     VECTOR,
     Expert,
@@ -247,10 +247,9 @@ class HostedModel(LanguageModel):
         padding = getattr(self._model.config.get_text_config(), "pad_token_id", None)
         vocab = self.config.vocab_size
         tokens = [one for one in range(vocab) if one != padding][-_TEXT:]
-        want = self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], None)
+        want = self._pass(self._caches(), tokens, 0, None)
         for offset in (0, *([padding + 1] if isinstance(padding, int) else [])):
-            places = range(offset, offset + _TEXT)
-            if torch.equal(self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], places), want):
+            if torch.equal(self._pass(self._caches(), tokens, 0, range(offset, offset + _TEXT)), want):
                 return offset
         raise UnhostedError("computes positions of tokens by unsupported rules")
 
@@ -274,25 +273,20 @@ class HostedModel(LanguageModel):
         vocab = self.config.vocab_size
         tokens = [(7919 * (place + 1)) % vocab for place in range(_TEXT)]
         single, chain, tree = (self._caches() for _ in range(3))
-        want = torch.cat(
-            [self._rows_of(single, [token], place, [place + 1]) for place, token in enumerate(tokens)]
-        )
-        together = self._rows_of(chain, tokens, 0, [*range(1, _TEXT + 1)])
-        self._rows_of(tree, tokens[:_BEFORE], 0, [*range(1, _BEFORE + 1)])
+        want = torch.cat([self._rows_of(single, [token], place) for place, token in enumerate(tokens)])
+        together = self._rows_of(chain, tokens, 0)
+        self._rows_of(tree, tokens[:_BEFORE], 0)
         nodes = [(104729 * (place + 1)) % vocab for place in range(len(_TREE))]
         for node, token in zip(_PATH, tokens[_BEFORE:], strict=True):
             nodes[node] = token
         paths = [_below(node) for node in range(len(_TREE))]
-        depths = [_BEFORE + len(path) for path in paths]
         tails = [[_BEFORE + one for one in path] for path in paths]
-        shared = [_BEFORE + 1] * len(nodes)
-        of_tree = self._pass(tree, nodes, _BEFORE, shared, tails, [self._offset + depth for depth in depths])[
-            list(_PATH)
-        ]
+        places = [self._offset + _BEFORE + len(path) for path in paths]
+        of_tree = self._pass(tree, nodes, _BEFORE, places, tails)[list(_PATH)]
         # PyTorch computes many rows differently from a few: one part per thread, and another order of sums.
         many = min(_MANY, self.config.max_context)
         others = [(15485863 * (place + 1)) % vocab for place in range(_TEXT, many)]
-        of_many = self._rows_of(self._caches(many), [*tokens, *others], 0, [*range(1, many + 1)])[:_TEXT]
+        of_many = self._rows_of(self._caches(many), [*tokens, *others], 0)[:_TEXT]
         same = all(
             torch.equal(one, other)
             for one, other in ((together, want), (of_tree, want[_BEFORE:]), (of_many, want))
@@ -300,32 +294,29 @@ class HostedModel(LanguageModel):
         alone = torch.cat([self.logits(row) for row in want.tensor_split(len(want))])
         return same and torch.equal(self.logits(want), alone)
 
-    def _rows_of(self, attention: Any, tokens: Sequence[int], before: int, shared: Sequence[int]) -> Tensor:
+    def _rows_of(self, attention: Any, tokens: Sequence[int], before: int) -> Tensor:
         """As `_pass`, for rows of text."""
         first = self._offset + before
-        return self._pass(attention, tokens, before, shared, [], range(first, first + len(tokens)))
+        return self._pass(attention, tokens, before, range(first, first + len(tokens)))
 
     def _pass(
         self,
         attention: Any,
         tokens: Sequence[int],
         before: int,
-        shared: Sequence[int],
-        tails: Sequence[Sequence[int]],
         positions: Sequence[int] | None,
+        tails: Sequence[Sequence[int]] = (),
     ) -> Tensor:
         """The head's input for these rows of a text, after `before` positions of a cache.
 
-        Position ids are `positions`; None: computed by the model's code.
+        Position ids are `positions`; None: computed by the model's code. With `tails` rows are nodes of a
+        tree: each also reads these positions.
         """
         count = len(tokens)
-        ends = [0]
-        for row in range(count):
-            ends.append(ends[-1] + (len(tails[row]) if tails else 0))
         paths = Paths.of(
             [0, count, 0, before + count],
-            shared,
-            ends,
+            [before + 1] * count if tails else range(before + 1, before + count + 1),
+            [0, *accumulate(map(len, tails or [()] * count))],
             [one for tail in tails for one in tail],
             tables=[[*range(-(-(before + count) // _BLOCK))]],
             block_size=_BLOCK,

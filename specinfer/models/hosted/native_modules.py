@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from specinfer.kernels.ops import NormParts, Ops, torch_activation
 from specinfer.kernels.product import Product
 from specinfer.kernels.structures import ACTIVATIONS
-from specinfer.models.hosted.attention import Call, PassAttention
-from specinfer.models.hosted.library import ATTENTION
+from specinfer.models.hosted.attention import ATTENTION, Call, PassAttention
 from specinfer.models.hosted.modules import ProductLinear
 
 Forward = Callable[..., Any]

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specinfer.errors import ModelError, UnhostedError
-from specinfer.models.hosted.attention import AttentionTrial, Call, check_calls
-from specinfer.models.hosted.library import (
+from specinfer.models.hosted.attention import (
     ATTENTION,
     EXPERTS,
     IMPLEMENTATION,
     TRYING,
+    AttentionTrial,
+    Call,
+    check_calls,
 )
 from specinfer.models.hosted.modules import ProductExperts, ProductLinear, Stack
 

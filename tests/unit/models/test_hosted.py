@@ -18,7 +18,7 @@ from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelError, ModelFileError
 from specinfer.kernels.choice import Kernels, draft_kernels, native_kernels
 from specinfer.llm import LLM
-from specinfer.models.hosted import library
+from specinfer.models.hosted.attention import transformers
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
@@ -255,7 +255,7 @@ def test_without_transformers_one_is_told_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny("gpt2", tmp_path)
-    library.transformers.cache_clear()
+    transformers.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"pip install 'specinfer\[transformers\]'"):
         open_model(tmp_path, "transformers")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec
 from specinfer.errors import UnhostedError
-from specinfer.models.hosted.attention import PassAttention
-from specinfer.models.hosted.library import window_of
+from specinfer.models.hosted.attention import PassAttention, window_of
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.hosted.modules import PassRows, RowByRow, WholeVectors
 from specinfer.models.hosted.native_modules import (
