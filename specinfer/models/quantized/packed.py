@@ -9,7 +9,7 @@ pack_quantized and naive_quantized compressors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -30,7 +30,7 @@ from specinfer.models.quantized.scaled import (
 )
 
 _WORDS: Final = (torch.int32,)
-_PER_WORD: Final = 8  # elements per word in AWQ
+_INTEGERS: Final = (torch.int32, torch.int64)
 _KEPT: Final = 6  # tensors of two matrices
 # AWQ's positions within a word of eight adjacent columns.
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -55,29 +55,7 @@ def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
             "dynamic has other settings for some matrices; supported for GPTQ: '-:' rules to skip some"
         )
     # The first version stores zero points minus one; 0 wraps to the largest level.
-    offset = 1 if form == "gptq" else 0
-    acts, found = boolean(settings, "desc_act", False), dict[str, StoredTensor]()
-    last = LastFew[Tensor](_KEPT)
-    for stem in pieces.stems(".qweight"):
-        words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
-        inner, channels = words.shape[0] * 32 // bits, words.shape[1]
-        groups = _groups(settings, stem, inner)
-        scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
-        zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, -(-channels * bits // 32)))
-        index = pieces.optional(f"{stem}.g_idx", (torch.int32, torch.int64), (inner,))
-        if index is None and acts:
-            raise ModelFileError(
-                f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
-                "columns; the model is incomplete, get it again"
-            )
-        turned, factors, offsets = (TransposedTensor(one, last) for one in (words, scales, zeros))
-        read = partial(_gptq_rows, turned, factors, offsets, bits, offset)
-        found[f"{stem}.weight"] = IntegerMatrix(
-            *(words.path, (channels, inner), bits, scales, read),
-            groups=groups,
-            group_of=None if index is None else order_of_groups(f"{stem}.g_idx", index, groups),
-        )
-    return found
+    return _transposed(settings, pieces, bits, offset=1 if form == "gptq" else 0)
 
 
 def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
@@ -86,57 +64,75 @@ def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     form = settings.get("version") or settings.get("format") or "gemm"
     if not isinstance(form, str) or form.lower() != "gemm":
         raise ModelError(f"version is {form!r}; supported for AWQ: 'gemm'")
-    found, last = dict[str, StoredTensor](), LastFew[Tensor](_KEPT)
+    return _transposed(settings, pieces, 4, places=_AWQ_PLACES)
+
+
+def _transposed(
+    settings: Fields, pieces: Pieces, bits: int, *, offset: int = 0, places: Sequence[int] | None = None
+) -> dict[str, StoredTensor]:
+    """The matrices of GPTQ or, with `places`, of AWQ, by name.
+
+    A word of GPTQ has elements of a row. A word of AWQ has an element of each of eight rows, whose positions
+    in the word are `places`. Words of zero points have those of adjacent rows. `offset` is added to these.
+    """
+    acts = places is None and boolean(settings, "desc_act", False)
+    found, last, per = dict[str, StoredTensor](), LastFew[Tensor](_KEPT), 32 // bits
     for stem in pieces.stems(".qweight"):
         words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
-        inner, channels = words.shape[0], words.shape[1] * _PER_WORD
+        inner, channels = words.shape
+        inner, channels = (inner * per, channels) if places is None else (inner, channels * per)
         groups = _groups(settings, stem, inner)
         scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
-        zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, words.shape[1]))
+        zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, -(-channels // per)))
+        index = None if places else pieces.optional(f"{stem}.g_idx", _INTEGERS, (inner,))
+        if index is None and acts:
+            raise ModelFileError(
+                f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
+                "columns; the model is incomplete, get it again"
+            )
         turned, factors, offsets = (TransposedTensor(one, last) for one in (words, scales, zeros))
-        read = partial(_awq_rows, turned, factors, offsets)
-        found[f"{stem}.weight"] = IntegerMatrix(words.path, (channels, inner), 4, scales, read, groups=groups)
+        read = partial(_transposed_rows, turned, factors, offsets, bits, offset, places)
+        found[f"{stem}.weight"] = IntegerMatrix(
+            *(words.path, (channels, inner), bits, scales, read),
+            groups=groups,
+            group_of=None if index is None else order_of_groups(f"{stem}.g_idx", index, groups),
+        )
     return found
 
 
-def _gptq_rows(
+def _transposed_rows(
     words: TransposedTensor,
     scales: TransposedTensor,
     zeros: TransposedTensor,
     bits: int,
     offset: int,
+    places: Sequence[int] | None,
     start: int,
     stop: int,
 ) -> LevelRows:
-    """Read [inner words, channels], scales [groups, channels] and zeros [groups, words of channels]."""
-    found = _unpacked_rows(zeros.rows, bits, start, stop).add(offset).bitwise_and_((1 << bits) - 1)
-    return LevelRows(unpacked(words.rows(start, stop), bits), scales.rows(start, stop), found)
+    """Read words, and scales and words of zeros by group; see `_transposed`."""
+    found = _unpacked_rows(zeros.rows, bits, start, stop, places).add(offset).bitwise_and_((1 << bits) - 1)
+    if places is None:
+        levels = unpacked(words.rows(start, stop), bits)
+    else:
+        levels = _unpacked_rows(words.rows, bits, start, stop, places)
+    return LevelRows(levels, scales.rows(start, stop), found)
 
 
-def _unpacked_rows(read: Callable[[int, int], Tensor], bits: int, start: int, stop: int) -> Tensor:
-    """Rows start..stop of integers whose words hold those of adjacent rows; `read` reads rows of words."""
+def _unpacked_rows(
+    read: Callable[[int, int], Tensor], bits: int, start: int, stop: int, places: Sequence[int] | None = None
+) -> Tensor:
+    """Rows start..stop of integers whose words hold those of adjacent rows; `read` reads rows of words.
+
+    `places` are the positions of rows within a word, if they are not in order.
+    """
     per = 32 // bits
     first = start // per
-    return unpacked(read(first, -(-stop // per)).T, bits).T[start - first * per : stop - first * per]
-
-
-def _awq_rows(
-    words: TransposedTensor, scales: TransposedTensor, zeros: TransposedTensor, start: int, stop: int
-) -> LevelRows:
-    """Read [inner, words of channels], and scales and zeros as in GPTQ."""
-    first = start // _PER_WORD
-    behind, within = -(-stop // _PER_WORD), slice(start - first * _PER_WORD, stop - first * _PER_WORD)
-    return LevelRows(
-        _channels(words.rows(first, behind))[within],
-        scales.rows(start, stop),
-        _channels(zeros.rows(first, behind))[within],
-    )
-
-
-def _channels(words: Tensor) -> Tensor:
-    """Words of eight channels, int32 [words, n], as uint8 [words * 8, n]."""
-    by_place = unpacked(words, 4).view(*words.shape, _PER_WORD).movedim(2, 1)
-    return by_place[:, list(_AWQ_PLACES)].flatten(0, 1)
+    # A copy, since the slice of a single word has a stride that cannot be viewed as bytes.
+    words = read(first, -(-stop // per)).clone(memory_format=torch.contiguous_format)
+    by_place = unpacked(words, bits).view(*words.shape, per).movedim(2, 1)
+    rows = by_place[:, list(places or range(per))].flatten(0, 1)
+    return rows[start - first * per : stop - first * per]
 
 
 def _one_of(settings: Fields, key: str, allowed: tuple[int, ...]) -> int:
@@ -164,7 +160,6 @@ def _groups(settings: Fields, stem: str, inner: int) -> int:
 _FORMATS: Final = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision"),
 )
-_INTEGERS: Final = (torch.int32, torch.int64)
 
 
 def compressed_tensors(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
