@@ -10,7 +10,6 @@ as values of keys such as eos_token; older folders have added_tokens.json and sp
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 
-_MAX_GROWTH: Final = 256  # characters that a normalizer may make of one
 _PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # GGUF converters' names for rows beyond the vocabulary
 CONFIG: Final = "tokenizer_config.json"
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -131,57 +129,18 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, ConfiguredTokens]:
-    """The library's tokenizer of a model's folder, with the tokens of its configs; raises ModelFileError."""
-    file = tokenizer_file(folder)
-    backend, tokens = read_backend(file), ConfiguredTokens(folder)
-    with library_errors(file):
-        tokens.add_to(backend)
-    return backend, tokens
+    """The library's tokenizer of a model's folder, with the tokens of its configs; raises ModelFileError.
 
-
-def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer from a tokenizer.json, for texts of any length.
-
-    Such files may contain `truncation` and `padding` from training, which would cut or pad prompts; both are
-    disabled. Raises ModelFileError if the file is damaged, or if its normalizer could expand a short prompt
-    until memory is exhausted.
+    A tokenizer.json may contain `truncation` and `padding` from training, which would cut or pad prompts;
+    both are disabled.
     """
+    file, tokens = tokenizer_file(folder), ConfiguredTokens(folder)
     with library_errors(file):
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.no_truncation()
         backend.no_padding()
-    _check_growth(file, backend)
-    return backend
-
-
-def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelFileError if the normalizer can expand a text too much."""
-    if backend.normalizer is None:
-        return
-    growth = 1
-    for step in _steps(json.loads(backend.normalizer.__getstate__())):
-        match step:
-            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
-                growth *= max(1, -(-len(content) // max(1, len(pattern))))
-            # a regular expression, which may match between characters
-            case {"type": "Replace", "content": str(content)}:
-                growth *= 1 + len(content)
-            case {"type": "Prepend", "prepend": str(content)}:
-                growth *= 1 + len(content)
-        if growth > _MAX_GROWTH:
-            raise ModelFileError(
-                f"{file}: its normalizer can make {growth} characters of one; allowed: at most "
-                f"{_MAX_GROWTH}. Fetch the model again"
-            )
-
-
-def _steps(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer; nested sequences are flattened."""
-    if normalizer.get("type") == "Sequence":
-        for step in normalizer["normalizers"]:
-            yield from _steps(step)
-    else:
-        yield normalizer
+        tokens.add_to(backend)
+    return backend, tokens
 
 
 def gguf_value(header: GgufHeader, key: str) -> Any:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub import ModelFiles
@@ -67,31 +67,6 @@ def test_truncation_and_padding_left_by_training_change_no_prompt(tmp_path):
     assert tokenizer.encode("one two three") == list(b"one two three")
     assert tokenizer.encode_behind("four five") == list(b"four five")
     assert tokenizer.encode("") == []
-
-
-def test_a_normalizer_that_makes_a_long_text_of_a_short_one_is_refused(tmp_path):
-    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
-    b, c = normalizers.Replace("a", "b" * 20), normalizers.Replace("b", "c" * 20)
-    for steps, growth in (
-        ([normalizers.Replace("a", "b" * 100_000)], 100_000),
-        ([b, c], 400),
-        ([b, normalizers.Sequence([c])], 400),
-        ([normalizers.Replace(tokenizers.Regex("(?=a)"), "a")] * 9, 512),
-        ([normalizers.Prepend("a" * 300)], 301),
-    ):
-        backend.normalizer = normalizers.Sequence(steps)
-        folder = write_folder(tmp_path, backend=backend)
-        with pytest.raises(
-            ModelFileError, match=rf"can make {growth} characters of one; allowed: at most 256"
-        ):
-            Tokenizer.load(folder)
-
-
-def test_usual_normalizers_are_read(tmp_path):
-    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
-    regexes = [normalizers.Replace(tokenizers.Regex(f" {{{n},}}"), " ") for n in range(2, 6)]
-    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("x", "y"), *regexes])
-    assert Tokenizer.load(write_folder(tmp_path, backend=backend)).encode("x   x") == list(b"y y")
 
 
 def test_a_text_that_the_tokenizers_own_rules_do_not_end_with_is_refused(tmp_path):

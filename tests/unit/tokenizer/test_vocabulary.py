@@ -68,10 +68,10 @@ def test_equal_files_are_known_without_building_anything(
     text = (folders[2] / "tokenizer.json").read_text()
     (folders[2] / "tokenizer.json").write_text(text.replace('"</s>"', '"<e>"'))
     built: list[Path] = []
-    read = vocabulary.read_backend
-    monkeypatch.setattr(vocabulary, "read_backend", lambda file: built.append(file) or read(file))
+    read = vocabulary.read_folder
+    monkeypatch.setattr(vocabulary, "read_folder", lambda folder: built.append(folder) or read(folder))
     one, two, other = map(of_folder, folders)
     assert one.same_ids(two)
     assert built == []
     assert not one.same_ids(other)
-    assert built == [folder / "tokenizer.json" for folder in (folders[0], folders[2])]
+    assert built == [folders[0], folders[2]]
