@@ -192,14 +192,20 @@ class PeftFolder:
         def made(number: int) -> LowRank | None:
             if number not in of_product:
                 return None
-            stack = _Stack()
+            downs, parts, first = list[Tensor](), list[LowRankPart](), 0
             for one in of_product[number]:
                 down, up = (
                     self._read(entry, name, dtype, device)
                     for entry, name in zip((one.down, one.up), one.names, strict=True)
                 )
-                stack.add(one, down, up)
-            return stack.made().to_int8() if weights is torch.int8 else stack.made()
+                ranks = range(first, first + len(down))
+                for matrix in one.module.matrices:
+                    rows = up if matrix.rows is None else up[torch.tensor([*matrix.rows], device=device)]
+                    parts.append(LowRankPart(matrix.slot.channels, ranks, rows.contiguous(), one.scale))
+                downs.append(down)
+                first = ranks.stop
+            term = LowRank(torch.cat(downs), parts)
+            return term.to_int8() if weights is torch.int8 else term
 
         # Product by product, so that the tensors as read take little memory.
         adapter = Adapter.of(map(made, range(products)), self.bytes(weights), library)
@@ -303,24 +309,3 @@ class PeftFolder:
 def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:
     """The modules of a layer."""
     return [name.rsplit(".", 1)[1] for name, one in known.items() if one.layer == 0]
-
-
-class _Stack:
-    """Accumulates the terms of adapters for one product."""
-
-    def __init__(self) -> None:
-        self._downs: list[Tensor] = []
-        self._parts: list[LowRankPart] = []
-
-    def add(self, one: ModuleAdapter, down: Tensor, up: Tensor) -> None:
-        """Append a module's A below the others'."""
-        first = sum(map(len, self._downs))
-        for matrix in one.module.matrices:
-            rows = up if matrix.rows is None else up[torch.tensor([*matrix.rows], device=up.device)]
-            ranks = range(first, first + len(down))
-            self._parts.append(LowRankPart(matrix.slot.channels, ranks, rows.contiguous(), one.scale))
-        self._downs.append(down)
-
-    def made(self) -> LowRank:
-        """The complete low-rank term."""
-        return LowRank(torch.cat(self._downs), self._parts)

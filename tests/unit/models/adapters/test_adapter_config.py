@@ -68,7 +68,6 @@ def test_modules_that_are_adapted(config: dict[str, Any], adapted: list[str]) ->
         ({"r": 0}, "r is 0; expected at least 1"),
         ({"r": "8"}, "r is '8'; expected an integer"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan; expected a number"),
-        ({"lora_alpha": 1e9}, "lora_alpha is 1000000000.0; expected at most 1e"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern has '\\(', which is not a pattern"),
         ({"rank_pattern": [4]}, "rank_pattern is"),
         ({"target_modules": None}, "target_modules is None; expected names"),
