@@ -1,9 +1,7 @@
-"""100 JSON schemas: every generated document is valid, and queries change no state."""
+"""Queries of schemas change no state."""
 
-import json
 from functools import cache
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from tests.unit.grammar.vocabulary import (
     END,
     SCHEMAS,
-    TOKENIZER,
     VOCAB,
     grammar_of,
     legal_document,
@@ -24,18 +21,6 @@ from tests.unit.grammar.vocabulary import (
 def schema_grammar(name):
     schema = next(entry["schema"] for entry in SCHEMAS if entry["name"] == name)
     return grammar_of(response_format=schema_format(schema, strict=True)), schema
-
-
-CHECKED_FORMATS = jsonschema.FormatChecker(("email", "ipv4", "ipv6", "uuid"))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [entry["name"] for entry in SCHEMAS])
-def test_every_document_of_a_schema_is_valid(name):
-    grammar, schema = schema_grammar(name)
-    validator = jsonschema.Draft202012Validator(schema, format_checker=CHECKED_FORMATS)
-    for seed in range(3):
-        validator.validate(json.loads(TOKENIZER.decode(legal_document(grammar, seed))))
 
 
 @pytest.mark.thorough

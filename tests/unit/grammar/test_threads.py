@@ -1,12 +1,14 @@
-"""Formats are compiled by any thread, while others compile or follow theirs."""
+"""Formats are compiled by any thread, while others compile or follow theirs, on a stack of their own."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import llguidance
 import pytest
 
 from specinfer.grammar import grammar as grammar_file
 from specinfer.grammar.grammar import Grammar, GrammarCompiler
+from specinfer.grammar.library_vocabulary import LibraryVocabulary
 from specinfer.structured_output import structured_output
 from tests.unit.grammar.vocabulary import SCHEMAS, TOKENIZER, VOCAB, legal_document, schema_format
 
@@ -97,3 +99,26 @@ def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
         return [found[which] for which in range(len(forms))]
 
     assert at_once(go) == [expected] * THREADS
+
+
+def test_an_exception_of_the_library_comes_back_as_itself(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("no room for this grammar")
+
+    vocabulary = LibraryVocabulary(TOKENIZER, VOCAB)
+    with monkeypatch.context() as patched:
+        patched.setattr(llguidance, "LLMatcher", fail)
+        patched.setattr(fail, "grammar_from_lark", str, raising=False)
+        with pytest.raises(MemoryError, match="no room for this grammar"):
+            vocabulary.matcher('start: "a"')
+    assert not vocabulary.matcher('start: "a"').is_error()  # the next one is made as ever
+
+
+def test_a_vocabulary_is_read_once_and_stacks_of_other_threads_are_as_before(monkeypatch):
+    vocabulary, read = LibraryVocabulary(TOKENIZER, VOCAB), []
+    library, usual = llguidance.LLTokenizer, threading.stack_size()
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: read.append(a) or library(*a, **k))
+    found = at_once(lambda number: vocabulary.matcher(f'start: "{number}"').compute_ff_bytes())
+    assert found == [str(number).encode() for number in range(THREADS)]
+    assert len(read) == 1
+    assert threading.stack_size() == usual
