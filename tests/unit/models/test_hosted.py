@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
-from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.errors import ConfigError, ModelError, ModelFileError, UnhostedError
 from specinfer.kernels.choice import Kernels, draft_kernels, native_kernels
 from specinfer.llm import LLM
-from specinfer.models.hosted.attention import transformers
+from specinfer.models.hosted.attention import PassAttention, transformers, window_of
 from specinfer.models.hosted.folder import HostedFolder
+from specinfer.models.hosted.model import HostedModel
+from specinfer.models.hosted.native_modules import NativeGatedMLP, NativeNorm, NativeSelfAttention
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import load_model
@@ -274,3 +277,54 @@ def test_texts_are_the_same_with_and_without_guesses_and_as_of_a_family_of_ours(
     plain = texts(model_impl="transformers", lookup=False)
     assert texts(model_impl="transformers", lookup=True, drafts=[str(tmp_path)]) == plain
     assert texts(model_impl="native", lookup=False) == plain
+
+
+def test_a_mask_is_a_window_or_is_refused() -> None:
+    def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q
+
+    def within(size: int) -> Callable[..., Tensor]:
+        return lambda batch, head, q, k: (k <= q) & (k > q - size)
+
+    assert window_of(causal, None) is None
+    assert window_of(within(5), 5) == 5
+    with pytest.raises(UnhostedError, match="attend to later tokens"):
+        window_of(lambda batch, head, q, k: k >= 0, None)
+    with pytest.raises(UnhostedError, match="rules other than"):
+        window_of(lambda batch, head, q, k: (k <= q) & (k // 5 == q // 5), 5)
+    with pytest.raises(UnhostedError, match="rules other than"):
+        window_of(within(5), 4)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        ("llama", {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}),
+        ("ministral", {"MinistralRMSNorm", "MinistralMLP", "MinistralAttention"}),  # sliding windows
+        ("glm", {"GlmRMSNorm"}),  # rotates a part of each head; gate and up are one layer
+        ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP"}),  # norms of heads
+        ("gemma", {"GemmaMLP", "GemmaAttention"}),  # norms add 1 to their weights
+        ("arcee", {"ArceeRMSNorm", "ArceeAttention"}),  # no gate
+    ],
+)
+def test_modules_with_llamas_code_run_in_kernels(kind: str, native: set[str], tmp_path: Path) -> None:
+    theirs = save_tiny(kind, tmp_path)
+    ours = load_hosted(tmp_path, kernels("native"))
+    assert isinstance(ours, HostedModel)
+    replaced = (NativeNorm, NativeGatedMLP, NativeSelfAttention)
+    modules = ours._skeleton.model.modules()
+    assert {type(one).__name__ for one in modules if isinstance(one.forward, replaced)} == native
+    assert difference(theirs, ours) < TOLERANCE
+    assert same_with_a_tree(ours)
+
+
+def test_heads_whose_halves_turn_alike_have_a_rotation() -> None:
+    attention = PassAttention([Mock(head_dim=4)], [4])
+    angles = torch.tensor([[[0.1, 0.2], [0.3, 0.4]]])
+    halves, pairs = torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1)
+    rotation = attention.rotation_of(halves.cos(), halves.sin())
+    assert rotation is not None
+    assert (rotation.cos.equal(angles[0].cos()), rotation.sin.equal(angles[0].sin())) == (True, True)
+    assert attention.rotation_of(pairs.cos(), pairs.sin()) is None
+    assert attention.rotation_of(angles.cos(), angles.sin()) is None
