@@ -292,19 +292,9 @@ class ChatTemplate:
                 tools=tools or None,
                 **{"documents": None, **self._special_tokens, **variables},
             )
-        # Given messages that its author did not expect (content that is None, say), a template fails with the
-        # plain Python errors of its expressions.
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,  # a call's arguments may nest as deep as JSON can be parsed
-            MemoryError,
-            AssertionError,  # of a filter's arguments
-        ) as error:
+        # Given messages that its author did not expect (content that is None, say), a template fails with any
+        # Python error of its expressions and filters.
+        except Exception as error:
             raise RequestError(f"the model's chat template rejects the messages: {error}") from error
 
     @cached_property
