@@ -45,8 +45,6 @@ def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise ModelError(f"checkpoint_format is {form!r}; supported for GPTQ: 'gptq', 'gptq_v2'")
-    if settings.get("pack_dtype", "int32") != "int32":
-        raise ModelError(f"pack_dtype is {settings['pack_dtype']!r}; supported for GPTQ: 'int32'")
     if settings.get("adapter"):
         raise ModelError("the GPTQ model has an adapter (EoRA), which is not supported")
     dynamic = settings.get("dynamic") or {}

@@ -41,7 +41,6 @@ CONFIGS = [
     (saying(gptq(), group_size=40), "group_size is 40, which does not divide the .* elements of"),
     (saying(gptq(), group_size=0), "group_size is 0, which does not divide"),
     (saying(gptq(), checkpoint_format="marlin"), "checkpoint_format is 'marlin'; supported for GPTQ"),
-    (saying(gptq(), pack_dtype="int64"), "pack_dtype is 'int64'"),
     (saying(gptq(), dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has other settings for some matrices"),
     (saying(gptq(), adapter={"name": "lora"}), "an adapter"),
     (saying(gptq(index=False), desc_act=True), "sets desc_act, and .* has no tensor '.*g_idx'"),
