@@ -12,32 +12,26 @@ def schema_format(schema, **more):
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "source", "parameter"),
+    ("asked", "kind", "source"),
     [
-        ({"response_format": {"type": "json_object"}}, OutputKind.JSON_OBJECT, "", "response_format"),
+        ({"response_format": {"type": "json_object"}}, OutputKind.JSON_OBJECT, ""),
+        ({"response_format": schema_format({}, strict=None)}, OutputKind.JSON_SCHEMA, "{}"),
+        ({"response_format": schema_format({}, strict=False)}, OutputKind.JSON_SCHEMA, "{}"),
         (
             {"response_format": schema_format({"required": ["b", "a"]}, strict=True, description="d")},
-            OutputKind.JSON_SCHEMA,
-            '{"required":["b","a"]}',
-            "response_format",
+            *(OutputKind.JSON_SCHEMA, '{"required":["b","a"]}'),
         ),
-        ({"regex": "[0-9]+"}, OutputKind.REGEX, "[0-9]+", "regex"),
-        ({"choice": ("yes", "nein \u00fc")}, OutputKind.CHOICE, '["yes", "nein \u00fc"]', "choice"),
-        ({"grammar": 'root ::= "a"'}, OutputKind.GRAMMAR, 'root ::= "a"', "grammar"),
+        ({"regex": "[0-9]+"}, OutputKind.REGEX, "[0-9]+"),
+        ({"choice": ("yes", "nein \u00fc")}, OutputKind.CHOICE, '["yes", "nein \u00fc"]'),
+        ({"grammar": 'root ::= "a"'}, OutputKind.GRAMMAR, 'root ::= "a"'),
     ],
 )
-def test_each_parameter_becomes_one_form(asked, kind, source, parameter):
+def test_each_parameter_becomes_one_form(asked, kind, source):
     form = structured_output(**asked)
-    expected = StructuredOutput(kind, source, strict=kind is OutputKind.JSON_SCHEMA)
+    expected = StructuredOutput(kind, source, strict="required" in source)
     assert form == expected
-    assert form.parameter == parameter
+    assert [form.parameter] == [*asked]
     assert hash(form) == hash(expected)
-
-
-@pytest.mark.parametrize("strict", [None, False, True])
-def test_a_schema_may_be_strict(strict):
-    form = structured_output(schema_format({}, strict=strict))
-    assert form == StructuredOutput(OutputKind.JSON_SCHEMA, "{}", strict=strict is True)
 
 
 def test_infinity_is_what_is_read_of_a_bound_beyond_floats():

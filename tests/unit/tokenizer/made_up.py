@@ -4,14 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
 from specinfer.hub.gguf_header import GgufHeader
-from specinfer.tokenizer.detokenizer import byte_alphabet
+from tests.foreign import CHARACTER, byte_level
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-CHARACTER = {byte: character for character, byte in byte_alphabet().items()}
 
 
 def header(**keys):
@@ -59,10 +55,7 @@ def write_folder(
 ) -> Path:
     """A model folder with a byte-level tokenizer.json of 256 bytes, <s> (256) and </s> (257)."""
     if backend is None:
-        backend = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER[b]: b for b in range(256)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+        backend = byte_level(range(256), [], ["<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
     files = {"config": config, "generation_config": generation_config, "tokenizer_config": tokenizer_config}
     for name, content in files.items():

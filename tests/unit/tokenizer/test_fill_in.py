@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from specinfer.errors import RequestError
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.fill_in import FAMILIES
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
+from tests.foreign import byte_level
 
-from .made_up import CHARACTER, CONTROL, byte_level_header
+from .made_up import CONTROL, byte_level_header
 
 QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
 
-def backend(special: tuple[str, ...], *, bos: bool = False) -> tokenizers.Tokenizer:
+def tokenizer(*special: str, bos: bool = False) -> Tokenizer:
     """A token per byte, then <s> (256) and the special tokens."""
-    made = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER[b]: b for b in range(256)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", *special)])
+    made = byte_level(range(256), [], ["<s>", *special])
     if bos:
         made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return made
-
-
-def tokenizer(*special: str, bos: bool = False) -> Tokenizer:
-    return Tokenizer(backend(special, bos=bos), eos_token_ids=[], bos_token_id=256)
+    return Tokenizer(made, eos_token_ids=[], bos_token_id=256)
 
 
 def written(made: Tokenizer, ids: list[int]) -> str:
