@@ -156,13 +156,9 @@ class _Encoder:
 
     def __call__(self, text: str) -> list[int]:
         """Token ids of a text in the middle of an answer."""
-        encoded = text.encode()
-        # SentencePiece prepends a space to a text, but not after a line break.
-        for before in ("", "\n"):
-            ids = self._tokenizer.encode(before + text, add_special=False)
-            for skipped in range(3 if before else 1):
-                if self._spell(ids[skipped:]) == encoded:
-                    return ids[skipped:]
+        encoded, ids = text.encode(), self._tokenizer.encode_behind(text)
+        if self._spell(ids) == encoded:
+            return ids
         # The text contains the name of a special token, for example; single bytes make it text again.
         return [self._byte_ids[byte] for byte in encoded if byte in self._byte_ids]
 

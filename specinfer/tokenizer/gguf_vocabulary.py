@@ -22,6 +22,7 @@ from specinfer.files import NewFile, write_text
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import TEMPLATES, ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
+from specinfer.tokenizer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, library_errors, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -136,18 +137,7 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufVocabulary:
-    """The tokenizer in a GGUF file."""
-
-    backend: tokenizers.Tokenizer
-    bos_token_id: int | None
-    eos_token_ids: frozenset[int]
-    special_tokens: dict[str, str]
-    templates: dict[str, str]  # chat templates by name: default, tool_use, ...
-
-
-def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
+def read_vocabulary(header: GgufHeader) -> Tokenizer:
     """Build the tokenizer that a GGUF file describes.
 
     Raises ModelFileError if metadata is missing or names an unknown tokenizer.
@@ -191,8 +181,8 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
             if not isinstance(template, str):
                 raise odd_value(header.path, key, template, "a text")
             templates[key[len(_TEMPLATE) + 1 :] or "default"] = template
-    return GgufVocabulary(
-        backend=backend,
+    return Tokenizer(
+        backend,
         bos_token_id=bos,
         eos_token_ids=frozenset(i for i in ends if i is not None),
         special_tokens={name: tokens[i] for name, i in names.items() if i is not None},

@@ -10,7 +10,7 @@ from typing import Final
 import tokenizers
 
 from specinfer.errors import ConfigError, ModelFileError, RequestError
-from specinfer.hub.gguf_header import GgufHeader, read_gguf
+from specinfer.hub.gguf_header import read_gguf
 from specinfer.hub.model_files import TEMPLATES, ModelFiles
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import KNOWN_PREFIXES, NAMES, FillInTokens
@@ -63,7 +63,9 @@ class Tokenizer:
             loaded = cls._from_folder(path)
         else:
             header = files.header if isinstance(files, ModelFiles) else None
-            loaded = cls._from_gguf(header or read_gguf(path))
+            from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
+
+            loaded = read_vocabulary(header or read_gguf(path))
         if chat_template is not None:
             named = loaded.templates.get(chat_template)
             loaded.templates = {"default": _template_in(chat_template) if named is None else named}
@@ -183,19 +185,6 @@ class Tokenizer:
         """The id of the special token of that name; None if it is text to `decode`, or no token."""
         token_id: int | None = self.backend.token_to_id(name)
         return token_id if token_id in self.token_bytes.special_ids else None
-
-    @classmethod
-    def _from_gguf(cls, header: GgufHeader) -> Tokenizer:
-        from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
-
-        vocabulary = read_vocabulary(header)
-        return cls(
-            vocabulary.backend,
-            eos_token_ids=vocabulary.eos_token_ids,
-            bos_token_id=vocabulary.bos_token_id,
-            special_tokens=vocabulary.special_tokens,
-            templates=vocabulary.templates,
-        )
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.errors import UnhostedError
 from specinfer.kernels.file_blocks import StoredRows
-from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry
+from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry, whole
 
 _KEPT: Final = 4  # whole tensors kept, since their rows are read in sequence
 
@@ -107,8 +107,8 @@ class ParameterFiles:
         """Rows start..stop of a parameter, on the CPU, in the files' dtype."""
         name = self._plain.get(parameter)
         if name is None or not self._entries[name].shape:
-            whole = self.matrix(parameter, None)
-            return whole[start:stop] if whole.dim() else whole.view(1)
+            matrix = self.matrix(parameter, None)
+            return matrix[start:stop] if matrix.dim() else matrix.view(1)
         return self._entries[name].read_rows(start, stop)
 
     def stored(self, parameter: str) -> StoredRows | None:
@@ -136,5 +136,4 @@ class ParameterFiles:
 
     def _read_entry(self, name: str) -> Tensor:
         entry = self._entries[name]
-        rows = entry.shape[0] if entry.shape else 1
-        return entry.read_rows(0, rows).view(entry.shape)
+        return whole(entry).view(entry.shape)

@@ -19,7 +19,7 @@ from specinfer.engine.models import load_models, variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tokenizer import gguf_vocabulary
+from specinfer.tokenizer import Tokenizer, gguf_vocabulary
 from tests.engines import ENGINE
 from tests.kernels import kernels
 from tests.tiny_gguf import write_tiny_gguf
@@ -72,7 +72,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         done["parsed"].append(path.name)
         return parse(path, *rest)
 
-    def building(header: gguf_header.GgufHeader) -> gguf_vocabulary.GgufVocabulary:
+    def building(header: gguf_header.GgufHeader) -> Tokenizer:
         done["built"].append(header.path.name)
         return build(header)
 

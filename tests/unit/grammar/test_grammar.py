@@ -6,6 +6,7 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.structured_output import structured_output
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 from tests.unit.grammar.vocabulary import (
     END,
     SPECIAL,
@@ -17,7 +18,6 @@ from tests.unit.grammar.vocabulary import (
     ids,
     legal,
     schema_format,
-    tokenizer_of,
 )
 from tests.unit.tokenizer.made_up import sentencepiece_header
 
@@ -153,7 +153,7 @@ def test_characters_may_be_split_between_tokens():
 
 
 def test_a_sentencepiece_vocabulary_is_followed_too():
-    tokenizer = tokenizer_of(
+    tokenizer = read_vocabulary(
         sentencepiece_header(
             ["\u2581", *"yesno", "ye", "yes", "\u2581n", "\u2581no", "\u2581ye", "\u2581yes"]
         )

@@ -7,7 +7,8 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.structured_output import structured_output
-from tests.unit.grammar.vocabulary import grammar_of, schema_format, tokenizer_of
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
+from tests.unit.grammar.vocabulary import grammar_of, schema_format
 from tests.unit.tokenizer.made_up import byte_level_header
 
 
@@ -69,7 +70,7 @@ def test_schemas_that_are_malformed_or_cannot_be_met_are_refused(schema, message
 
 
 def test_a_vocabulary_without_the_forced_text_is_refused():
-    tokenizer = tokenizer_of(byte_level_header())
+    tokenizer = read_vocabulary(byte_level_header())
     tokenizer.eos_token_ids = frozenset({7})
     with pytest.raises(RequestError, match="response_format cannot be met: nothing can follow ''"):
         GrammarCompiler(tokenizer, 64).compile(structured_output({"type": "json_object"}))

@@ -8,7 +8,6 @@ import numpy as np
 
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.structured_output import structured_output
-from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 from tests.unit.tokenizer.made_up import byte_level_header
 
@@ -17,14 +16,7 @@ WORDS = ('{"', '":', '",', "true", "false", "null", "name", "na", "12", "\u00d6l
 PADDING = 7  # logits beyond the tokenizer's ids
 
 
-def tokenizer_of(header):
-    vocabulary = read_vocabulary(header)
-    return Tokenizer(
-        vocabulary.backend, eos_token_ids=vocabulary.eos_token_ids, bos_token_id=vocabulary.bos_token_id
-    )
-
-
-TOKENIZER = tokenizer_of(byte_level_header(words=WORDS, eos_token_id=None))
+TOKENIZER = read_vocabulary(byte_level_header(words=WORDS, eos_token_id=None))
 SPECIAL = {name: TOKENIZER.encode(name)[0] for name in ("<|bos|>", "<|im_end|>", "<tool>")}
 END = SPECIAL["<|im_end|>"]
 TOKENIZER.eos_token_ids = frozenset({END})

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.tokenizer import Detokenizer
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from tests.operations import bytes_allocated, lines_run
 
 from .made_up import byte_level_header, sentencepiece_header
-from .test_gguf_vocabulary import load
 
 BYTES = load(byte_level_header(words=["hello", " world"]))
 PREFIXED = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))  # drops the first space of a text

@@ -111,6 +111,5 @@ def test_a_gguf_file_may_say_which_tokens_they_are(keys: str) -> None:
     short = ("pre", "suf", "mid") if keys.startswith("fim") else ("prefix", "suffix", "middle")
     ids = {keys.format(name): len(tokens) + i for i, name in enumerate(short)}
     header = byte_level_header(tokens=[*tokens, *OWN], token_type=[*types, *[CONTROL] * 3], **ids)
-    vocabulary = read_vocabulary(header)
-    made = Tokenizer(vocabulary.backend, eos_token_ids=(), special_tokens=vocabulary.special_tokens)
+    made = read_vocabulary(header)
     assert written(made, made.encode_fill_in("a", "b")) == "<before>a<behind>b<between>"

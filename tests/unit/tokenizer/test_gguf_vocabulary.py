@@ -1,14 +1,10 @@
 import pytest
 
 from specinfer.errors import ModelFileError
-from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.gguf_vocabulary import PRE_TOKENIZERS, read_vocabulary
+from specinfer.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 
 from .made_up import UNUSED, byte_level_header, header, sentencepiece_header
-
-
-def load(made_up_header):
-    return Tokenizer._from_gguf(made_up_header)
 
 
 def pieces(tokenizer, text):
@@ -158,4 +154,4 @@ def test_damaged_and_unsupported_vocabularies_are_refused():
         (sentencepiece_header(["a"], scores="0"), rf"tokenizer\.ggml\.scores is '0'; {numbers}"),
     ):
         with pytest.raises(ModelFileError, match=rf"made-up\.gguf.*{message}"):
-            read_vocabulary(made_up)
+            load(made_up)

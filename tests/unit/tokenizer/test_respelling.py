@@ -8,10 +8,10 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.detokenizer import Respelling, complete
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from tests.foreign import byte_level
 
 from .made_up import sentencepiece_header
-from .test_gguf_vocabulary import load
 
 BYTES = list(range(256))
 TEXT = "hello hell, helping no \u00e9\u4e2d one; " * 12 + "x" * 300 + " hello"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.detokenizer import shared_tokens
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from tests.foreign import byte_level
 
 from .made_up import sentencepiece_header
-from .test_gguf_vocabulary import load
 
 
 def spelled(one: Tokenizer, other: Tokenizer, target: int = 999, draft: int = 999) -> list[tuple[str, str]]:

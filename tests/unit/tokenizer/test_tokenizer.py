@@ -11,10 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub import ModelFiles
 from specinfer.tokenizer import ChatEncoder, Tokenizer
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 from .made_up import byte_level_header, write_folder
-from .test_gguf_vocabulary import load
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"

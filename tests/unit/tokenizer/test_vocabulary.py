@@ -9,10 +9,10 @@ import pytest
 from specinfer.hub import ModelFiles
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.tokenizer import vocabulary
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from specinfer.tokenizer.vocabulary import Vocabulary
 
 from .made_up import byte_level_header, header, write_folder
-from .test_gguf_vocabulary import load
 
 
 def of_header(made_up: GgufHeader) -> Vocabulary:
