@@ -52,6 +52,7 @@ class HostedTensor:
     shape: tuple[int, ...]
     expert: int | None = None  # its slice of the parameter
     transposed: bool = False  # files have the transposed matrix
+    is_product: bool = False  # a product multiplies with it
 
 
 class HostedFolder:
@@ -149,26 +150,16 @@ class HostedFolder:
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
         """The bytes of its weights in memory, including a second copy of tied embeddings."""
         size = 0
-        for name, shape in self.shapes.items():
-            if quantization == "none" or not self._is_product(name):
-                size += math.prod(shape) * dtype.itemsize
+        for name, tensor in self._tensors.items():
+            if quantization == "none" or not tensor.is_product:
+                size += math.prod(tensor.shape) * dtype.itemsize
             else:
                 int4 = quantization == "int4" and not name.startswith(f"{OUTPUT}.")
-                size += (int4_bytes if int4 else int8_bytes)(*shape)
+                size += (int4_bytes if int4 else int8_bytes)(*tensor.shape)
         if self.tied:
             output = self.skeleton.head.out_features, self.skeleton.head.in_features
             size += int8_bytes(*output) if quantization != "none" else math.prod(output) * dtype.itemsize
         return size
-
-    def _is_product(self, name: str) -> bool:
-        tensor = self._tensors[name]
-        if len(tensor.shape) != 2:
-            return False
-        if tensor.expert is not None:
-            return True
-        return isinstance(
-            self.skeleton.model.get_submodule(tensor.parameter.rpartition(".")[0]), ProductLinear
-        )
 
     def _source(self, parameter: str) -> str:
         """The parameter in files with the values of this one."""
@@ -280,7 +271,10 @@ def _tensors(skeleton: Skeleton, tied: bool) -> Any:
             if module is skeleton.head and tied:
                 name = skeleton.embedding_path  # the same matrix, whose bias has that name
             else:
-                yield f"{name}.weight", HostedTensor(f"{path}.weight", shape, transposed=module.transposed)
+                yield (
+                    f"{name}.weight",
+                    HostedTensor(f"{path}.weight", shape, transposed=module.transposed, is_product=True),
+                )
             if module.bias is not None:
                 yield f"{name}.bias", HostedTensor(f"{path}.bias", (module.out_features,))
             continue
@@ -291,7 +285,7 @@ def _tensors(skeleton: Skeleton, tied: bool) -> Any:
             for expert in range(count):
                 own = f"{path}.{name}.{expert}"
                 transposed = bool(module.is_transposed)
-                yield f"{own}.weight", HostedTensor(f"{path}.{parameter}", shape, expert, transposed)
+                yield f"{own}.weight", HostedTensor(f"{path}.{parameter}", shape, expert, transposed, True)
                 if bias is not None:
                     yield f"{own}.bias", HostedTensor(f"{path}.{bias}", (shape[0],), expert)
         done = {one for pair in products.values() for one in pair}
