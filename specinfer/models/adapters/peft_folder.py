@@ -42,14 +42,6 @@ from specinfer.models.sources import Names, Rows
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# Unsupported tensors, and the reason.
-_OTHERS: Final = {
-    "lora_magnitude_vector": "is of DoRA, which is not supported; merge the adapter into the model",
-    "lora_embedding_": "adapts embeddings, which is not supported; merge the adapter into the model",
-    ".lora_B.bias": "is a bias of an adapter (lora_bias), which is not supported",
-    ".lora_A.bias": "is a bias of an adapter (lora_bias), which is not supported",
-    ".modules_to_save.": "replaces a module (modules_to_save), which is not supported",
-}
 
 
 class Slot(NamedTuple):
@@ -243,12 +235,12 @@ class PeftFolder:
         known = modules(config)
         halves: dict[str, dict[str, str]] = {}  # module -> A or B -> tensor name
         for name in entries:
-            for part, why in _OTHERS.items():
-                if part in name:
-                    raise ModelError(f"tensor {name!r} {why}")
             match = _TENSOR.fullmatch(name)
             if match is None:
-                raise ModelFileError(f"tensor {name!r} does not belong to a low-rank adapter")
+                raise ModelError(
+                    f"tensor {name!r} is not a low-rank adapter's lora_A or lora_B of a linear module; DoRA, "
+                    "biases, embeddings and modules_to_save are not supported: merge it into the model"
+                )
             module = match[1].replace("language_model.", "", 1)  # for multimodal models
             if module not in known:
                 raise ModelError(
