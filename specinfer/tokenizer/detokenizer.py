@@ -22,6 +22,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -136,7 +137,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), visible: Iterable[int] = ()
     ) -> None:
-        self._bytes: dict[int, bytes] = tokenizer.token_bytes
+        self._bytes: Mapping[int, bytes] = tokenizer.token_bytes
         self._decoder = _DECODER("replace")
         # The prompt matters only by an incomplete character at its end (3 bytes at most), and by being
         # non-empty, for tokenizers that drop the first space of a text.
@@ -150,7 +151,7 @@ class Detokenizer:
         special = filter(tokenizer.is_special, visible)
         shown = {token_id: tokenizer.text_of(token_id).encode() for token_id in special}
         if shown:
-            self._bytes = _WithNames(tokenizer.token_bytes, shown)
+            self._bytes = ChainMap(shown, tokenizer.token_bytes)
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that has become final; often that of `ids`, sometimes empty."""
@@ -166,17 +167,6 @@ class Detokenizer:
             self._drops_space = False
             text = text.removeprefix(" ")
         return text
-
-
-class _WithNames(dict[int, bytes]):
-    """Bytes of tokens, with some special tokens mapped to their names."""
-
-    def __init__(self, others: TokenBytes, names: dict[int, bytes]) -> None:
-        super().__init__(names)
-        self._others = others
-
-    def __missing__(self, token_id: int) -> bytes:
-        return self._others[token_id]
 
 
 class Respelling:

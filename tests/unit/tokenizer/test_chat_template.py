@@ -43,11 +43,8 @@ def test_deeply_nested_values_are_refused():
         render("{{ messages | tojson }}", [{"role": "user", "content": "", "more": deep}])
 
 
-def test_tools_are_there_and_empty():
-    assert render("{% if tools %}T{% endif %}{% if not documents %}D{% endif %}") == "D"
-
-
 def test_tools_and_variables_reach_the_template():
+    assert render("{% if tools %}T{% endif %}{% if not documents %}D{% endif %}") == "D"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert render("{{ tools | tojson }}", tools=tools) == '[{"type": "function", "function": {"name": "f"}}]'
     assert render("{{ enable_thinking is false }}", variables={"enable_thinking": False}) == "True"
