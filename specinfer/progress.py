@@ -6,15 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from huggingface_hub.utils.tqdm import tqdm
 
 SHOW_AFTER = 2.0  # seconds; shorter work shows nothing
 LINE_SECONDS = 3.0  # between lines of a log
-LINE_EVERY = 10.0  # seconds between plain lines when the total is unknown
 
 
 class Progress:
@@ -76,7 +75,7 @@ class LineProgress(Progress):
 
     def __init__(
         self,
-        write: Callable[[str], None],
+        write: Callable[[str], object],
         every: float = LINE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,11 +84,11 @@ class LineProgress(Progress):
         self._every = every
         self._clock = clock
         self._label = ""
+        self._began = self._last = 0.0
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
         """Start a task."""
-        self._total, self._label, self._unit, self._done = total, label, unit, 0
-        self._began = self._last = self._clock()
+        self._begin(total, label, unit)
         self._write(label if total is None else f"{label}: {format_units(total, unit)}")
 
     def advance(self, n: int) -> None:
@@ -97,8 +96,7 @@ class LineProgress(Progress):
         self._done += n
         if self._label and (now := self._clock()) - self._last >= self._every:
             self._last = now
-            part = f" ({100 * self._done // self._total}%)" if self._total else ""
-            self._write(f"{self._label}: {format_units(self._done, self._unit)}{part}")
+            self._show()
 
     def finish(self) -> None:
         """End the task; a long one gets a last line."""
@@ -106,9 +104,17 @@ class LineProgress(Progress):
             self._write(f"{self._label}: finished after {self._clock() - self._began:.0f} s")
         self._label = ""
 
+    def _begin(self, total: int | None, label: str, unit: str) -> None:
+        self._total, self._label, self._unit, self._done = total, label, unit, 0
+        self._began = self._last = self._clock()
 
-class ProgressBar(Progress):
-    """Progress on stderr: a bar on a terminal, a line per 25% elsewhere, both after two seconds."""
+    def _show(self) -> None:
+        part = f" ({100 * self._done // self._total}%)" if self._total else ""
+        self._write(f"{self._label}: {format_units(self._done, self._unit)}{part}")
+
+
+class ProgressBar(LineProgress):
+    """Progress on stderr, after two seconds: a bar on a terminal, elsewhere lines at growing intervals."""
 
     def __init__(
         self,
@@ -120,95 +126,56 @@ class ProgressBar(Progress):
     ) -> None:
         """Write to `stream`, by default stderr; without `shows_lines`, `say` does nothing."""
         self._stream = sys.stderr if stream is None else stream
+        super().__init__(partial(print, file=self._stream, flush=True), show_after, clock)
         self._show_after = show_after
-        self._clock = clock
         self._shows_lines = shows_lines
-        self._terminal = self._stream.isatty()
-        self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
-        self._total: int | None = None
-        self._label = ""
-        self._unit = "B"
-        self._done = 0
-        self._began = 0.0
-        self._last_line = 0.0
-        self._quarter = 0  # the last 25% step that was printed
-        self._lines = 0
+        self._bar: tqdm | None = None
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
         """Start a task; a task that still runs is finished first."""
         self.finish()
-        self._total, self._label, self._unit = total, label, unit
-        self._done = self._quarter = self._lines = 0
-        self._began = self._last_line = self._clock()
+        self._every = self._show_after
+        self._begin(total, label, unit)
 
     def advance(self, n: int) -> None:
         """Add `n` finished units and show them, once the task has taken two seconds."""
-        self._done += n
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done)
-        elif self._clock() - self._began >= self._show_after:
-            if self._terminal:
-                self._open_bar()
-            else:
-                self._write_line()
+        if self._bar is None:
+            super().advance(n)
+        else:
+            self._bar.update(n)
 
     def finish(self) -> None:
         """Close the bar, or write a last line if lines were written."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-        elif self._lines and self._quarter < 4:
-            print(f"{self._label}: {self._amount(self._done)}, finished", file=self._stream, flush=True)
-        self._lines = 0
+        if self._bar is None:
+            super().finish()
+        else:
+            self._bar.close()
+            self._bar = None
+            self._label = ""
 
     def say(self, line: str) -> None:
         """Write the line; ends a task that still runs."""
         self.finish()
         if self._shows_lines:
-            print(line, file=self._stream, flush=True)
+            self._write(line)
 
-    def _open_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
+    def _show(self) -> None:
+        self._every *= 2
+        if not self._stream.isatty():
+            super()._show()
+            return
+        from huggingface_hub.utils.tqdm import tqdm
+
+        in_bytes = self._unit == "B"
+        self._bar = tqdm(  # type: ignore[no-untyped-call]
+            total=self._total,
+            initial=self._done,
+            desc=self._label,
+            unit="B" if in_bytes else f" {self._unit}",
+            unit_scale=in_bytes,
+            leave=False,
+            file=self._stream,
         )
-        from rich.progress import Progress as RichProgress
-
-        amount = DownloadColumn() if self._unit == "B" else MofNCompleteColumn()
-        self._bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            amount,
-            TextColumn("" if self._unit == "B" else self._unit),
-            TimeRemainingColumn(),
-            console=Console(file=self._stream),
-            transient=True,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
-
-    def _write_line(self) -> None:
-        if self._total:
-            quarter = min(4, 4 * self._done // self._total)
-            if quarter <= self._quarter:
-                return
-            self._quarter = quarter
-            text = f"{25 * quarter}% of {self._amount(self._total)}"
-        else:
-            if self._lines and self._clock() - self._last_line < LINE_EVERY:
-                return
-            text = self._amount(self._done)
-        self._last_line = self._clock()
-        self._lines += 1
-        print(f"{self._label}: {text}", file=self._stream, flush=True)
-
-    def _amount(self, units: int) -> str:
-        return format_units(units, self._unit)
 
 
 def default_progress(*, shows_lines: bool = True) -> Progress:

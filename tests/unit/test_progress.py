@@ -1,4 +1,5 @@
 import io
+from contextlib import suppress
 
 import pytest
 
@@ -18,58 +19,38 @@ class Terminal(io.StringIO):
         return True
 
 
-def lines_of(stream):
-    return stream.getvalue().splitlines()
-
-
-def test_a_log_gets_a_line_at_every_quarter():
+def test_a_log_gets_lines_at_growing_intervals_and_quick_work_none():
     stream, clock = io.StringIO(), Clock()
     bar = ProgressBar(stream, clock=clock)
-    bar.start(100_000_000, "downloading x")
-    clock.now = 3
-    for _ in range(1000):
-        bar.advance(100_000)
-    bar.finish()
-    assert lines_of(stream) == [f"downloading x: {p}% of 100.0 MB" for p in (25, 50, 75, 100)]
-
-
-def test_quick_work_shows_nothing():
-    for stream in (io.StringIO(), Terminal()):
-        clock = Clock()
-        bar = ProgressBar(stream, clock=clock)
-        bar.start(10, "quick")
-        clock.now = 1.9
-        bar.advance(10)
-        bar.finish()
-        assert stream.getvalue() == ""
+    with suppress(KeyError), bar.showing(100_000_000, "downloading x"):
+        for _ in range(8):
+            clock.now += 1.5
+            bar.advance(10_000_000)
+        raise KeyError("the work fails")
+    for stays in (stream, Terminal()):
+        with ProgressBar(stays, clock=clock).showing(10, "quick") as bar:
+            clock.now += 1.9
+            bar.advance(10)
+    assert stream.getvalue().splitlines() == [
+        "downloading x: 20.0 MB (20%)",
+        "downloading x: 50.0 MB (50%)",
+        "downloading x: finished after 12 s",
+    ]
+    assert stays.getvalue() == ""
 
 
 def test_a_terminal_gets_a_bar_that_is_taken_away():
     stream, clock = Terminal(), Clock()
     bar = ProgressBar(stream, clock=clock)
-    bar.start(2_000_000, "loading x")
-    clock.now = 3
-    bar.advance(1_000_000)
-    bar.advance(500_000)
-    bar.finish()
+    with bar.showing(2_000_000, "loading x"):
+        clock.now = 3
+        bar.advance(1_000_000)
+        bar.advance(500_000)
     shown = stream.getvalue()
     assert "loading x" in shown
-    assert "MB" in shown
-    assert shown.endswith("\x1b[2K") or "\x1b[2K" in shown.splitlines()[-1]  # the line is erased
-
-
-def test_progress_bar_closes_when_the_work_fails(capsys):
-    class Broken(Exception):
-        pass
-
-    try:
-        with ProgressBar().showing(4, "work", "steps") as bar:
-            bar._began -= 3  # three seconds ago
-            bar.advance(1)
-            raise Broken
-    except Broken:
-        pass
-    assert capsys.readouterr().err.splitlines() == ["work: 25% of 4 steps", "work: 1 steps, finished"]
+    assert "1.00M/2.00M" in shown
+    assert shown.endswith("\r")
+    assert shown.split("\r")[-2].strip() == "", "the line is erased"
 
 
 @pytest.mark.parametrize("shows_lines", [True, False])
