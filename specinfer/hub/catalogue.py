@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from specinfer.errors import ChecksumError, DownloadError
-from specinfer.files import NewFile
-from specinfer.progress import Progress, format_bytes
+from specinfer.progress import format_bytes
 
 # Short name of a head -> short name of its target model.
 SHIPPED_HEADS: Final = {"smollm2-135m-head": "smollm2-135m"}
-BLOCK = 1 << 22  # bytes per read
+REPORT: Final = "nothing was kept: pull again, or report the problem if it persists"
 _VARIABLE: Final = "SPECINFER_CACHE (HF_HOME for hub names)"  # with the folder of downloads
 
 
@@ -93,41 +92,15 @@ def heads_of(model: str) -> tuple[str, ...]:
     return tuple(head for head, target in SHIPPED_HEADS.items() if target == model)
 
 
-def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progress: Progress) -> None:
-    """Write `source` to `target` and check its hash.
-
-    Stops after the entry's size. Raises ChecksumError or, on a full disk, DownloadError; removes the
-    partial file then.
-    """
-    digest, left = hashlib.sha256(), entry.size
-    with disk_errors(target.parent), NewFile(target, 0o644) as new:
-        while block := source.read(min(BLOCK, left + 1)):
-            left -= len(block)
-            if left < 0:
-                raise ChecksumError(
-                    f"{entry.file} is longer than {entry.size} bytes, its size in the catalogue; "
-                    "nothing was kept: pull again, or report the problem if it persists"
-                )
-            new.write(block)
-            digest.update(block)
-            progress.advance(len(block))
-        _check(digest.hexdigest(), entry)
-        new.keep(through_power_cuts=True)
-
-
 def install_file(source: Path, entry: CatalogueEntry, target: Path) -> None:
-    """Check a finished download and move it to `target`, on the same disk.
-
-    Raises ChecksumError and removes the download if the hash differs.
-    """
+    """Check a finished download and move it to `target`, on the same disk; raises ChecksumError."""
     with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-    try:
-        _check(digest, entry)
-    except ChecksumError:
-        source.unlink()
-        raise
+    if sha256 != entry.sha256:
+        raise ChecksumError(
+            f"{entry.file} has sha256 {sha256}, expected {entry.sha256} as in the catalogue; {REPORT}"
+        )
     os.replace(source, target)
 
 
@@ -158,11 +131,3 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"cannot write to {folder} ({error.strerror}); set {_VARIABLE} to a writable folder"
             ) from error
         raise
-
-
-def _check(sha256: str, entry: CatalogueEntry) -> None:
-    if sha256 != entry.sha256:
-        raise ChecksumError(
-            f"{entry.file} has sha256 {sha256}, expected {entry.sha256} as in the catalogue; "
-            "nothing was kept: pull again, or report the problem if it persists"
-        )

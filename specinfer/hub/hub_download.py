@@ -7,8 +7,9 @@ downloaded from its start: huggingface_hub gives each attempt its own file name.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, inst
 from specinfer.hub.foreign_format import foreign_files
 from specinfer.hub.gguf_choice import choose_gguf, other_tags
 from specinfer.hub.gguf_header import first_parts, part_names
-from specinfer.hub.model_files import TEMPLATES, has_pickles, instead, weight_files
+from specinfer.hub.model_files import TEMPLATES, has_pickles, instead
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -40,100 +41,114 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def fetch_file(repository: str, revision: str | None, file: str, progress: Progress) -> Path:
-    """Return the path of a repository's file, from the cache or the hub.
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """Files of a hub repository; without a network those in the cache, of which nothing is fetched."""
 
-    Fetches all parts of a split GGUF model, and returns the first one's path. Without a network, uses the
-    cached copy.
-    """
-    cached = {name: _cached_file(repository, revision, name) for name in part_names(file)}
-    parts, lacking = [*cached], [name for name, path in cached.items() if path is None]
-    first = cached[parts[0]]
-    if offline():
-        if first is None or lacking:
-            raise _not_cached(f"{lacking[0]} of {repository}")
-        return first
-    try:
-        files = _list_files(repository, revision)
-    except SourceUnavailableError:
-        if first is None or lacking:
-            raise
-        return first
-    if file not in files:
-        ggufs = first_parts(name for name in files if name.endswith(".gguf"))
-        raise ModelNotFoundError(
-            f"{repository} has no file {file}; "
-            + (f"it has {_some(ggufs)}" if ggufs else "it has no GGUF file")
-        )
-    if missing := [name for name in parts if name not in files]:
-        raise ModelNotFoundError(
-            f"{repository} has {file}, but lacks {missing[0]}, another part of that model"
-        )
-    return _fetch(repository, revision, {name: files[name] for name in parts}, progress)[parts[0]]
+    name: str
+    revision: str | None
+    sizes: dict[str, int]  # bytes of each file; 0 in the cache
+    cached: Path | None = None  # folder in the cache, without a network
+    fault: DownloadError | None = None  # the reason for having no others, without a network
 
+    @classmethod
+    def of(cls, name: str, revision: str | None) -> Repository:
+        """List the files on the hub, or in the cache; raises DownloadError without both."""
+        from huggingface_hub import errors, snapshot_download
 
-def fetch_gguf(repository: str, revision: str | None, tag: str | None, progress: Progress) -> Path:
-    """Return the path of a repository's GGUF file of the quantization `tag`; None: the usual choice.
-
-    Without a network, chooses among the cached files. Says what it has chosen, and how to name another file.
-    """
-    try:
-        if offline():
-            raise _not_cached(repository)
-        names: Collection[str] = _list_files(repository, revision)
-    except (DownloadError, SourceUnavailableError):
-        if not (names := _cached_ggufs(repository, revision)):
-            raise
-    ggufs = [name for name in names if name.endswith(".gguf")]
-    file = choose_gguf(f"{repository}:", ggufs, tag)
-    if file is None:
-        raise ModelNotFoundError(f"{repository} has no GGUF file; give {repository} alone, or another one")
-    if tag in (None, "latest") and (tags := other_tags(ggufs, file)):
-        name = f"{repository}:{tags[0]}"
-        progress.say(f"{repository}: {file} is chosen; others are {_some(tags)}: name one like {name}")
-    return fetch_file(repository, revision, file, progress)
-
-
-def fetch_folder(repository: str, revision: str | None, progress: Progress, *, code: bool = False) -> Path:
-    """Return the folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
-
-    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy. Returns the
-    path of a GGUF file for a repository without safetensors.
-    """
-    files: dict[str, int] | None = None
-    if not offline():
         try:
-            files = _list_files(repository, revision)
-        except SourceUnavailableError:
-            if _cached_folder(repository, revision) is None and not _cached_ggufs(repository, revision):
-                raise
-    if files is None:
-        return _cached_folder(repository, revision) or fetch_gguf(repository, revision, None, progress)
-    if (what := foreign_files(files)) is not None:
-        raise ModelError(f"{repository} is {what}")
-    suffixes = (*MODEL_SUFFIXES, ".py") if code else MODEL_SUFFIXES
-    selected = {
-        name: size
-        for name, size in files.items()
-        if name.endswith(suffixes) and name.rpartition("/")[0] in ("", TEMPLATES)
-    }
-    if "config.json" not in selected or not any(name.endswith(".safetensors") for name in selected):
-        if any(name.endswith(".gguf") for name in files):
-            return fetch_gguf(repository, revision, None, progress)
-        own = [name for name in files if "/" not in name]
-        if "config.json" in selected and has_pickles(own):
-            raise ModelError(
-                f"{repository} has no *.safetensors; {instead(own)}; then give a folder with "
-                "the result and its config.json"
-            )
-        raise ModelError(
-            f"{repository} has neither config.json with *.safetensors nor a GGUF file; "
-            "give another repository"
+            if offline():
+                raise DownloadError(
+                    f"{name} is not whole in the hub's cache, and HF_HUB_OFFLINE is set; unset it, "
+                    "or pull on a machine with a network"
+                )
+            return cls(name, revision, _list_files(name, revision))
+        except DownloadError as error:
+            try:
+                folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+            except errors.LocalEntryNotFoundError:
+                raise error from None
+            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            return cls(name, revision, dict.fromkeys(files, 0), folder, error)
+
+    def fetch(self, files: Iterable[str], progress: Progress) -> dict[str, Path]:
+        """Return the paths of files by name; download those that the cache lacks."""
+        if self.cached is not None:
+            return {name: self.cached / name for name in files}
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        sizes, where = {name: self.sizes[name] for name in files}, (self.name, self.revision)
+        missing = sum(
+            size
+            for name, size in sizes.items()
+            if not isinstance(try_to_load_from_cache(self.name, name, revision=self.revision), str)
         )
-    # Skip a consolidated copy of the same weights under other names.
-    if "model.safetensors.index.json" in selected or "model.safetensors" in selected:
-        selected = {name: size for name, size in selected.items() if not name.startswith("consolidated")}
-    return _fetch(repository, revision, selected, progress)["config.json"].parent
+        require_space(Path(constants.HF_HUB_CACHE), missing, self.name)
+        with progress.showing(missing, f"downloading {self.name}"), _hub_errors(*where):
+            return {name: _download(*where, name, progress) for name in sizes}
+
+    def gguf(self, file: str, progress: Progress) -> Path:
+        """Return the path of the (first) file of a GGUF model; downloads all of its parts."""
+        parts = part_names(file)
+        missing = [name for name in parts if name not in self.sizes]
+        if missing and self.fault is not None:
+            raise type(self.fault)(f"{missing[0]}: {self.fault}")
+        if file not in self.sizes:
+            ggufs = first_parts(name for name in self.sizes if name.endswith(".gguf"))
+            raise ModelNotFoundError(
+                f"{self.name} has no file {file}; "
+                + (f"it has {_some(ggufs)}" if ggufs else "it has no GGUF file")
+            )
+        if missing:
+            raise ModelNotFoundError(
+                f"{self.name} has {file}, but lacks {missing[0]}, another part of that model"
+            )
+        return self.fetch(parts, progress)[parts[0]]
+
+    def chosen_gguf(self, tag: str | None, progress: Progress) -> Path:
+        """Return the path of the GGUF file of the quantization `tag`; None: the usual one, which it says."""
+        ggufs = [name for name in self.sizes if name.endswith(".gguf")]
+        file = choose_gguf(f"{self.name}:", ggufs, tag)
+        if file is None:
+            raise self.fault or ModelNotFoundError(
+                f"{self.name} has no GGUF file; give {self.name} alone, or another one"
+            )
+        if tag in (None, "latest") and (tags := other_tags(ggufs, file)):
+            name = f"{self.name}:{tags[0]}"
+            progress.say(f"{self.name}: {file} is chosen; others are {_some(tags)}: name one like {name}")
+        return self.gguf(file, progress)
+
+    def folder(self, progress: Progress, *, code: bool = False) -> Path:
+        """Return the folder of config, tokenizer and safetensors, or a GGUF file without safetensors.
+
+        With `code`, its Python files are fetched, too.
+        """
+        files = self.sizes
+        if (what := foreign_files(files)) is not None:
+            raise ModelError(f"{self.name} is {what}")
+        suffixes = (*MODEL_SUFFIXES, ".py") if code else MODEL_SUFFIXES
+        selected = [
+            name for name in files if name.endswith(suffixes) and name.rpartition("/")[0] in ("", TEMPLATES)
+        ]
+        if "config.json" not in selected or not any(name.endswith(".safetensors") for name in selected):
+            if any(name.endswith(".gguf") for name in files):
+                return self.chosen_gguf(None, progress)
+            if self.fault is not None:
+                raise self.fault
+            own = [name for name in files if "/" not in name]
+            if "config.json" in selected and has_pickles(own):
+                raise ModelError(
+                    f"{self.name} has no *.safetensors; {instead(own)}; then give a folder with "
+                    "the result and its config.json"
+                )
+            raise ModelError(
+                f"{self.name} has neither config.json with *.safetensors nor a GGUF file; "
+                "give another repository"
+            )
+        # Skip a consolidated copy of the same weights under other names.
+        if "model.safetensors.index.json" in selected or "model.safetensors" in selected:
+            selected = [name for name in selected if not name.startswith("consolidated")]
+        return self.fetch(selected, progress)["config.json"].parent
 
 
 def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path, progress: Progress) -> None:
@@ -151,8 +166,7 @@ def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path,
         label = f"downloading {entry.name}"
         with progress.showing(entry.size, label), _hub_errors(source.repository, source.revision):
             path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
-        with disk_errors(target.parent):
-            install_file(path, entry, target)
+        install_file(path, entry, target)
     except (ModelNotFoundError, GatedModelError) as error:  # removed or gated since the entry was written
         raise SourceUnavailableError(str(error)) from error
     finally:
@@ -165,17 +179,6 @@ def _list_files(repository: str, revision: str | None) -> dict[str, int]:
     with _hub_errors(repository, revision):
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
     return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-
-
-def _fetch(
-    repository: str, revision: str | None, files: dict[str, int], progress: Progress
-) -> dict[str, Path]:
-    from huggingface_hub import constants
-
-    missing = sum(size for name, size in files.items() if _cached_file(repository, revision, name) is None)
-    require_space(Path(constants.HF_HUB_CACHE), missing, repository)
-    with progress.showing(missing, f"downloading {repository}"), _hub_errors(repository, revision):
-        return {name: _download(repository, revision, name, progress) for name in files}
 
 
 def _download(
@@ -210,31 +213,6 @@ def _bar_class(progress: Progress) -> type[tqdm]:
             return None
 
     return Bar
-
-
-def _cached_file(repository: str, revision: str | None, file: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repository, file, revision=revision)
-    return Path(path) if isinstance(path, str) else None
-
-
-def _cached_folder(repository: str, revision: str | None) -> Path | None:
-    config = _cached_file(repository, revision, "config.json")
-    if config is None:
-        return None
-    weight_files(config.parent)  # raises if a file is missing
-    return config.parent
-
-
-def _cached_ggufs(repository: str, revision: str | None) -> list[str]:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except errors.LocalEntryNotFoundError:
-        return []
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 @contextmanager
@@ -275,13 +253,6 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
         raise SourceUnavailableError(
             f"the hub cannot be reached for {repository} ({_line(error)}); check the network"
         ) from error
-
-
-def _not_cached(what: str) -> DownloadError:
-    return DownloadError(
-        f"{what} is not in the hub's cache, and HF_HUB_OFFLINE is set; unset it, "
-        "or pull on a machine with a network"
-    )
 
 
 def _line(error: BaseException) -> str:

