@@ -1,92 +1,17 @@
-"""Answers at the terminal: streamed text, token trees and figures."""
+"""Figures of answers, as text and as JSON values."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from specinfer.cli.tree_view import draw_tree
-from specinfer.errors import ConfigError
 from specinfer.kernels.disk import gigabytes
 
 if TYPE_CHECKING:
-    from specinfer.engine.steps import Statistics, TreeEvent
-    from specinfer.llm import LLM
+    from specinfer.engine.steps import Statistics
     from specinfer.request import RequestOutput
     from specinfer.sampling_params import SamplingParams
-
-
-class Listener:
-    """Receives each step's tree and draws it, writes it to a trace file, or keeps it in `events`."""
-
-    def __init__(self, llm: LLM, *, show: bool, trace: Path | None, explain: bool = False) -> None:
-        self._tokenizer = llm.tokenizer
-        self._explain = explain
-        self.events: list[TreeEvent] = []  # with `explain`
-        self.show = show
-        self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self._trace = trace
-        self._file: TextIO | None = None
-        self._failure: Exception | None = None  # of a step, whose request ends
-        if trace is not None:
-            with self._writing():
-                self._file = trace.open("w", encoding="utf-8")
-        llm.on_tree = self._receive
-        llm.explains = explain or trace is not None
-
-    def close(self) -> None:
-        """Finish the trace file; raises ConfigError when it cannot be written, or the error of a step."""
-        if self._file is not None:
-            with self._writing():
-                self._file.close()
-        if self._failure is not None:
-            raise self._failure
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
-
-    def _receive(self, event: TreeEvent) -> None:
-        try:
-            self._show(event)
-        except Exception as error:
-            self._failure = self._failure or error
-            raise
-
-    def _show(self, event: TreeEvent) -> None:
-        if self._explain:
-            self.events.append(event)
-        if self._file is not None:
-            with self._writing():
-                self._file.write(json.dumps(event.to_json(self._tokenizer)) + "\n")
-        if self.show:
-            for line in draw_tree(event, self._tokenizer.text_of):
-                click.echo(line.coloured() if self._colour else line.plain())
-            click.echo()
-
-
-def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> list[RequestOutput]:
-    """Print text as it arrives; returns the finished completions in order."""
-    finished: list[RequestOutput] = []
-    for output in outputs:
-        if echo and output.new_text:
-            click.echo(output.new_text, nl=False)
-            sys.stdout.flush()
-        if output.finished:
-            finished.append(output)
-    return sorted(finished, key=lambda output: output.index)
 
 
 def summary(output: RequestOutput, params: SamplingParams) -> str:

@@ -23,12 +23,11 @@ from specinfer.errors import RequestError
 from specinfer.request import FinishReason
 
 if TYPE_CHECKING:
-    from specinfer.cli.answering import Listener
     from specinfer.llm import LLM
     from specinfer.request import RequestOutput
     from specinfer.sampling_params import SamplingParams
 
-HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /trees on|off draws token trees"
+HELP = "/exit ends, /reset forgets the conversation, /stats shows figures"
 
 
 @click.command(cls=Command)
@@ -43,16 +42,14 @@ def chat(system: str | None, **options: Any) -> None:
     llm = build_llm(options)
     if not llm.tokenizer.has_chat_template:
         raise RequestError("this model has no chat template; use `specinfer generate --raw`")
-    from specinfer.cli.answering import Listener
-
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history in input()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     click.echo(f"{HELP}.", err=True)
     llm.loop.rest_when_idle()  # while the user reads and types
-    params, listener = replace(llm.default_params, **fields), Listener(llm, show=False, trace=None)
-    ChatSession(llm, params, listener, system, fills="max_tokens" not in fields).run()
+    params = replace(llm.default_params, **fields)
+    ChatSession(llm, params, system, fills="max_tokens" not in fields).run()
 
 
 class ChatSession:
@@ -62,7 +59,6 @@ class ChatSession:
         self,
         llm: LLM,
         params: SamplingParams,
-        listener: Listener,
         system: str | None,
         *,
         fills: bool = False,
@@ -74,7 +70,6 @@ class ChatSession:
         self._params = params
         self._fills = fills
         self._encoder = ChatEncoder(llm.tokenizer)
-        self._listener = listener
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self._messages = list(self._start)
         self._last: RequestOutput | None = None
@@ -110,9 +105,6 @@ class ChatSession:
             done = self._llm.statistics().since(self._before)
             summaries = summary(self._last, self._params), streamed(done, len(self._last.token_ids))
             return "\n".join(filter(None, summaries))
-        if line in ("/trees on", "/trees off"):
-            self._listener.show = line.endswith("on")
-            return f"trees are {line.split()[1]}"
         return HELP
 
     def _answer(self, question: str) -> None:
@@ -125,9 +117,7 @@ class ChatSession:
                 self._params = replace(self._params, max_tokens=max(1, room))
             for output in self._llm.stream_chat(self._messages, self._params):
                 self._last, text = output, output.text
-                if not self._listener.show:
-                    click.echo(output.new_text, nl=False)
-                    sys.stdout.flush()
+                click.echo(output.new_text, nl=False)
         except KeyboardInterrupt:
             click.echo(" [stopped]", nl=False)
             if not text:  # an empty answer is not part of the conversation
@@ -138,7 +128,7 @@ class ChatSession:
             del self._messages[-1]
             click.echo(f"{error}; or /reset to start over", err=True)
             return
-        click.echo(text if self._listener.show else "")
+        click.echo()
         self._messages.append({"role": "assistant", "content": text})
         if self._last is not None and self._last.finish_reason is FinishReason.LENGTH:
             click.echo(f"[{self._cut(self._last)}]", err=True)

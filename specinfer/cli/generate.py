@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,7 +20,11 @@ from specinfer.cli.options import (
     speculation_options,
     template_option,
 )
-from specinfer.errors import RequestError
+from specinfer.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from specinfer.engine.trace import TreeEvent
+    from specinfer.request import RequestOutput
 
 _MAX_TOKENS: Final = 256  # a model without a chat template may never end
 
@@ -70,30 +74,43 @@ def generate(
     if logprobs is not None and not json_output:
         raise click.UsageError("--logprobs needs --json; add it")
     text = _prompt(prompt, file)
+    if trace is not None:
+        _write_trace(trace, [])  # fails before a model is loaded
     fields = {"max_tokens": _MAX_TOKENS, **sampling_fields(options, n=n, logprobs=logprobs)}
     llm = build_llm(options)
     params = replace(llm.default_params, **fields)
-    from specinfer.cli.answering import Listener, as_json, stream, streamed, summary
-    from specinfer.cli.tree_view import print_steps, steps_as_json
+    from specinfer.cli.answering import as_json, streamed, summary
+    from specinfer.cli.tree_view import print_steps, show_tree, steps_as_json
 
     chat = llm.tokenizer.has_chat_template if templated is None else templated
     if system is not None and not chat:
         raise RequestError("--system needs a chat template: leave --raw out, or use a model that has one")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    listener = Listener(llm, show=show_trees, trace=trace, explain=explain)
-    before = llm.statistics()
+    before, drawn = llm.statistics(), 0
+    answers: list[RequestOutput] = []
+    events: list[TreeEvent] = []
+    if show_trees or explain or trace is not None:
+        llm.on_tree, llm.explains = events.append, explain or trace is not None
+    echo = n == 1 and not json_output and not show_trees
     try:
-        outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
-        echo = n == 1 and not json_output and not show_trees
-        answers = stream(outputs, echo=echo)
+        for output in llm.stream_chat(messages, params) if chat else llm.stream(text, params):
+            if echo:
+                click.echo(output.new_text, nl=False)
+            for event in events[drawn:] if show_trees else ():
+                show_tree(event, llm.tokenizer.text_of)
+                drawn += 1
+            if output.finished:
+                answers.append(output)
     finally:
-        listener.close()
+        if trace is not None:
+            _write_trace(trace, [json.dumps(event.to_json(llm.tokenizer)) for event in events])
+    answers.sort(key=lambda output: output.index)
     if json_output:
         objects = [as_json(answer) for answer in answers]
         if explain:
             for answer, fields in zip(answers, objects, strict=True):
-                fields["steps"] = steps_as_json(listener.events, answer)
+                fields["steps"] = steps_as_json(events, answer)
         click.echo(json.dumps(objects[0] if n == 1 else objects))
     else:
         for answer in answers:
@@ -101,7 +118,7 @@ def generate(
                 click.echo(f"--- {answer.index + 1} of {n}")
             click.echo("" if echo else answer.text)
             if explain:
-                print_steps(listener.events, answer)
+                print_steps(events, answer)
             click.echo(f"[{summary(answer, params)}]", err=True)
         tokens = sum(len(answer.token_ids) for answer in answers)
         if figures := streamed(llm.statistics().since(before), tokens):
@@ -134,3 +151,10 @@ def _prompt(argument: str | None, file: Path | None) -> str:
     if not text.strip():
         raise RequestError(f"{where} is empty; give at least one word")
     return text
+
+
+def _write_trace(path: Path, lines: list[str]) -> None:
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from None

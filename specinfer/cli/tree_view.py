@@ -20,9 +20,11 @@ Tokens are the request's; milliseconds are those of the step, which serves all r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decision
 
@@ -33,29 +35,16 @@ if TYPE_CHECKING:
     _Explained = tuple[TreeEvent, Decision, int]  # a step, its decision, and its tokens of the answer
 
 _WIDTH: Final = 120  # columns of the table when the output is not a terminal
-_STYLES = {"accepted": "32;1", "bonus": "36;1", "rejected": "2"}  # SGR codes: green, cyan, dim
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a drawing; `mark` is '', 'accepted', 'bonus' or 'rejected' and concerns `text` alone."""
-
-    branches: str
-    text: str
-    mark: str
-
-    def plain(self) -> str:
-        """The line without colour."""
-        return self.branches + self.text
-
-    def coloured(self) -> str:
-        """The line for a terminal."""
-        style = _STYLES.get(self.mark)
-        return self.branches + (f"\x1b[{style}m{self.text}\x1b[0m" if style else self.text)
+def show_tree(event: TreeEvent, token_text: Callable[[int], str]) -> None:
+    """Print the tree of a step, in colours on a terminal."""
+    colour = False if os.environ.get("NO_COLOR") else None  # None: on a terminal
+    click.echo("\n".join([*draw_tree(event, token_text), ""]), color=colour)
 
 
-def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
-    """The lines of one step's tree, the title first; `token_text` gives the text of a token id."""
+def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[str]:
+    """The lines of one step's tree, coloured, the title first; `token_text` gives the text of a token id."""
     from specinfer.tree.token_tree import proposed_by
 
     tree, acceptance = event.tree, event.acceptance
@@ -65,7 +54,7 @@ def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
     last = acceptance.path[-1] if acceptance.path else 0
     guesses = tree.num_nodes - 1
     title = f"step {event.step}: {f'{len(accepted)} of {guesses} accepted' if guesses else 'no guesses'}"
-    lines = [Line("", title, ""), Line("", _quoted(token_text(tree.token_ids[0])), "")]
+    lines = [title, _quoted(token_text(tree.token_ids[0]))]
 
     def below(node: int, indent: str) -> None:
         entries: list[int | None] = [*children[node]]
@@ -74,12 +63,15 @@ def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
         for entry in entries:
             end = entry is entries[-1]
             if entry is None:
-                lines.append(Line(indent + "`=> ", _quoted(token_text(acceptance.next_token)), "bonus"))
+                bonus = click.style(_quoted(token_text(acceptance.next_token)), fg="cyan", bold=True)
+                lines.append(f"{indent}`=> {bonus}")
                 continue
-            star = " *" if entry in accepted else ""
-            text = f"{_quoted(token_text(tree.token_ids[entry]))} ({', '.join(names[entry])}){star}"
-            mark = "accepted" if entry in accepted else "rejected"
-            lines.append(Line(indent + ("`-- " if end else "|-- "), text, mark))
+            text = f"{_quoted(token_text(tree.token_ids[entry]))} ({', '.join(names[entry])})"
+            if entry in accepted:
+                text = click.style(f"{text} *", fg="green", bold=True)
+            else:
+                text = click.style(text, dim=True)
+            lines.append(indent + ("`-- " if end else "|-- ") + text)
             below(entry, indent + ("    " if end else "|   "))
 
     below(0, "")

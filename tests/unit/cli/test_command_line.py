@@ -16,7 +16,7 @@ import pytest
 
 from specinfer import LLM
 from specinfer.cli import COMMANDS, cli
-from specinfer.cli.answering import Listener
+from specinfer.cli.tree_view import show_tree
 from specinfer.engine.engine import Engine
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import IntegrityError
@@ -253,20 +253,15 @@ def test_without_a_command_it_shows_five_lines_to_try(run: Run) -> None:
         assert line.split()[1] in {*COMMANDS, "--help"}
 
 
-def test_no_colour_with_no_color(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    event = TreeEvent(1, "r", single_node(65), Acceptance((), 66))
-    llm = LLM(str(models / "target"))
-
+def test_no_colour_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn() -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", terminal := io.StringIO())
             patch.setattr(terminal, "isatty", lambda: True)
-            Listener(llm, show=True, trace=None)
-            assert llm.on_tree is not None
-            llm.on_tree(event)
+            show_tree(TreeEvent(1, "r", single_node(65), Acceptance((), 66)), chr)
             return terminal.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[36;1m" in drawn()
+    assert "\x1b[36m\x1b[1m" in drawn()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in drawn()
