@@ -29,7 +29,7 @@ GROUPS: Final = {
         "pull": "Fetch a model.",
         "cache": "List and remove what is kept on disk.",
         "tune": "Train drafts on a model's own answers.",
-        "policy": "Show and reset learned acceptance rates.",
+        "policy": "Show learned acceptance rates.",
     },
     "Measurements and checks": {
         "demo": "Show speculation at work on three prompts.",

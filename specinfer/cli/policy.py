@@ -1,4 +1,4 @@
-"""`specinfer policy`: shows and resets the learned acceptance rates."""
+"""`specinfer policy`: shows the learned acceptance rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def policy() -> None:
-    """Show and reset the learned acceptance rates, by which trees are sized."""
+    """Show the learned acceptance rates, by which trees are sized; `cache clear policies` removes them."""
 
 
 @policy.command(cls=Command)
@@ -41,25 +41,6 @@ def show(json_output: bool) -> None:
     for number, (file, stored, why) in enumerate(found):
         lines = [f"{file}", f"  cannot be used: {why}"] if stored is None else _lines(stored)
         click.echo("\n".join(["", *lines] if number else lines))
-
-
-@policy.command(cls=Command)
-@click.argument("target", required=False, metavar="[TARGET]")
-def reset(target: str | None) -> None:
-    """Remove learned acceptance rates of all targets, or of those with TARGET in their names.
-
-    Unreadable files are removed as well. A running process keeps its rates and may write them again.
-    """
-    from specinfer.speculate.policy.memory import stored_policies
-
-    removed = 0
-    for file, stored, _ in stored_policies():
-        if target is None or stored is None or target in str(stored.key.get("target")):
-            file.unlink(missing_ok=True)
-            removed += 1
-            click.echo(f"removed {file}")
-    if not removed:
-        click.echo("nothing to remove")
 
 
 def _lines(stored: StoredPolicy) -> list[str]:

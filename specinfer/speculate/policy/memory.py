@@ -66,7 +66,7 @@ class PolicyMemory:
         except (OSError, ValueError) as error:
             _LOG.warning(
                 "the file of learned costs and rates is not used, speculation starts without it: %s: %s; "
-                "`specinfer policy reset` removes it",
+                "`specinfer cache clear policies` removes all of them",
                 self._file,
                 _reason(error),
             )
