@@ -43,10 +43,6 @@ class Load:
     batch_size: int = 1  # requests in flight
     chat: bool = True  # use the chat template
 
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise RequestError(f"batch size is {self.batch_size}; allowed: an integer >= 1")
-
 
 @dataclass(slots=True)
 class EngineRun:

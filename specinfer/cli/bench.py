@@ -64,8 +64,6 @@ def bench(
     prompts = (built_in() if dataset is None else read_dataset(dataset)).head(limit)
     if json_file is not None and str(json_file) != "-":
         check_writable(json_file)
-    if batch_size < 1:
-        raise ConfigError(f"batch size is {batch_size}; allowed: an integer >= 1")
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
         raise ConfigError("speculation is off, so there is nothing to compare; add --draft or --lookup")

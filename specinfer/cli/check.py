@@ -17,18 +17,19 @@ from specinfer.cli.options import (
 )
 from specinfer.errors import ConfigError, RequestError
 
-SUITES = ("promise", "parameters")
-
 
 @click.command(cls=Command)
 @click.option(
     "--suite",
-    default=SUITES[0],
+    type=click.Choice(("promise", "parameters")),
+    default="promise",
     help="promise: equal texts and equal laws; parameters: equal texts under each sampling parameter.",
 )
-@click.option("--prompts", "num_prompts", type=int, default=8, help="Texts of each kind.")
+@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=8, help="Texts of each kind.")
 @click.option("--max-tokens", type=int, default=48, help="Length of each text.")
-@click.option("--samples", type=int, show_default="48", help="Sampled texts for each test of a law.")
+@click.option(
+    "--samples", type=click.IntRange(1), show_default="48", help="Sampled texts for each test of a law."
+)
 @click.option("--batch-size", type=int, default=8, help="Requests in a batch.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write verdicts and figures to a file.")
 @model_options
@@ -54,13 +55,8 @@ def check(
 
     Exit status 0: every check passed.
     """
-    if suite not in SUITES:
-        raise ConfigError(f"--suite is {suite!r}; allowed: {', '.join(SUITES)}")
     if samples is not None and suite != "promise":
         raise ConfigError(f"--samples is for the suite promise, not for {suite}; leave it out")
-    for name, value in (("--prompts", num_prompts), ("--samples", samples), ("--batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
     minimum, reason = (3, "as trees come later") if suite == "promise" else (40, "as min_tokens asks for 40")
     if max_tokens < minimum:
         raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {minimum}, {reason}")
