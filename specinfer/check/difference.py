@@ -10,7 +10,7 @@ when its logit is raised. `text_promise` decides whether an explained difference
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -116,7 +116,7 @@ def find_difference(
     if index is None:
         return None
     text = [*expected.prompt_token_ids, *expected.token_ids[:index]]
-    logits = target.logits_after([text])[0]
+    logits = target.logits_after(text)
     tolerance = rounding(logits, target.model.dtype)
     own = expected.token_ids[index] if index < len(expected.token_ids) else None
     other = got.token_ids[index] if index < len(got.token_ids) else None
@@ -176,21 +176,9 @@ class PlainTarget:
         self._adapters = adapters
         self._adapter = None if adapters is None else adapters.default
 
-    def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the logits after each text, [len(texts), vocab]; no text may be empty."""
-        found = [self._several(part) if len(part) > 1 else self._one(part[0]) for part in _parts(texts)]
-        return np.concatenate(found)
-
-    def _several(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        runner = self._runner(len(texts), max(map(len, texts)))
-        return as_rows(
-            runner.forward(
-                [
-                    Rows(text, 0, [block], len(text) - 1, adapter=self._adapter)
-                    for block, text in enumerate(texts)
-                ]
-            )
-        )
+    def logits_after(self, text: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits after a text that is not empty, [vocab]."""
+        return self.logits_along(text, len(text))[0]
 
     def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
         """Return the logits after text[:start], text[:start + 1], ... and the whole text.
@@ -198,7 +186,7 @@ class PlainTarget:
         Shape [len(text) - start + 1, vocab]; 1 <= start <= len(text).
         """
         assert 1 <= start <= len(text), (start, len(text))
-        runner = self._runner(1, len(text))
+        runner = ModelRunner(self.model, num_blocks=1, block_size=len(text), adapters=self._adapters)
         found: list[NDArray[np.float32]] = []
         for first in range(0, len(text), _MAX_ROWS):
             chunk = text[first : first + _MAX_ROWS]
@@ -207,23 +195,3 @@ class PlainTarget:
             if logits_from < len(chunk):
                 found.append(as_rows(logits))
         return np.concatenate(found)
-
-    def _one(self, text: Sequence[int]) -> NDArray[np.float32]:
-        return self.logits_along(text, len(text))
-
-    def _runner(self, num_blocks: int, block_size: int) -> ModelRunner:
-        return ModelRunner(self.model, num_blocks=num_blocks, block_size=block_size, adapters=self._adapters)
-
-
-def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Group neighbouring texts that fit into one pass; a longer text is its own group."""
-    part: list[Sequence[int]] = []
-    rows = 0
-    for text in texts:
-        if part and rows + len(text) > _MAX_ROWS:
-            yield part
-            part, rows = [], 0
-        part.append(text)
-        rows += len(text)
-    if part:
-        yield part

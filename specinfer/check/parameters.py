@@ -99,15 +99,11 @@ class ProcessedTarget(PlainTarget):
             capacity=context,
         )
 
-    def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the processed logits after each text, prompt included, [len(texts), vocab]."""
-        prompt = len(self._request.prompt_token_ids)
-        processed = []
-        for row, text in zip(super().logits_after(texts), texts, strict=True):
-            processors = self._admission.processors(self._request)
-            processors.commit(text[prompt:])
-            processed.append(processors.apply(row, ()))
-        return np.stack(processed)
+    def logits_after(self, text: Sequence[int]) -> NDArray[np.float32]:
+        """Return the processed logits after a text that begins with the prompt, [vocab]."""
+        processors = self._admission.processors(self._request)
+        processors.commit(text[len(self._request.prompt_token_ids) :])
+        return processors.apply(super().logits_after(text), ())
 
 
 def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], PlainTarget]:

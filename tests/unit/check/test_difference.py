@@ -33,9 +33,9 @@ class Fixed:
         self.logits = np.array(logits, dtype=np.float32)
         self.asked: list[list[int]] = []
 
-    def logits_after(self, texts: Sequence[Sequence[int]]) -> Any:
-        self.asked.extend(list(text) for text in texts)
-        return np.stack([self.logits] * len(texts))
+    def logits_after(self, text: Sequence[int]) -> Any:
+        self.asked.append(list(text))
+        return self.logits
 
 
 def answer(*tokens: int, seed: int = 0, text: str = "", drafted: int = 3) -> RequestOutput:
@@ -107,14 +107,14 @@ def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "base", tokenizer=True)
     adapter = write_adapter(tmp_path / "one", tmp_path / "base", rank=4, alpha=8)
     merge(tmp_path / "base", adapter, tmp_path / "merged", scale=2)
-    texts, found = [[1, 2, 3], [4]], []
+    found = []
     for model, options in (("base", {"lora": {"one": adapter}}), ("merged", {}), ("base", {})):
         with LLM(tmp_path / model, **ENGINE, **options) as llm:
             models = llm.models
             assert models.adapters is not None
             models.adapters.default = "one" if options else None
             target = PlainTarget(models.target, models.adapters)
-            found.append([target.logits_after(texts), target.logits_along(texts[0], 2)])
+            found.append([target.logits_after([4]), target.logits_along([1, 2, 3], 2)])
     for adapted, merged, plain in zip(*found, strict=True):
         np.testing.assert_allclose(adapted, merged, atol=1e-3)
         assert np.abs(adapted - plain).max() > 0.1

@@ -67,12 +67,12 @@ def test_a_penalty_that_forgets_a_trees_path_is_found(tiny: Tiny, monkeypatch: p
 
 def test_logits_are_judged_as_parameters_leave_them(tiny: Tiny) -> None:
     llm, prompt, text = tiny.llm(), [5, 6, 7], [9, 9, 4]
-    alone = PlainTarget(tiny.target).logits_after([[*prompt, *text]])[0]
+    alone = PlainTarget(tiny.target).logits_after([*prompt, *text])
     banned = SamplingParams(bad_words=("\t\x04B",))  # token ids 9, 4, 66 in a row
     biased = SamplingParams(frequency_penalty=0.5, logit_bias={3: 2.0})
     expected = alone.copy()
     expected[[9, 4, 3]] += (-1.0, -0.5, 2.0)  # the prompt's tokens do not count
-    processed = ProcessedTarget(llm, biased, prompt).logits_after([[*prompt, *text]])
-    np.testing.assert_allclose(processed[0], expected, rtol=1e-6)
-    barred = ProcessedTarget(llm, banned, prompt).logits_after([[*prompt, *text]])[0]
+    processed = ProcessedTarget(llm, biased, prompt).logits_after([*prompt, *text])
+    np.testing.assert_allclose(processed, expected, rtol=1e-6)
+    barred = ProcessedTarget(llm, banned, prompt).logits_after([*prompt, *text])
     assert np.flatnonzero(np.isneginf(barred)).tolist() == [66]

@@ -101,7 +101,7 @@ class Oracle:
         self._compiler = GrammarCompiler(tiny.tokenizer, VOCAB)
         self._texts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.row: Callable[[tuple[int, ...]], list[float]] = cache(
-            lambda text: [float(x) for x in self._alone.logits_after([text])[0]]
+            lambda text: [float(x) for x in self._alone.logits_after(text)]
         )
 
     def rules(self, prompt: list[int], params: SamplingParams) -> Rules:
