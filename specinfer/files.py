@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ConfigError, ModelFileError
 
 _PIECE: Final = 1 << 20  # bytes per read
 _DAY: Final = 86400.0  # seconds
@@ -145,6 +146,24 @@ def write_whole(path: Path, text: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError if `path` cannot be written; called before minutes of measurement."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: the folder is not writable; choose another")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write `result` to `path`, whole or not at all; raises ConfigError if writing fails."""
+    try:
+        write_text(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_exactly(path: Path, start: int, into: memoryview) -> None:

@@ -58,7 +58,7 @@ class _LazyGroup(click.Group):
             if close := get_close_matches(cmd_name, COMMANDS, n=1):
                 ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]!r}?")
             return None
-        module = "serve" if cmd_name == "run-batch" else cmd_name
+        module = {"run-batch": "serve", "pull": "cache"}.get(cmd_name, cmd_name)
         command: click.Command = getattr(import_module(f"specinfer.cli.{module}"), cmd_name.replace("-", "_"))
         return command
 
@@ -70,7 +70,7 @@ class _LazyGroup(click.Group):
 
 def _version(context: click.Context, _: click.Parameter, requested: bool) -> None:
     if requested:
-        from specinfer.cli.version import version_text
+        from specinfer.cli.doctor import version_text
 
         click.echo(version_text())
         context.exit()

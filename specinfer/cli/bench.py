@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import (
+    FILE,
+    Command,
     adapter_option,
     build_llm,
     model_options,
@@ -54,8 +55,8 @@ def bench(
     Both run on the same prompts and the same loaded weights, in turns, so that a slower moment of the machine
     slows both. Without --dataset the built-in prompts are used; without --draft prompt lookup is.
     """
+    from specinfer.files import check_writable, write_json
     from specinfer.report.dataset import built_in, read_dataset
-    from specinfer.report.files import check_writable, write_json
     from specinfer.sampling_params import SamplingParams
 
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""`specinfer cache`, which lists and removes the files that specinfer keeps on disk."""
+"""`specinfer pull`, which fetches a model, and `specinfer cache`, which lists and removes what is on disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final
 
 import click
 
-from specinfer.cli.command import Command
+from specinfer.cli.options import Command, complete_model
 from specinfer.errors import ConfigError
 from specinfer.files import cache_dir
-from specinfer.progress import format_bytes
+from specinfer.progress import ProgressBar, format_bytes
 
 # Folders of the cache; those whose entries are listed by name are models.
 KINDS: Final = {
@@ -78,3 +78,24 @@ def _size(path: Path) -> int:
     """The bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+@click.command(cls=Command)
+@click.argument("name", required=False, shell_complete=complete_model)
+@click.option("--list", "list_names", is_flag=True, help="Show the catalogue.")
+def pull(name: str | None, list_names: bool) -> None:
+    """Fetch the model NAME and print its path.
+
+    NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:Q4_K_M,
+    org/name:file.gguf.
+    """
+    from specinfer.hub import CATALOGUE, resolve
+
+    if list_names:
+        click.echo("name\tsize\tlicence\tfile")
+        for entry in CATALOGUE.values():
+            click.echo(f"{entry.name}\t{format_bytes(entry.size)}\t{entry.licence}\t{entry.file}")
+        return
+    if name is None:
+        raise click.UsageError("no model named; give a name, or --list to see the catalogue")
+    click.echo(resolve(name, progress=ProgressBar()).path)

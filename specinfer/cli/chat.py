@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specinfer.cli.command import Command
 from specinfer.cli.options import (
+    Command,
     adapter_option,
     build_llm,
     model_options,

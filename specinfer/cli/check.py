@@ -8,13 +8,7 @@ from typing import Any
 
 import click
 
-from specinfer.cli.command import FILE, Command
-from specinfer.cli.options import (
-    adapter_option,
-    build_llm,
-    model_options,
-    speculation_options,
-)
+from specinfer.cli.options import FILE, Command, adapter_option, build_llm, model_options, speculation_options
 from specinfer.errors import ConfigError, RequestError
 
 
@@ -60,8 +54,8 @@ def check(
     minimum, reason = (3, "as trees come later") if suite == "promise" else (40, "as min_tokens asks for 40")
     if max_tokens < minimum:
         raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {minimum}, {reason}")
+    from specinfer.files import check_writable, write_json
     from specinfer.report.dataset import built_in
-    from specinfer.report.files import check_writable, write_json
 
     if json_file is not None:
         check_writable(json_file)

@@ -11,8 +11,7 @@ from uuid import uuid4
 
 import click
 
-from specinfer.cli.command import Command
-from specinfer.cli.options import DEFAULT_MODEL
+from specinfer.cli.options import DEFAULT_MODEL, Command
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM

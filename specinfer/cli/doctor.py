@@ -1,18 +1,22 @@
-"""`specinfer doctor`: facts about this machine for bug reports and slow runs."""
+"""`specinfer doctor` and `--version`: facts about this machine for bug reports and slow runs."""
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specinfer.cli.command import FILE, Command
-from specinfer.cli.options import complete_model
+from specinfer.cli.options import FILE, Command, complete_model
 from specinfer.errors import ConfigError
+from specinfer.kernels.build import packaged_library
+from specinfer.kernels.machine import architecture, levels_here
+from specinfer.version import VERSION
 
 if TYPE_CHECKING:
     from specinfer.check.doctor import DiskFacts, ExchangeFacts, MachineFacts, PassCost
@@ -198,3 +202,29 @@ def _short(path: str) -> str:
     """The path with ~ for the home folder, which has the user's name in it."""
     home = str(Path.home())
     return "~" + path.removeprefix(home) if path.startswith(home + "/") else path
+
+
+def version_text() -> str:
+    """The version, and what it runs on: Python, torch and the level of the CPU kernels.
+
+    Nothing is compiled or tried, and torch is not imported. `specinfer doctor` tries the kernels.
+    """
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return f"specinfer {VERSION} (Python {platform.python_version()}, torch {torch}, CPU kernels: {_best()})"
+
+
+def _best() -> str:
+    """The best level that is prebuilt, else the one that is compiled on first use."""
+    try:
+        levels = levels_here()
+    except ConfigError as error:  # SPECINFER_CPU names a level that this CPU lacks
+        return str(error)
+    if not levels:
+        return f"none for this {architecture()} CPU, PyTorch computes"
+    best = levels[0]
+    if packaged_library(best).is_file():
+        return f"{best.words}, prebuilt"
+    return f"{best.words}, compiled on first use"

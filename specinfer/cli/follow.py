@@ -13,8 +13,7 @@ from typing import Final
 
 import click
 
-from specinfer.cli.command import Command
-from specinfer.cli.options import complete_model
+from specinfer.cli.options import Command, complete_model
 from specinfer.errors import ConfigError
 from specinfer.option import name_of_address, parse_address
 from specinfer.parallel.listener import CANNOT_LOAD, PEER_LOST, join_group

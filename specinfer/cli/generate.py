@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.command import FILE, Command
 from specinfer.cli.options import (
+    FILE,
+    Command,
     adapter_option,
     build_llm,
     model_options,

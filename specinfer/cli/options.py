@@ -1,4 +1,4 @@
-"""Command-line options of the engine and of one request, and the configs that they make.
+"""Commands, their options of the engine and of one request, and the configs that these make.
 
 An option that is not given is None, so a configuration file's key or the default applies.
 """
@@ -6,14 +6,15 @@ An option that is not given is None, so a configuration file's key or the defaul
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from specinfer.cli.command import FILE, MODEL_WORD
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
 
 DEFAULT_MODEL = "smollm2-135m"
+_WIDTH: Final = 100  # line width in characters, if the terminal is that wide
+MODEL_WORD: Final = "model_word"  # the argument MODEL of a command that has --model as well
+FILE: Final = click.Path(path_type=Path, readable=False)  # shells complete its name; commands report faults
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Options of the engine in commands that answer at a terminal; a server has all of them.
 _MODEL: Final = (
@@ -65,6 +69,46 @@ _PLAIN = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("regex", "max_tokens", "stop", "ignore_eos"),
 )
+
+
+class Command(click.Command):
+    """A click command that takes its model as first word or as --model."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        more["context_settings"] = {"max_content_width": _WIDTH, "show_default": True}
+        super().__init__(*arguments, **more)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line; the model is the first word, or the value of --model."""
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as error:
+            # The class itself is raised for surplus arguments, its subclasses for all else.
+            if type(error) is not click.UsageError or ctx.params.get("prompt") is None:
+                raise
+            raise click.UsageError(f"{error.message}; put the prompt in quotes", ctx) from None
+        word, prompted = ctx.params.pop(MODEL_WORD, None), "prompt" in ctx.params
+        if word is None:
+            return rest
+        named = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
+        if prompted and ctx.params["prompt"] is None and (named or not _names_a_model(word)):
+            ctx.params["prompt"] = word
+        elif named:
+            given = ctx.params["model"]
+            hint = "; put the prompt in quotes" if prompted else ""
+            raise click.UsageError(
+                f"the model is {word!r} and --model is {given!r}; give one of them{hint}", ctx
+            )
+        else:
+            ctx.params["model"] = word
+            ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
+        return rest
+
+
+def _names_a_model(word: str) -> bool:
+    """True if a single word of `generate` is a model, not a prompt for the default model."""
+    is_path = "/" in word or word.endswith(".gguf")
+    return word in CATALOGUE or os.path.exists(word) or (is_path and len(word.split()) == 1)
 
 
 class _NumberOr(click.ParamType[Any]):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specinfer.cli.command import Command
+from specinfer.cli.options import Command
 
 if TYPE_CHECKING:
     from specinfer.speculate.policy.memory import StoredPolicy

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.command import FILE, Command
-from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, model_named
+from specinfer.cli.options import DEFAULT_MODEL, FILE, Command, engine_config, flags, model_named
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size

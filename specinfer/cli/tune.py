@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.command import FILE, Command
-from specinfer.cli.options import engine_config, model_options
+from specinfer.cli.options import FILE, Command, engine_config, model_options
 from specinfer.errors import TuneError
 from specinfer.hub.pool import MAX_MEMBERS
 

@@ -1,1 +1,1 @@
-"""Data sets of prompts, provenance of figures, and files of reports."""
+"""Data sets of prompts, and provenance of figures."""

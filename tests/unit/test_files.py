@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -13,8 +14,16 @@ import filelock
 import pytest
 
 from specinfer import files
-from specinfer.errors import ModelFileError
-from specinfer.files import NewFile, cache_dir, locked, read_exactly, write_whole
+from specinfer.errors import ConfigError, ModelFileError
+from specinfer.files import (
+    NewFile,
+    cache_dir,
+    check_writable,
+    locked,
+    read_exactly,
+    write_json,
+    write_whole,
+)
 
 
 def test_the_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,3 +154,20 @@ def test_on_a_disk_without_locks_nobody_waits(
     with files.locked(tmp_path / "lock"):
         entered.append(True)
     assert entered
+
+
+def test_a_json_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"speedup": 2})
+    with pytest.raises(TypeError):
+        write_json(path, {"speedup": 3, "bad": object()})
+    assert json.loads(path.read_text()) == {"speedup": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; make it first"):
+        check_writable(tmp_path / "nowhere" / "out.json")
+    with pytest.raises(ConfigError, match="it is a folder; give a file"):
+        check_writable(tmp_path)
+    check_writable(tmp_path / "out.json")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from specinfer.check import doctor as facts
+from specinfer.cli import doctor as command
 from specinfer.cli.doctor import doctor
 from specinfer.errors import ConfigError, ModelNotFoundError
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.disk import measure
-from specinfer.kernels.machine import VARIABLE
+from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
+from tests.unit.cli.conftest import Run
 
 
 @pytest.fixture(autouse=True)
@@ -44,20 +48,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True))
 
 
-def run(*arguments: str) -> str:
+def report_of(*arguments: str) -> str:
     result = CliRunner().invoke(doctor, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def found(*arguments: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(run("--json", *arguments))
+    values: dict[str, Any] = json.loads(report_of("--json", *arguments))
     return values
 
 
 def test_the_report_has_levels_and_speeds(model: str) -> None:
     kernels("native")  # or skip
-    lines = run("--model", model, "--quantization", "none", "--quantization", "int8").splitlines()
+    lines = report_of("--model", model, "--quantization", "none", "--quantization", "int8").splitlines()
     report = {line.split()[0]: line for line in lines if line}
     assert f"specinfer {VERSION}" in report["versions"]
     assert "torch " in report["versions"]
@@ -98,13 +102,13 @@ def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path,
     folder.mkdir(parents=True)
     for name, size in (("small", 1 << 19), ("large", 1 << 21)):
         (folder / f"{name}.safetensors").write_bytes(bytes(size))
-    report = run("--offload-folder", str(folder))
+    report = report_of("--offload-folder", str(folder))
     assert f"streams {folder} at " in report
     assert report.splitlines()[7].endswith(" (large.safetensors)")
 
 
 def test_without_a_compiler_pytorch_is_timed(no_compiler: None, model: str) -> None:
-    report = run()
+    report = report_of()
     assert "PyTorch's, which are slow: no C++ compiler: no-such-compiler not found" in report
     assert "CXX=no-such-compiler" in report
     assert "refused: no C++ compiler" in report
@@ -119,10 +123,10 @@ def test_an_impossible_setting_is_reported_and_stops_models(
     monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, "avx9")
-    assert "kernels    none: SPECINFER_CPU is 'avx9'; allowed here: " in run()
+    assert "kernels    none: SPECINFER_CPU is 'avx9'; allowed here: " in report_of()
     assert found()["kernels"] == "nothing"
     with pytest.raises(ConfigError, match="SPECINFER_CPU is 'avx9'"):
-        run("--model", model)
+        report_of("--model", model)
 
 
 def test_slips_are_answered_before_anything_is_measured(
@@ -136,4 +140,30 @@ def test_slips_are_answered_before_anything_is_measured(
         (("--quantization", "int8"), "--quantization is for models, and none is named; add --model"),
     ):
         with pytest.raises((ConfigError, ModelNotFoundError), match=message):
-            run(*words)
+            report_of(*words)
+
+
+# ---- specinfer --version ----
+
+
+def test_python_torch_and_the_best_level_of_this_cpu(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    level = next(level for level in LEVELS if level.name == "avx512")
+    monkeypatch.setattr(command, "levels_here", lambda: (level, LEVELS[0]))
+    monkeypatch.setattr(command, "packaged_library", lambda one: tmp_path / f"{one.name}.so")
+    installed = f"specinfer {VERSION} (Python {platform.python_version()}, torch {torch.__version__}"
+    for words in ("compiled on first use", "prebuilt"):
+        assert run("--version")[:2] == (0, f"{installed}, CPU kernels: AVX-512 with VNNI, {words})\n")
+        (tmp_path / "avx512.so").touch()
+
+
+def test_a_cpu_without_kernels_and_a_level_that_it_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "levels_here", lambda: ())
+    monkeypatch.setattr(command, "architecture", lambda: "riscv64")
+    assert "CPU kernels: none for this riscv64 CPU, PyTorch computes" in run("--version")[1]
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, "mmx")
+    out = run("--version")[1]
+    assert out.startswith(f"specinfer {VERSION} (")
+    assert "SPECINFER_CPU is 'mmx'; allowed here:" in out
