@@ -9,7 +9,7 @@ import click
 
 from specinfer.cli.options import FILE, Command, engine_config, model_options
 from specinfer.errors import TuneError
-from specinfer.hub.pool import MAX_MEMBERS
+from specinfer.hub.model_files import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from specinfer.tune.draft import Kind

@@ -16,7 +16,7 @@ from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
-from specinfer.hub.pool import pool_members
+from specinfer.hub.model_files import pool_members
 from specinfer.kernels.choice import Kernels
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig

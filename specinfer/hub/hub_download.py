@@ -22,9 +22,8 @@ from specinfer.errors import (
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, install_file, require_space
 from specinfer.hub.foreign_format import foreign_files
-from specinfer.hub.gguf_choice import choose_gguf, other_tags
 from specinfer.hub.gguf_header import first_parts, part_names
-from specinfer.hub.model_files import TEMPLATES, has_pickles, instead
+from specinfer.hub.model_files import TEMPLATES, choose_gguf, has_pickles, instead, other_tags
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Model files on disk: their paths, checks, and recommended sampling parameters."""
+"""Model files on disk: their paths and checks, pools of drafts, and recommended sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.files import write_text
 from specinfer.hub.foreign_format import INSTEAD, foreign_files, foreign_gguf
-from specinfer.hub.gguf_choice import choose_gguf
-from specinfer.hub.gguf_header import GgufHeader, check_complete, part_files, read_gguf
+from specinfer.hub.gguf_header import GgufHeader, check_complete, first_parts, part_files, read_gguf
 
 _MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
 _SINGLE = "model.safetensors"
@@ -35,6 +37,24 @@ _KNOWN: Final[Mapping[str, tuple[str, Callable[[float], bool], str]]] = {
     "min_p": ("min_p", lambda p: 0 <= p <= 1, "a number in [0, 1]"),
     "repetition_penalty": ("penalty_repeat", lambda x: 0.001 <= x <= 1000, "a number in [0.001, 1000]"),
 }
+# The choice of one GGUF file among those of a repository or folder.
+_DEFAULT: Final = "Q4_K_M"
+# Beginnings of names in falling order of preference: the default, near ones, more bits, fewer bits.
+_ORDER: Final = (
+    *(_DEFAULT, "Q4_K_S", "Q4_K", "Q4_1", "Q4", "IQ4", "MXFP4", "Q5_K_M", "Q5", "Q6", "Q8"),
+    *("Q3_K_L", "Q3_K", "Q3", "IQ3", "BF16", "F16", "FP16", "Q2", "IQ2", "F32", "FP32"),
+)
+_TAG: Final = re.compile(
+    r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]{1,3})*|TQ\d_\d|B?F(?:P)?(?:16|32)|MXFP4(?:_MOE)?)(?![A-Z0-9])",
+    re.IGNORECASE,
+)
+_BESIDE: Final = ("mmproj", "imatrix")  # in names of files beside a language model
+_SHOWN: Final = 12  # names in an error
+# A pool: a folder of drafts tuned together, whose names its pool.json lists: ["member1", "member2"].
+POOL_FILE: Final = "pool.json"
+MAX_MEMBERS: Final = 16
+_MAX_POOL: Final = 1 << 16
+_MEMBER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +245,95 @@ def _checked(source: str, name: str, value: Any) -> float:
             "generation_config none"
         )
     return max(0, int(value)) if name == "top_k" else float(value)
+
+
+def choose_gguf(place: str, names: Iterable[str], tag: str | None = None) -> str | None:
+    """Return the file, or the first part, of the quantization `tag`, such as Q4_K_M; None: no GGUF model.
+
+    Without a tag, or with "latest", the choice is Q4_K_M or the nearest that there is. `place` comes
+    before names in errors: "org/name:" or "folder/". Raises ModelNotFoundError if no file has the tag, or
+    several have it.
+    """
+    files = _models(names)
+    if not files or tag in (None, "latest"):
+        tags = sorted({quantization_of(name) for name in files}, key=_rank)
+        chosen = [name for name in files if quantization_of(name) == tags[0]]
+    else:
+        assert tag is not None
+        wanted = tag.upper()
+        chosen = [name for name in files if quantization_of(name) in (wanted, f"UD-{wanted}")]
+        chosen = [name for name in chosen if quantization_of(name) == wanted] or chosen
+        chosen = chosen or [name for name in files if wanted in _base(name).upper()]
+    if len(chosen) < 2 and (chosen or not files):
+        return chosen[0] if chosen else None
+    what = f"no GGUF file of {tag}; it has" if not chosen else "several GGUF models; choose one of"
+    listed = [f"{place}{name}" for name in chosen or files]
+    more = ", ..." if len(listed) > _SHOWN else ""
+    raise ModelNotFoundError(f"{place[:-1]} has {what} {', '.join(listed[:_SHOWN])}{more}")
+
+
+def other_tags(names: Iterable[str], chosen: str) -> list[str]:
+    """Return the quantizations of the other models among these files, the nearest to the default first."""
+    return sorted(
+        {quantization_of(name) for name in _models(names)} - {quantization_of(chosen), ""}, key=_rank
+    )
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """Return the language models among GGUF files, each by its first part."""
+    return [name for name in first_parts(names) if not any(word in _base(name).lower() for word in _BESIDE)]
+
+
+def quantization_of(name: str) -> str:
+    """Return the quantization in the name of a GGUF file, in capitals; "" if it has none."""
+    found = _TAG.findall(_base(name)) or _TAG.findall(name)
+    return found[-1].upper() if found else ""
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(".gguf")
+
+
+def _rank(tag: str) -> tuple[int, str]:
+    plain = tag.removeprefix("UD-")
+    place = next((at for at, start in enumerate(_ORDER) if plain.startswith(start)), len(_ORDER))
+    return place, tag
+
+
+def pool_members(folder: Path) -> list[Path]:
+    """Return the folders of a pool's members; none if `folder` holds no pool.
+
+    Members are folders beside pool.json, with heads or small models. The file is untrusted: its names must be
+    plain, members must not be pools, and their number is limited.
+    Raises ModelFileError if the list is damaged, or a member is missing, a link to elsewhere, or a pool.
+    """
+    path = folder / POOL_FILE
+    if not path.is_file():
+        return []
+    names: Any = None
+    with path.open("rb") as file:
+        data = file.read(_MAX_POOL + 1)
+    if len(data) <= _MAX_POOL:
+        with suppress(ValueError, RecursionError):
+            names = json.loads(data)
+    plain = isinstance(names, list) and all(isinstance(one, str) and _MEMBER.fullmatch(one) for one in names)
+    if not plain or not 1 <= len(names) <= MAX_MEMBERS or len({*names}) < len(names):
+        raise ModelFileError(
+            f"{path} is no list of drafts; allowed: 1 to {MAX_MEMBERS} different names of folders beside it"
+        )
+    members = [folder / name for name in names]
+    for member in members:
+        if not member.is_dir():
+            raise ModelFileError(f"{folder} has no folder {member.name}, which its {POOL_FILE} names")
+        if member.resolve().parent != folder.resolve():
+            raise ModelFileError(
+                f"{member} is a link to another place; allowed: members in the pool's own folder"
+            )
+        if (member / POOL_FILE).exists():
+            raise ModelFileError(f"{member} is a pool; allowed: members that are heads or small models")
+    return members
+
+
+def write_pool(folder: Path, members: Sequence[str]) -> None:
+    """Write pool.json atomically; raises OSError."""
+    write_text(folder / POOL_FILE, json.dumps([*members]))

@@ -26,7 +26,7 @@ from specinfer.engine.costs import Curves, measure_curves
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.models import load_models
 from specinfer.files import write_text
-from specinfer.hub.pool import write_pool
+from specinfer.hub.model_files import write_pool
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.card import TrainingMaterial, describe_material, front_matter, licence_section

@@ -31,7 +31,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import write_text
 from specinfer.hub import resolve
-from specinfer.hub.pool import MAX_MEMBERS, POOL_FILE
+from specinfer.hub.model_files import MAX_MEMBERS, POOL_FILE
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model

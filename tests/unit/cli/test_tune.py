@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from specinfer.cli import cli
 from specinfer.errors import DatasetError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.hub.pool import pool_members
+from specinfer.hub.model_files import pool_members
 from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
 

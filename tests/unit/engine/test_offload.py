@@ -17,7 +17,7 @@ from specinfer.engine import models as loading
 from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
-from specinfer.hub.pool import write_pool
+from specinfer.hub.model_files import write_pool
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput

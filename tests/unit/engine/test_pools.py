@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import with_pool_members
-from specinfer.hub.pool import write_pool
+from specinfer.hub.model_files import write_pool
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.tiny_models import write_similar_llama, write_tiny_llama

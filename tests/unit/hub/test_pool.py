@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.pool import pool_members, write_pool
+from specinfer.hub.model_files import pool_members, write_pool
 
 
 def test_a_written_pool_is_read(tmp_path: Path) -> None:

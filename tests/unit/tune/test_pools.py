@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.hub.pool import pool_members
+from specinfer.hub.model_files import pool_members
 from specinfer.tune.draft import Kind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig
