@@ -28,6 +28,13 @@ _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 _STEP_TOKENS: Final = 128
 _ENGINE: Final = [one for _, one in ENGINE_OPTIONS.values()]
 _SERVER: Final = options_of(ServeConfig)
+# Keys of vLLM's speculative_config by method, and the options that they set; None: no option.
+_METHODS: Final[Mapping[str, Mapping[str, str | None]]] = {
+    # prompt_lookup_max bounds the match length in vLLM; here longer matches always come first.
+    "ngram": {"prompt_lookup_min": "lookup_min", "prompt_lookup_max": None},
+    "suffix": {"suffix_decoding_max_tree_depth": "lookup_depth"},
+    "draft_model": {"model": "drafts", "quantization": "draft_quantization"},
+}
 OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
 
 
@@ -232,31 +239,20 @@ def speculative_config(value: object) -> dict[str, Any]:
     tokens = left.pop("num_speculative_tokens", None)
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ConfigError(f"num_speculative_tokens is {tokens!r}; allowed: an integer >= 1")
-    options: dict[str, Any] = {}
-    names: dict[str, str | None] = {}
-    if method == "ngram":
-        options = {"lookup": True}
-        # It bounds the match length in vLLM; here longer matches always come first.
-        names = {"prompt_lookup_min": "lookup_min", "prompt_lookup_max": None}
-        if tokens is not None:
-            options["lookup_depth"] = tokens
-    elif method == "suffix":
-        options = {"lookup": True}
-        names = {"suffix_decoding_max_tree_depth": "lookup_depth"}
-        if tokens is not None:
-            options["lookup_depth"] = tokens
-    elif method == "draft_model":
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ConfigError(f"speculative_config has method {method!r}; allowed here: {', '.join(_METHODS)}")
+    names, options = _METHODS[method], dict[str, Any]()
+    if method == "draft_model":
         if "model" not in left:
             raise ConfigError("speculative_config has method draft_model and no model; name the draft")
-        names = {"model": "drafts", "quantization": "draft_quantization"}
-        if tokens is not None:
-            options["expansion"] = ",".join(["1"] * tokens)
         if left.pop("draft_tensor_parallel_size", 1) != 1:
             raise ConfigError("draft_tensor_parallel_size is not 1; a draft runs in one process here")
+        if tokens is not None:
+            options["expansion"] = ",".join(["1"] * tokens)
     else:
-        raise ConfigError(
-            f"speculative_config has method {method!r}; allowed here: ngram, suffix, draft_model"
-        )
+        options["lookup"] = True
+        if tokens is not None:
+            options["lookup_depth"] = tokens
     for key, name in names.items():
         if key in left:
             value = left.pop(key)
