@@ -127,8 +127,11 @@ def read_header(path: Path) -> GgufHeader:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            if file.read(4) != MAGIC:
-                raise ModelFileError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+            if not MAGIC.startswith(file.read(4)):
+                raise ModelFileError(
+                    f"{path} is not a GGUF file: it does not begin with 'GGUF'; give a .gguf file, or the "
+                    "folder of a model"
+                )
             if size < 24:
                 raise ModelFileError(_cut_short(path, size))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:

@@ -82,13 +82,6 @@ def local_model(name: str, path: Path) -> ModelFiles:
         if (gguf := _gguf_in(path)) is None:
             return ModelFiles(name, path, weight_files(path))
         path = gguf
-    if path.stat().st_size == 0:
-        raise ModelFileError(f"{path} is empty; fetch it again")
-    with path.open("rb") as file:
-        start = file.read(4)
-    if start != b"GGUF":
-        hint = " (give its folder)" if path.suffix in (".safetensors", ".json", *PICKLES) else ""
-        raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
     header = read_gguf(path)
     if (what := foreign_gguf(header.metadata)) is not None:
         raise ModelFileError(f"{name} is {what}")
