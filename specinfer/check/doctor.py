@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import numpy
 import psutil
-import torch
 
 from specinfer.check.kernel_faults import kernel_fault
 from specinfer.config import EngineConfig
@@ -46,12 +44,12 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
 from specinfer.progress import Progress
+from specinfer.report.provenance import versions
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from specinfer.transport.trial import exchange_seconds
-from specinfer.version import VERSION
 
 TEXT: Final = 200  # tokens in the cache before a timed pass
 PASSES: Final = 9  # timed passes; the median is reported
@@ -174,12 +172,7 @@ def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFa
     library = found.library
     packaged = library is not None and library.path == packaged_library(library.level)
     return MachineFacts(
-        versions={
-            "specinfer": VERSION,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": numpy.__version__,
-        },
+        versions=versions(),
         system=platform.platform(),
         cpu=cpu_name(),
         architecture=architecture(),

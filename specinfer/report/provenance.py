@@ -27,13 +27,18 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "commit": commit(),
-        "versions": {
-            "specinfer": VERSION,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-        },
+        "versions": versions(),
         "hardware": hardware(threads),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of specinfer, Python and the libraries that compute."""
+    return {
+        "specinfer": VERSION,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
     }
 
 
