@@ -109,11 +109,8 @@ def main() -> None:
     except KeyboardInterrupt:
         click.echo("", err=True)
         status = INTERRUPTED
-    except click.ClickException as error:
-        _complain(error.format_message())
-        status = 2
-    except UserError as error:
-        _complain(str(error))
+    except (click.ClickException, UserError) as error:
+        _complain(error.format_message() if isinstance(error, click.ClickException) else str(error))
         status = 2
     except IntegrityError as error:
         _complain(f"internal error: {error}; please report it")

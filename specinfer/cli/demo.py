@@ -78,11 +78,6 @@ class DemoComparison:
         """Tokens per step with speculation; without it there is one."""
         return self.pairs[-1][1].figures.tokens_per_step
 
-    @property
-    def identical(self) -> bool:
-        """True if both texts of every round have the same tokens."""
-        return all(a.token_ids == b.token_ids for a, b in self.pairs)
-
 
 @click.command(cls=Command)
 def demo() -> None:
@@ -118,8 +113,6 @@ def demo() -> None:
             comparisons.append(DemoComparison(pairs))
             show_comparison(prompt, comparisons[-1])
     show_end(comparisons)
-    if not all(one.identical for one in comparisons):
-        sys.exit(1)
 
 
 def answer(llm: LLM, prompt: Prompt, *, show: bool = False) -> RequestOutput:
@@ -134,7 +127,6 @@ def answer(llm: LLM, prompt: Prompt, *, show: bool = False) -> RequestOutput:
     for last in llm.stream_chat([{"role": "user", "content": prompt.question}], params):
         if show:
             click.echo(last.new_text, nl=False)
-            sys.stdout.flush()
     assert last is not None, "an answer has at least one step"
     if show:
         click.echo()
@@ -180,15 +172,16 @@ def reason(prompt: Prompt, comparison: DemoComparison) -> str:
 
 
 def show_end(comparisons: Sequence[DemoComparison]) -> None:
-    """Print how to see the trees, and whether all texts are identical."""
+    """Print how to see the trees, and whether all texts are identical; exits with 1 if not."""
     click.echo("""See the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
     click.echo("Chat with the model in a browser: specinfer serve")
-    count = sum(len(one.pairs) for one in comparisons)
-    if all(one.identical for one in comparisons):
-        click.echo(f"\nIdentical texts: all {count} answers are the same with and without speculation.")
-    else:
-        differing = sum(a.token_ids != b.token_ids for one in comparisons for a, b in one.pairs)
-        click.echo(f"\nDIFFERENT texts: {differing} of {count} answers differ with speculation.")
+    differing = [a.token_ids != b.token_ids for one in comparisons for a, b in one.pairs]
+    if any(differing):
+        click.echo(
+            f"\nDIFFERENT texts: {sum(differing)} of {len(differing)} answers differ with speculation."
+        )
+        sys.exit(1)
+    click.echo(f"\nIdentical texts: all {len(differing)} answers are the same with and without speculation.")
 
 
 def _rate(output: RequestOutput) -> float:
