@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
-from math import log
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +21,10 @@ def policy() -> None:
 @policy.command(cls=Command)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
 def show(json_output: bool) -> None:
-    """Print the acceptance rates learned on this machine, for each target with its drafts."""
+    """Print the acceptance rates learned on this machine, for each target with its drafts.
+
+    With --json also those of each temperature, and of guesses by their reported probability.
+    """
     from specinfer.speculate.policy.memory import policies_dir, stored_policies
 
     found = stored_policies()
@@ -45,34 +46,21 @@ def show(json_output: bool) -> None:
 
 def _lines(stored: StoredPolicy) -> list[str]:
     """The contents of one file, as text."""
-    from specinfer.speculate.policy.acceptance import CONFIDENCES, TEMPERATURES, AcceptanceRates
+    from specinfer.speculate.policy.acceptance import AcceptanceRates
     from specinfer.speculate.policy.memory import recall
 
     drafts, key = stored.learned["drafts"], stored.key
     acceptance = AcceptanceRates({name: len(levels["all"]) for name, levels in drafts.items()})
     recall(stored.learned, acceptance)
-    temperatures = [
-        " at temperature 0",
-        *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(TEMPERATURES)),
-        f" at temperatures over {TEMPERATURES[-1]:g}",
-    ]
-    lines = [
+    return [
         f"{stored.file}",
         f"  target     {key.get('target')}",
         *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
         f"  device     {key.get('device')}",
         f"  learned of {acceptance.outcomes} guesses",
+        *(
+            f"  levels     {name}: accepted at level 1, 2, ... "
+            + " ".join(f"{rate.any:.2f}" for rate in levels.all.rates())
+            for name, levels in acceptance.levels.items()
+        ),
     ]
-    for name, levels in acceptance.levels.items():
-        counted = zip(("", *temperatures), (levels.all, *levels.alike), strict=True)
-        lines += [
-            f"  levels     {name}{temperature}: accepted at level 1, 2, ... "
-            + " ".join(f"{rate.any:.2f}" for rate in counts.rates())
-            for temperature, counts in counted
-            if not temperature or any(map(any, counts.counts))
-        ]
-    for name, curves in acceptance.curves.items():
-        for kind, curve in zip(("others", "first choices"), curves, strict=True):
-            rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in CONFIDENCES]
-            lines.append(f"  {name}: {kind}, reported->accepted: {' '.join(rates)}")
-    return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -55,10 +54,6 @@ def test_learned_figures_are_shown(kept: Path) -> None:
     assert "target     large, int8" in shown
     assert "learned of 60 guesses" in shown
     assert "draft: accepted at level 1, 2, ... 0.68 0.56\n" in shown
-    assert "draft at temperature 0: accepted at level 1, 2, ... 0.68 0.56\n" in shown
-    assert "draft at temperatures over 1: accepted at level 1, 2, ... 0.68 0.68\n" in shown
-    assert "to 0.5" not in shown, "of which there was none"
-    assert re.search(r"draft: first choices, reported->accepted: .* 0\.73->0\.\d\d ", shown)
     assert f"{kept / 'x.json'}\n  cannot be used: it is not a complete JSON file" in shown
     assert run("cache", "clear", "policies").exit_code == 0
     assert run("policy", "show").output == f"nothing is learned yet; the folder would be {kept}\n"
