@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,32 +82,18 @@ WITHOUT_TORCH = (
 class Import:
     target: str  # a module, or a module and a name in it
     line: int
-    at_load: bool  # runs when the module is loaded: not in a function, not under TYPE_CHECKING
 
 
-def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
+def imports_of(source: str) -> list[Import]:
     """Every import statement of a module, wherever it stands."""
-    package = module if is_package else module.rpartition(".")[0]
-
-    def walk(node: ast.AST, at_load: bool) -> Iterator[Import]:
+    found: list[Import] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
+            found += (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = parts[: len(parts) - node.level + 1] if node.level else []
-            home = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (Import(f"{home}.{alias.name}", node.lineno, at_load) for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for child in node.body:
-                yield from walk(child, False)
-            for child in node.orelse:
-                yield from walk(child, at_load)
-        else:
-            deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            for child in ast.iter_child_nodes(node):
-                yield from walk(child, at_load and not deferred)
-
-    return list(walk(ast.parse(source), True))
+            assert node.level == 0, "imports are absolute"
+            found += (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    return found
 
 
 def read_package() -> dict[str, list[Import]]:
@@ -114,9 +101,8 @@ def read_package() -> dict[str, list[Import]]:
     modules = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = [PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        modules[name] = imports_of(path.read_text(encoding="utf-8"), name, is_package=is_package)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = imports_of(path.read_text(encoding="utf-8"))
     return modules
 
 
@@ -163,33 +149,11 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
     return found
 
 
-def way_to(library: str, module: str, modules: dict[str, list[Import]]) -> list[str] | None:
-    """The chain of modules by which loading `module` loads a library; None when it does not."""
-    before: dict[str, str | None] = dict.fromkeys(loads(module, modules))
-    todo = list(before)
-    while todo:
-        name = todo.pop()
-        for imported in modules[name]:
-            if not imported.at_load:
-                continue
-            if imported.target.split(".")[0] == library:
-                chain: list[str] = []
-                step: str | None = name
-                while step is not None:
-                    chain.append(step)
-                    step = before[step]
-                return [*reversed(chain), library]
-            for loaded in loads(imported.target, modules):
-                if loaded not in before:
-                    before[loaded] = name
-                    todo.append(loaded)
-    return None
-
-
-def loads(target: str, modules: dict[str, list[Import]]) -> list[str]:
-    """Return specinfer's modules that importing `target` loads: its packages and itself."""
-    parts = target.split(".")
-    return [name for i in range(1, len(parts) + 1) if (name := ".".join(parts[:i])) in modules]
+def loaded_by(*modules: str) -> set[str]:
+    """The modules that a process has loaded once it has imported these."""
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {*done.stdout.split()}
 
 
 def test_imports_run_one_way() -> None:
@@ -206,22 +170,14 @@ def test_every_room_is_there_and_all_rooms_of_a_folder_have_a_floor() -> None:
 
 
 def test_what_starts_quickly_does_not_load_torch() -> None:
-    modules = read_package()
-    marked = {"specinfer", "specinfer.cli"} & set(modules)
+    quick = {"specinfer", "specinfer.cli"}
     for name in WITHOUT_TORCH:
-        own = {m for m in modules if f"{m}.".startswith(f"specinfer.{name}.")}
+        own = {module for module in read_package() if f"{module}.".startswith(f"specinfer.{name}.")}
         assert own, f"{name} is gone: mend WITHOUT_TORCH"
-        marked |= own
-    ways = {name: way for name in sorted(marked) if (way := way_to("torch", name, modules))}
-    assert ways == {}
+        quick |= own
+    assert "torch" not in loaded_by(*sorted(quick)), "python -X importtime -c 'import ...' has the way to it"
 
 
 def test_what_a_server_loads_before_it_starts_its_engines_process_is_little() -> None:
-    modules = read_package()
-    before = (
-        "specinfer.cli.serve",
-        "specinfer.serve.backend.engine_child",
-    )  # the process's own torch takes longest
-    assert [way_to(large, name, modules) for name in before for large in ("numpy", "asyncio", "fastapi")] == (
-        [None] * 6
-    )
+    loaded = loaded_by("specinfer.cli.serve", "specinfer.serve.backend.engine_child")
+    assert {"numpy", "asyncio", "fastapi"} & loaded == set(), "the process's own torch takes longest"
