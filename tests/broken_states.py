@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def more_computed_than_the_blocks_hold() -> None:
     more_computed_than_there_are_tokens(1)
 
 
-def scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
+def _scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
     pool, sequence = BlockPool(8, block_size=4), SequenceState(REQUEST, REQUEST.prompt_token_ids)
     scheduler = Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64)
     scheduler.add(sequence)
@@ -65,26 +66,26 @@ def scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
 
 
 def lost_block() -> None:
-    scheduler, sequence, _ = scheduled()
+    scheduler, sequence, _ = _scheduled()
     sequence.block_table.pop()
     scheduler.check_integrity()
 
 
 def block_of_a_waiting_request() -> None:
-    scheduler, sequence, pool = scheduled()
+    scheduler, sequence, pool = _scheduled()
     scheduler._preempt(sequence)
     pool.extend(sequence.block_table, 1)
     scheduler.check_integrity()
 
 
 def step_that_would_write_to_a_published_block() -> None:
-    scheduler, sequence, _ = scheduled()
+    scheduler, sequence, _ = _scheduled()
     sequence.published = 1
     scheduler.schedule()
 
 
 def published_block_that_is_to_be_written() -> None:
-    scheduler, sequence, pool = scheduled()
+    scheduler, sequence, pool = _scheduled()
     pool.publish(sequence.block_table[0], b"text")
     scheduler.check_integrity()
 
@@ -157,30 +158,13 @@ def engine_that_forgot_a_request() -> None:
 
 
 STATES: list[Callable[[], None]] = [
-    node_before_its_parent,
-    repeated_sibling,
-    draw_of_the_root,
-    dropped_sample,
-    more_computed_than_there_are_tokens,
-    more_computed_than_the_blocks_hold,
-    lost_block,
-    block_of_a_waiting_request,
-    step_that_would_write_to_a_published_block,
-    published_block_that_is_to_be_written,
-    text_found_behind_its_beginning,
-    published_block_without_an_owner,
-    owned_block_that_is_said_to_be_untouched,
-    block_that_is_free_twice,
-    block_whose_text_is_known_and_not_kept,
-    more_forgotten_blocks_remembered_than_could_be_kept,
-    more_blocks_owned_than_ever_were,
-    more_slots_read_than_written,
-    law_without_its_likeliest_token,
-    engine_that_forgot_a_request,
+    value
+    for name, value in globals().items()
+    if isfunction(value) and value.__module__ == __name__ and not name.startswith("_")
 ]
 
 
-def main() -> None:
+def _main() -> None:
     """Print the states that do not raise IntegrityError."""
     for state in STATES:
         try:
@@ -195,4 +179,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     print("with asserts" if __debug__ else "without asserts", file=sys.stderr)
-    main()
+    _main()

@@ -24,7 +24,7 @@ from specinfer.cli.options import (
 from specinfer.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from specinfer.engine.trace import TreeEvent
+    from specinfer.engine.steps import TreeEvent
     from specinfer.request import RequestOutput
 
 _MAX_TOKENS: Final = 256  # a model without a chat template may never end
