@@ -81,12 +81,9 @@ def test_a_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ("max_batch", "did you mean max_batch_size?"),
         ("draft", "did you mean drafts?"),
-        ("kv_cache_mem", "did you mean kv_cache_memory?"),
         ("model", "known: block_size, chat_template, "),  # given by position
         ("speculation", "known: block_size, chat_template, "),  # groups are flat here
-        ("zzz", "known: block_size, chat_template, "),
     ],
 )
 def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> None:
@@ -105,15 +102,9 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
     ("options", "line"),
     [
         ({"dtype": "float16"}, "dtype is 'float16'; allowed: auto, bfloat16, float32"),
-        ({"dtype": ["auto"]}, "dtype is ['auto']; allowed: auto, bfloat16, float32"),
-        ({"quantization": "int3"}, "quantization is 'int3'; allowed: auto, none, int8, int4, gguf"),
         ({"draft_quantization": None}, "draft_quantization is None; allowed: auto, none, int8, int4, gguf"),
         ({"device": 0}, "device is 0; allowed: auto, cpu, cuda, cuda:N"),
-        ({"verifier": "naive"}, "verifier is 'naive'; allowed: coupled, mss"),
-        ({"tree_size": 7}, "tree_size is 7; allowed: cost, fixed"),
-        ({"clock": "wall"}, "clock is 'wall'; allowed: measured, curve"),
         ({"threads": 0}, "threads is 0; allowed: an integer >= 1"),
-        ({"threads": "2"}, "threads is '2'; allowed: an integer >= 1"),
         (
             {"draw": "iid"},
             "draw is 'iid' with the coupled verifier; allowed there: coupled, top_k, "
@@ -131,12 +122,8 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
         ({"lookup": "yes"}, "lookup is 'yes'; allowed: True, False or 'auto'"),
-        ({"lookup_min": 0}, "lookup_min is 0; allowed: an integer >= 1"),
         ({"lookup_min": 33}, "lookup_min is 33; allowed: 1 to 32 tokens"),
         ({"lookup_nodes": 1}, "lookup_nodes is 1; allowed: an integer >= 2"),
-        ({"lookup_depth": True}, "lookup_depth is True; allowed: an integer >= 1"),
-        ({"lookup_memory": -1}, "lookup_memory is -1; allowed: an integer >= 0"),
-        ({"lookup_memory": 1e9}, "lookup_memory is 1000000000.0; allowed: an integer >= 0"),
         (
             {"lookup_memory": 200_000},
             "lookup_memory is 200000; allowed: 0, or 1048576 bytes and more; "
@@ -144,7 +131,6 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1, or auto"),
         ({"max_nodes": "all"}, "max_nodes is 'all'; allowed: an integer >= 1, or auto"),
-        ({"lookup_nodes": "auto"}, "lookup_nodes is 'auto'; allowed: an integer >= 2"),
         (
             {"expansion": 3},
             "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned",
@@ -158,8 +144,6 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
             {"expansion": ()},
             "expansion is ''; allowed: 1 to 64 integers from 1 to 64, for example 1,1,3,1,1; or learned",
         ),
-        ({"block_size": -1}, "block_size is -1; allowed: an integer >= 1"),
-        ({"kv_cache_memory": 0}, "kv_cache_memory is 0; allowed: an integer >= 1"),
         ({"max_batch_size": None}, "max_batch_size is None; allowed: an integer >= 1"),
         ({"max_context": 1}, "max_context is 1; allowed: an integer >= 2"),
         (

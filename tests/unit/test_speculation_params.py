@@ -15,16 +15,12 @@ from specinfer.tree.token_tree import Expansion
     ("given", "meant"),
     [
         (None, SpeculationParams()),
-        (True, SpeculationParams()),
         (False, SpeculationParams(enabled=False)),
-        ({}, SpeculationParams()),
-        ({"enabled": False}, SpeculationParams(enabled=False)),
         ({"max_nodes": 1}, SpeculationParams(max_nodes=1)),
         ({"expansion": "2,1"}, SpeculationParams(expansion=Expansion((2, 1)))),
         ({"expansion": "<1,1,3>"}, SpeculationParams(expansion=Expansion((1, 1, 3)))),
         ({"expansion": [2, 1]}, SpeculationParams(expansion=Expansion((2, 1)))),
         ({"speculators": "lookup"}, SpeculationParams(speculators=("lookup",))),
-        ({"speculators": ["draft", "lookup"]}, SpeculationParams(speculators=("draft", "lookup"))),
         ({"verifier": "mss"}, SpeculationParams(verifier="mss")),
         (SpeculationParams(max_nodes=3), SpeculationParams(max_nodes=3)),
     ],
@@ -44,7 +40,6 @@ SPECULATORS = "allowed: names of speculators, at least one; to switch speculatio
             "speculation is 'on'; allowed: true, false, or a mapping of enabled, max_nodes, expansion, "
             "speculators, verifier",
         ),
-        (3, "speculation is 3; allowed: true, false, or a mapping of enabled"),
         (
             {"nodes": 3},
             "speculation has no option 'nodes'; allowed: enabled, max_nodes, expansion, speculators, "
@@ -52,18 +47,11 @@ SPECULATORS = "allowed: names of speculators, at least one; to switch speculatio
         ),
         ({"enabled": "no"}, "speculation.enabled is 'no'; allowed: true or false"),
         ({"max_nodes": 0}, "speculation.max_nodes is 0; allowed: an integer >= 1, the root included"),
-        ({"max_nodes": True}, "speculation.max_nodes is True; allowed: an integer >= 1"),
-        ({"max_nodes": 2.0}, "speculation.max_nodes is 2.0; allowed: an integer >= 1"),
         ({"expansion": "1,x"}, "speculation.expansion is '1,x'; allowed: integers >= 1"),
         ({"expansion": [0]}, "speculation.expansion is '0'; allowed: "),
-        ({"expansion": []}, "speculation.expansion is ''; allowed: "),
-        ({"expansion": 5}, "speculation.expansion is 5; allowed: integers >= 1, for example 1,1,3,1,1"),
         ({"speculators": []}, f"speculation.speculators is []; {SPECULATORS}"),
-        ({"speculators": ""}, f"speculation.speculators is ''; {SPECULATORS}"),
         ({"speculators": [1]}, f"speculation.speculators is [1]; {SPECULATORS}"),
-        ({"speculators": 7}, f"speculation.speculators is 7; {SPECULATORS}"),
         ({"verifier": "naive"}, "speculation.verifier is 'naive'; allowed: coupled, mss"),
-        ({"verifier": ["mss"]}, "speculation.verifier is ['mss']; allowed: coupled, mss"),
     ],
 )
 def test_a_wrong_value_is_one_line(given: object, line: str) -> None:
