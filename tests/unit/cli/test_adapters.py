@@ -77,19 +77,6 @@ def test_every_request_of_a_command_has_the_adapter(
         assert len(used) >= 4  # both engines, and their warm-up
 
 
-@pytest.mark.thorough
-def test_check_compares_texts_and_laws_of_the_adapter(
-    pair: list[str], adapter: Path, used: list[str | None], run: Run, tmp_path: Path
-) -> None:
-    file = tmp_path / "check.json"
-    small = ("--prompts", "3", "--max-tokens", "12", "--samples", "24", "--json", file)
-    status, out, err = run("check", *pair, *small, "--lora", f"sql={adapter}")
-    assert status == 0, out + err
-    assert "passed: all 13 checks" in out
-    assert json.loads(file.read_text())["lora"] == ["sql"]
-    assert used == ["sql"] * len(used)
-
-
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "check"])
 def test_an_adapter_that_cannot_be_used_is_refused_in_a_line(
     command: str, pair: list[str], adapter: Path, run: Run, tmp_path: Path

@@ -77,20 +77,9 @@ def test_the_report_has_levels_and_speeds(model: str) -> None:
     assert lines[-1].startswith("tiny (int8, bfloat16): ")
     assert " ms a pass after 200 tokens (" in lines[-1]
     assert re.search(r" times the floor of its bytes\), first token in \d+ ms, \d+ MB of memory$", lines[-1])
-
-
-def test_the_json_has_the_same_facts(model: str) -> None:
-    kernels("native")
-    values = found("--model", model)
-    assert (values["kernels"], values["kernels_fault"]) == ("native", None)
-    assert Path(values["library"]).is_file()
+    values = found()
     (used,) = [level["name"] for level in values["levels"] if level["standing"] == "used"]
     assert used in Path(values["library"]).name
-    assert values["memory_bytes_per_second"] > 1e6
-    (cost,) = values["passes"]
-    assert (cost["model"], cost["quantization"], cost["text"]) == (model, "none", 200)
-    assert cost["times_floor"] > 0
-    assert cost["prompt_milliseconds"] > 0 <= cost["memory"]
 
 
 def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:

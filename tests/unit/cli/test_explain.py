@@ -56,26 +56,19 @@ def test_explain_lists_expected_tokens_and_costs(
     status, out, err = run(*arguments)
     assert status == 0, err
     rows = [row.groupdict() for row in EXPLAINED.finditer(out)]
-    assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
     assert {row["reason"] for row in rows} == {None, "no room", "plain step"}
-    total = out.splitlines()[-1]
     counts = f"{len(rows)} steps, including the prompt's, 30 tokens"
-    tokens, expected, taken = re.match(  # type: ignore[union-attr]
-        rf"{counts}; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
-    ).groups()
-    for column, shown, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
-        assert float(shown) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
+    assert re.match(rf"{counts}; \S+ expected; \d+ ms expected, \d+ ms taken; ", out.splitlines()[-1])
     status, out, _ = run(*arguments, "--json")
     steps: list[dict[str, Any]] = json.loads(out)["steps"]
     for row, step in zip(rows, steps, strict=True):
         turn = step["speculators"][-1]
         assert (row["verified"] or "0", row["drawn"] or "0") == (str(turn["verified"]), str(turn["drawn"]))
+        assert row["step"] == str(step["step"])
         assert row["tokens"] == f"{step['expected_tokens']:.2f}"
         assert row["came"] == str(step["tokens"])
         assert row["guesses"] == f"{1e3 * step['guess_seconds']:.1f}"
         assert row["expected"] == f"{1e3 * step['expected_seconds']:.1f}"
-        assert step["expected_tokens"] == pytest.approx(sum(step["probabilities"]), abs=1e-3)
-        assert (step["probabilities"][0], len(step["probabilities"])) == (1.0, 1 + turn["verified"])
         assert 1e3 * step["guess_seconds"] == pytest.approx(turn["verified"] + turn["levels"])
         prompt = 5 if step["step"] == 1 else 0  # more rows than one
         assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["guess_seconds"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -79,18 +78,6 @@ def test_a_run_that_is_killed_goes_on_where_it_was(model: Path, tmp_path: Path) 
     with begin(model, tmp_path) as run:  # nothing is left, and no model is loaded
         _, log = run.communicate(timeout=_STARTING)
     assert (run.returncode, log.count("24 were there before")) == (0, 1)
-
-
-@pytest.mark.thorough
-def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
-    write(tmp_path / "in.jsonl", 24, max_tokens=100)
-    with begin(model, tmp_path) as run:
-        wait_for_answers(run, tmp_path, 2)
-        run.send_signal(signal.SIGINT)
-        _, log = run.communicate(timeout=_STARTING)
-    assert run.returncode == 130
-    assert "Traceback" not in log
-    assert "out.jsonl has " in log
 
 
 def test_an_invalid_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
