@@ -20,19 +20,15 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    targets = {t for t in re.findall(r"\]\(([^)#]+)", text) if "://" not in t}
-    assert {t for t in targets if not (page.parent / t).exists()} == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path) -> None:
-    text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))  # another test checks links
+def test_links_and_files_that_are_named_exist() -> None:
     folders = "tests|docs|tools|benchmarks|examples|specinfer"
-    named = set(re.findall(rf"(?<!serve/)\b((?:{folders})/[\w/.]+\.(?:py|md))\b", text))
-    assert {name for name in named if not (ROOT / name).exists()} == set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        links = {t for t in re.findall(r"\]\(([^)#]+)", text) if "://" not in t}
+        assert {t for t in links if not (page.parent / t).exists()} == set(), page
+        text = re.sub(r"\]\([^)]*\)", "]", text)
+        named = set(re.findall(rf"(?<!serve/)\b((?:{folders})/[\w/.]+\.(?:py|md))\b", text))
+        assert {name for name in named if not (ROOT / name).exists()} == set(), page
 
 
 def test_files_that_the_code_names_exist() -> None:
@@ -48,12 +44,9 @@ def test_files_that_the_code_names_exist() -> None:
             assert any(file.endswith(f"/{name}") for file in files), f"{source.name}: {name}"
 
 
-def test_the_readme_shows_commands() -> None:
+def test_the_readme_is_short_and_shows_commands() -> None:
     lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
     assert len([line for line in lines if line.startswith("specinfer ")]) >= 2
-
-
-def test_the_readme_has_at_most_600_words() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 600
 
 

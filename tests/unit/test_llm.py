@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.steps import Stage
 from specinfer.errors import ClosedError, ConfigError, RequestError
 from specinfer.llm import LLM
-from specinfer.request import Delta
 from specinfer.tokenizer import ChatEncoder
 from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
 from tests.tiny_models import write_pair
@@ -83,18 +81,6 @@ def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
     [[mine]] = llm.intake.prompts([[5, 6]], GREEDY)
     assert mine.request.request_id == foreign.request.request_id
     assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
-    assert_idle(llm)
-
-
-def test_two_requests_of_one_id_are_one_too_many(tiny: Tiny) -> None:
-    llm = tiny.llm()
-    [requests] = llm.intake.prompts([[5, 6]], GREEDY)
-    heard: SimpleQueue[Delta] = SimpleQueue()
-    llm.loop.submit(requests, heard.put)
-    with pytest.raises(RequestError, match="request id 'request-0' is in use"):
-        llm.loop.submit(requests, lambda output: None)
-    while not heard.get(timeout=20).finished:
-        pass
     assert_idle(llm)
 
 

@@ -21,12 +21,6 @@ def test_the_public_names_are_these() -> None:
         "SpeculationFigures SpeculationParams Speculator TokenTree UserError"
     )
     assert sorted(set(specinfer.__all__) - {"__version__"}) == names.split()
-    assert len(specinfer.__all__) <= 13
-
-
-@pytest.mark.parametrize("name", specinfer.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(specinfer, name) is not None
 
 
 def test_every_public_name_is_on_the_page_of_the_python_api() -> None:

@@ -35,6 +35,8 @@ BAD: list[tuple[list[str], str]] = [
         ["--draft-quantization", "int8", "hi"],
         "draft_quantization is for draft models, and none is named; add --draft MODEL",
     ),
+    (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
+    (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
     (["hi", "there"], "give one of them; put the prompt in quotes"),
     (["--memory", "8", "hi"], "memory is '8', which means bytes; write 8GB or 8MB"),
     (["--memory", "9MB", "hi"], "--memory (memory) is 9.00 MiB, and "),
