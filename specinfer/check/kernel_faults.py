@@ -1,9 +1,11 @@
-"""Finds wrong results of a native library by comparison with PyTorch and NumPy; takes some seconds."""
+"""Finds wrong results of a native library by comparison with PyTorch and NumPy; takes some seconds.
+
+It runs what every model and every request runs. Tests compare all other functions with their oracles.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Final
@@ -20,27 +22,16 @@ from specinfer.kernels.layout import (
     GROUP,
     BlocksWeight,
     Int4Weight,
+    Int8Weight,
     lay_out_int8,
     pack_levels,
     padded,
 )
 from specinfer.kernels.library import Library
-from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
 from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, Product, ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Products
-from specinfer.kernels.structures import (
-    ACTIVATIONS,
-    BLOCK,
-    KINDS,
-    TREE_REQUEST,
-    TYPES,
-    GrownArgs,
-    GuesserArgs,
-    Kind,
-    num_blocks,
-)
-from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
+from specinfer.kernels.structures import ACTIVATIONS, BLOCK, KINDS, Kind, num_blocks
 from specinfer.verify.scan import SAMPLE_REQUEST, LogitBlock
 
 _TOLERANCE: Final = 1e-2  # tolerance relative to the largest result, for bfloat16
@@ -60,87 +51,62 @@ def faults(library: Library) -> Iterator[str]:
     chance = torch.Generator().manual_seed(0)
     for channels, inner in _SHAPES:
         for kind in KINDS:
-            check = _ProductCheck(library, kind, channels, inner, chance)
+            made = _matrix(kind, channels, inner, chance)
             x = 3 * torch.randn(max(_ROWS), inner, generator=chance)
             x = x.bfloat16() if kind == "bfloat16" else x
-            yield from (f"{kind} {channels} x {inner}: {fault}" for fault in check.faults(x))
+            yield from (
+                f"{kind} {channels} x {inner}: {fault}" for fault in _faults_of(library, kind, made, x)
+            )
 
 
-class _ProductCheck:
-    """A random matrix of one kind, multiplied by the library and by PyTorch."""
-
-    def __init__(
-        self, library: Library, kind: Kind, channels: int, inner: int, chance: torch.Generator
-    ) -> None:
-        self._library, self._kind = library, kind
-        self._channels, self._inner = channels, inner
-        self._exact = kind in ("int8", *_BLOCKS) or (kind == "int4" and bool(library.int4_is_exact()))
-        self._bias = torch.randn(channels, generator=chance)
-        blocks, size = num_blocks(channels), padded(inner)
-        groups = (blocks, size // GROUP, BLOCK)
-        self._floats = torch.randn(channels, inner, generator=chance)
+def _matrix(kind: Kind, channels: int, inner: int, chance: torch.Generator) -> Callable[[Products], Product]:
+    """A random matrix of one kind, as a function that gives its product by some kernels."""
+    bias, size = torch.randn(channels, generator=chance), padded(inner)
+    if kind in ("float32", "bfloat16"):
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        floats = torch.randn(channels, inner, generator=chance).to(dtype)
+        return lambda by: by.floats(floats, bias.to(dtype))
+    weight: Int8Weight | Int4Weight | BlocksWeight
+    if kind == "int8":
         scales = torch.empty(channels).uniform_(0.01, 0.1, generator=chance)
-        self._values, self._scales = (
-            _integers(-127, 128, channels, size, chance=chance).to(torch.int8),
-            scales,
-        )
-        self._int8 = lay_out_int8(self._values, scales)
-        self._int4 = Int4Weight(
+        weight = lay_out_int8(_integers(-127, 128, channels, size, chance=chance).to(torch.int8), scales)
+    elif kind == "int4":
+        blocks = num_blocks(channels)
+        groups = (blocks, size // GROUP, BLOCK)
+        weight = Int4Weight(
             pack_levels(_integers(0, 16, blocks * BLOCK, size, chance=chance).to(torch.uint8)),
             torch.empty(groups).uniform_(0.01, 0.1, generator=chance).half(),
             _integers(0, 256, *groups, chance=chance).to(torch.uint8),
         )
-        self._blocks = {kind: _blocks(form, channels, size) for kind, form in _BLOCKS.items()}
+    else:
+        weight = _blocks(_BLOCKS[kind], channels, size)
+    return lambda by: by.laid_out(weight, bias, inner, channels)
 
-    def faults(self, x: Tensor) -> Iterator[str]:
-        """Faults in the product of the first rows of x, and of all rows."""
-        product, plain = self._by(NativeProducts(self._library)), self._by(Products())
-        past_caches = self._by(NativeProducts(self._library, ProductOptions(nontemporal=True)))
-        whole, want = product(x), plain(x)
-        for rows in _ROWS:
-            if not torch.equal(product(x[:rows]), whole[:rows]):
-                yield f"{rows} rows differ from the same rows among {len(x)}"
-            elif not torch.equal(past_caches(x[:rows]), whole[:rows]):
-                yield f"{rows} rows differ where weights are read past the caches"
-        if self._kind == "int8":
-            yield from self._faults_of_parts(x, want)
-        if self._exact:
-            if not torch.equal(product(x.bfloat16()), plain(x.bfloat16())):
-                yield "results of bfloat16 rows differ"
-            if not torch.equal(whole, want):
-                yield f"{int((whole != want).sum())} of {want.numel()} results differ"
-            return
-        if not near(whole, want):
-            yield f"results are off by {float((whole - want).abs().max()):.3g}"
-        if self._kind == "int4":  # float32 rows become bfloat16, and few loose rows become integers
-            if not torch.equal(product(x.bfloat16()), whole.bfloat16()):
-                yield "results of bfloat16 rows differ"
-            loose = self._by(NativeProducts(self._library, ProductOptions(loose=True)))
-            if not torch.equal(loose(x[:_LOOSE_ROWS]), want[:_LOOSE_ROWS]):
-                yield f"{_LOOSE_ROWS} loose rows differ"
 
-    def _faults_of_parts(self, x: Tensor, want: Tensor) -> Iterator[str]:
-        """Faults when two products have a part of the inner elements each."""
-        cut, products = self._inner // (2 * GROUP) * GROUP, NativeProducts(self._library)
-        parts = []
-        for begin, end in ((0, cut), (cut, self._inner)):
-            weight = lay_out_int8(self._values[:, begin:end], self._scales)
-            product = products.laid_out(weight, self._bias, end - begin, self._channels)
-            parts.append((product, x[:, begin:end].contiguous()))
-        maxima = torch.stack([product.maxima(part) for product, part in parts]).amax(0)
-        sums = torch.stack([product.partials(part, maxima) for product, part in parts]).sum(0).int()
-        if not torch.equal(parts[0][0].finished(sums, maxima, x.dtype), want):
-            yield "two parts do not add up to the whole"
-
-    def _by(self, products: Products) -> Product:
-        if self._kind == "int8":
-            return products.laid_out(self._int8, self._bias, self._inner, self._channels)
-        if self._kind == "int4":
-            return products.laid_out(self._int4, self._bias, self._inner, self._channels)
-        if self._kind in self._blocks:
-            return products.laid_out(self._blocks[self._kind], self._bias, self._inner, self._channels)
-        dtype = torch.float32 if self._kind == "float32" else torch.bfloat16
-        return products.floats(self._floats.to(dtype), self._bias.to(dtype))
+def _faults_of(library: Library, kind: Kind, made: Callable[[Products], Product], x: Tensor) -> Iterator[str]:
+    """Faults in the product of the first rows of x, and of all rows."""
+    product, plain = made(NativeProducts(library)), made(Products())
+    past_caches = made(NativeProducts(library, ProductOptions(nontemporal=True)))
+    whole, want = product(x), plain(x)
+    for rows in _ROWS:
+        if not torch.equal(product(x[:rows]), whole[:rows]):
+            yield f"{rows} rows differ from the same rows among {len(x)}"
+        elif not torch.equal(past_caches(x[:rows]), whole[:rows]):
+            yield f"{rows} rows differ where weights are read past the caches"
+    if kind in ("int8", *_BLOCKS) or (kind == "int4" and library.int4_is_exact()):
+        if not torch.equal(product(x.bfloat16()), plain(x.bfloat16())):
+            yield "results of bfloat16 rows differ"
+        if not torch.equal(whole, want):
+            yield f"{int((whole != want).sum())} of {want.numel()} results differ"
+        return
+    if not near(whole, want):
+        yield f"results are off by {float((whole - want).abs().max()):.3g}"
+    if kind == "int4":  # float32 rows become bfloat16, and few loose rows become integers
+        if not torch.equal(product(x.bfloat16()), whole.bfloat16()):
+            yield "results of bfloat16 rows differ"
+        loose = made(NativeProducts(library, ProductOptions(loose=True)))
+        if not torch.equal(loose(x[:_LOOSE_ROWS]), want[:_LOOSE_ROWS]):
+            yield f"{_LOOSE_ROWS} loose rows differ"
 
 
 def _blocks(form: BlockForm, channels: int, inner: int) -> BlocksWeight:
@@ -171,7 +137,7 @@ def near(found: Tensor, want: Tensor) -> bool:
 
 
 def other_faults(library: Library) -> Iterator[str]:
-    """Faults in all other functions of a library."""
+    """Faults in operations between products, in attention and in scans of logits."""
     native, chance = native_kernels(library), torch.Generator().manual_seed(1)
     for dtype, name in FLOATS.items():
         ours, plain = (_small_ops(kernels, dtype) for kernels in (native, TORCH))
@@ -185,9 +151,7 @@ def other_faults(library: Library) -> Iterator[str]:
     mass = scan.mass(logits, highest, 1.0)
     if not np.isclose(mass, TORCH.scan.mass(logits, highest, 1.0), rtol=1e-4):
         yield f"the mass of a row is not {mass:.6g}"
-    yield from _faults_of_adapters(library)
     yield from _faults_of_scans(native, logits)
-    yield from _faults_of_trees(library, np.random.default_rng(1))
 
 
 def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -240,62 +204,6 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _faults_of_adapters(library: Library) -> Iterator[str]:
-    """Faults in adapters."""
-    chance, (channels, inner), rank = torch.Generator().manual_seed(3), _SHAPES[0], 5
-    rows, cut = max(_ROWS), 20
-    down, up, weight, x = (
-        torch.randn(shape, generator=chance)
-        for shape in ((rank, inner), (channels - 1, rank), (channels, inner), (rows, inner))
-    )
-    spans = range(cut, rows)
-    whole = LowRank(down, [LowRankPart(range(1, channels), range(rank), up, 0.5)])
-    for dtype, name in FLOATS.items():
-        given = x.to(dtype)
-        part = whole.parts[0]._replace(up=up.to(dtype))
-        plain = NativeProducts(library).floats(weight.to(dtype), None)(given)
-        for kind, low in ((name, LowRank(down.to(dtype), [part])), (f"int8 for {name}", whole.to_int8())):
-            found = []
-            for lib, products in ((library, NativeProducts(library)), (None, Products())):
-                adapted = AdaptedRows.of([Span(spans, Adapter.of([low], low.nbytes, lib))], rows, lib)
-                assert adapted is not None, "some rows have an adapter"
-                found.append(adapted.multiply(products.floats(weight.to(dtype), None), 0, given))
-            if not near(*found):
-                yield f"an adapter of {kind} is off by {float((found[0] - found[1]).abs().max()):.3g}"
-            elif not torch.equal(found[0][:cut], plain[:cut]):
-                yield f"rows of {name} without an adapter differ beside others with one of {kind}"
-
-
-def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:
-    """Faults in growing a chain of guesses, each conditioned on the one before."""
-    size, rank, levels = 48, 16, 4
-    logits = chance.standard_normal((levels, size)).astype(np.float32)
-    before, named = (8 * chance.standard_normal((size, rank)).astype(np.float32) for _ in range(2))
-    markov = NativeProducts(library).floats(torch.from_numpy(named), None)
-    at = before.ctypes.data, named.ctypes.data
-    guesser = GuesserArgs(TYPES["float32"], None, markov.args, *at, size)
-    token, chain = 5, []
-    for level in range(levels):
-        token = int((logits[level] + before[token] @ named.T).argmax())
-        chain.append(token)
-    for max_nodes, found in ((levels, chain), (1, chain[:1])):
-        # Path probabilities of at least one half: with logits this far apart that leaves the chain of the
-        # likeliest.
-        request = TREE_REQUEST.pack(0, levels, 5, max_nodes, 1.0, 0.5, 0, 0, 0)
-        numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
-        count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
-        to = GrownArgs(
-            levels, count.ctypes.data, where[0], where[0] + 8 * levels, where[1], where[1] + 8 * levels
-        )
-        there = library.grow_trees(
-            *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size),
-            *(request, 1, ctypes.byref(to)),
-        )
-        grown = int(count[0])
-        if not there or numbers[:, :grown].tolist() != [[*range(len(found))], found]:
-            yield f"a chain of guesses is {numbers[1, :grown].tolist()}, not {found}"
-
-
 def _faults_of_scans(native: Kernels, logits: NDArray[np.float32]) -> Iterator[str]:
     """Faults in scans of many rows whose stride exceeds their length."""
     size, rows, n = len(logits), np.array([2, 0, 1], dtype=np.int64), 3
@@ -312,18 +220,8 @@ def _faults_of_scans(native: Kernels, logits: NDArray[np.float32]) -> Iterator[s
             yield f"the likeliest tokens of rows of {name} differ"
         elif (found.values != want.values).any() or not np.allclose(found.masses, want.masses, rtol=1e-4):
             yield f"the logits of the likeliest tokens of rows of {name}, or the masses beside them, differ"
-        changes = Changes.of([_changes_of(block[2]), NOTHING, _changes_of(block[1])])
-        for what, changed in (("rows", None), ("changed rows", changes)):
-            for way in ways:
-                requests = np.array([(*way, 3, 4)] * 3, dtype=SAMPLE_REQUEST)
-                ours, theirs = (s.choices(block, rows, requests, changed) for s in (native.scan, TORCH.scan))
-                if (ours != theirs).any():
-                    yield f"the choices in {what} of {name} differ"
-
-
-def _changes_of(row: NDArray[np.float32]) -> RowChanges:
-    """Changes that make other tokens the likeliest: bans, a bias, and penalties."""
-    first = np.argsort(-row, kind="stable")
-    terms = np.tile(UNCHANGED, (53, 1))
-    terms[:2, 0], terms[2, 0], terms[3:, 1:] = -np.inf, 0.37, (1.3, 0.11, 0.07)
-    return RowChanges(np.concatenate([first[:3], first[1:51]]), terms)
+        for way in ways:
+            requests = np.array([(*way, 3, 4)] * 3, dtype=SAMPLE_REQUEST)
+            ours, theirs = (s.choices(block, rows, requests, None) for s in (native.scan, TORCH.scan))
+            if (ours != theirs).any():
+                yield f"the choices in rows of {name} differ"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from itertools import cycle
-from typing import Any
 
 import pytest
 
@@ -43,7 +41,6 @@ def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
     other.tree_attention = lambda *args: ctypes.memset(args[-1], 0xFF, 4)
     other.most_likely = lambda *args: 0
     other.mass = lambda *args: 0.0
-    other.grow_trees = lambda *args: 1  # and nothing has grown
     found = list(other_faults(other))
     assert found[:4] == [
         f"attention{what} of {dtype} is off by nan"
@@ -52,7 +49,6 @@ def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
     ]
     assert found[4].endswith(", not []")
     assert any(fault.startswith("the mass of a row is not 0") for fault in found)
-    assert found[-1].startswith("a chain of guesses is [], not [")
 
 
 def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
@@ -60,20 +56,6 @@ def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
         f"{kind} {shape}: 17 rows differ from the same rows among 80"
         for shape in ("33 x 96", "80 x 800")
         for kind in KINDS
-    ]
-
-
-@pytest.mark.parametrize("name", ["find_maxima", "add_up", "finish"])
-def test_parts_that_do_not_add_up_are_named(real: Library, name: str) -> None:
-    other, honest, bits = copy.copy(real), getattr(real, name), cycle((1, 2))  # flips that differ
-
-    def wrong(*args: Any) -> None:
-        honest(*args)
-        ctypes.c_uint8.from_address(args[-1]).value ^= next(bits)
-
-    setattr(other, name, wrong)
-    assert list(faults(other)) == [
-        f"int8 {shape}: two parts do not add up to the whole" for shape in ("33 x 96", "80 x 800")
     ]
 
 
