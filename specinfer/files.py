@@ -126,9 +126,9 @@ class NewFile:
         os.replace(self._partial, self._path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, readable by every user; raises OSError."""
-    with NewFile(path, mode=0o644) as new:
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write `text` to `path` atomically, by default readable by every user; raises OSError."""
+    with NewFile(path, mode) as new:
         new.write(text.encode())
         new.keep()
 
@@ -140,9 +140,7 @@ def write_whole(path: Path, text: str) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NewFile(path) as new:
-            new.write(text.encode())
-            new.keep()
+        write_text(path, text, mode=0o600)
     except OSError:
         return False
     return True

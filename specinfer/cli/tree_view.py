@@ -114,7 +114,11 @@ def print_steps(events: Sequence[TreeEvent], answer: RequestOutput) -> None:
     for event, decision, tokens in steps:
         table.add_row(
             str(event.step),
-            ", ".join(map(_guessed, _guessing(decision))),
+            ", ".join(
+                f"{one.speculator} {one.verified} of {one.drawn}"
+                for one in decision.contributions
+                if one.reason == GUESSED
+            ),
             _others([one for one in decision.contributions if one.speculator not in never]),
             "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
             str(tokens),
@@ -162,14 +166,6 @@ def _total(steps: Sequence[_Explained]) -> str:
 def _never(steps: Sequence[_Explained]) -> list[str]:
     """The speculators that may not guess for the request at all, or have nothing to guess from."""
     return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
-
-
-def _guessing(decision: Decision) -> list[Contribution]:
-    return [one for one in decision.contributions if one.reason == GUESSED]
-
-
-def _guessed(one: Contribution) -> str:
-    return f"{one.speculator} {one.verified} of {one.drawn}"
 
 
 def _others(contributions: Sequence[Contribution]) -> str:

@@ -313,10 +313,4 @@ def read_gguf(path: Path) -> GgufHeader:
                 f"{part.path} has split.no {found[0]} and split.count {found[1]}, expected {number} and "
                 f"{count}; fetch the model again"
             )
-    tensors, expected = sum(len(part.tensors) for part in parts), named.metadata.get("split.tensors.count")
-    if expected not in (None, tensors):
-        raise ModelFileError(
-            f"the parts of {parts[0].path} have {tensors} tensors, expected {expected}; the parts belong to "
-            "different models: fetch all of them again"
-        )
     return replace(parts[0], parts=tuple(parts[1:]))
