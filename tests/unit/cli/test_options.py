@@ -157,13 +157,10 @@ def test_a_file_that_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"options\.yaml") as error:
             pytest.fail(f"{text!r} is read as {read_options(file)}")
         assert message in str(error.value), text
-
-
-def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_options(tmp_path / "none")
-    (tmp_path / "empty").write_text("")
-    assert read_options(tmp_path / "empty") == {}
+    file.write_text("")
+    assert read_options(file) == {}
 
 
 def test_an_option_out_of_range() -> None:

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from specinfer.cli import cli
 from specinfer.errors import DatasetError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.hub.model_files import pool_members
 from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
 
@@ -54,20 +53,6 @@ def test_prompts_and_traffic_are_one_too_many(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path), "--prompts", "a", "--traffic", "b"])
     assert isinstance(done.exception, TuneError)
     assert "both given" in str(done.exception)
-
-
-def test_a_pool_of_small_models_is_made(tmp_path: Path) -> None:
-    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
-    log = tmp_path / "traffic.jsonl"
-    log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)))
-    pool = tmp_path / "pool"
-    options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL.split(), "--minutes", "0.01"]
-    small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2"]
-    done = CliRunner().invoke(cli, [*options, *small, "--out", str(pool)])
-    assert done.exit_code == 0, done.output
-    assert "member 2 of 2 learns from" in done.output
-    assert f"--draft {pool}" in done.stdout
-    assert pool_members(pool)[0] == pool / "member1"
 
 
 def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.foreign_format import quantized_config
@@ -50,14 +50,11 @@ def test_a_folder_is_described_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value), files
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_the_line_on_pickled_weights_converts_them(
-    several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_on_pickled_weights_converts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_llama(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)] if several else ["pytorch_model.bin"]
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     for i, name in enumerate(names):
         torch.save(dict([*tensors.items()][i :: len(names)]), folder / name)
     (folder / "training_args.bin").write_bytes(b"no weights")
@@ -105,18 +102,10 @@ def test_a_quantization_that_no_tensor_has_is_said(tmp_path: Path, caplog: pytes
 def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
     for kind, what, relative in (
         ("qwen3_next", "a recurrent hybrid, ", "Qwen 2.5 and Qwen 3"),
-        ("falcon-h1", "a recurrent hybrid, ", "Falcon 3"),
-        ("granitehybrid", "a recurrent hybrid, ", "Granite 3"),
-        ("nemotron_h", "a recurrent hybrid, ", "Llama-Nemotron-Nano"),
         ("mamba2", "a recurrent hybrid, ", ""),
-        ("qwen2vl", "a model with a vision tower, ", "Qwen 2.5 and Qwen 3"),
         ("qwen2_5_vl", "a model with a vision tower, ", "Qwen 2.5 and Qwen 3"),
-        ("paligemma", "a model with a vision tower, ", "Gemma 3"),
-        ("llama4", "a model with a vision tower, ", "Llama 3"),
         ("nomic-bert", "an encoder, ", ""),
-        ("gemma-embedding", "an encoder, ", "Gemma 3"),
         ("t5", "an encoder with a decoder, ", ""),
-        ("whisper", "an encoder with a decoder, ", ""),
         ("deepseek2", "a model with latent attention, ", "DeepSeek-R1-Distill"),
         ("minicpm", "of no family that specinfer has; ", ""),
     ):
@@ -155,15 +144,3 @@ def test_gguf_files_that_are_no_models(tmp_path: Path) -> None:
         writer.close()
         with pytest.raises(ModelFileError, match=f"some.gguf is .*{message}"):
             pytest.fail(f"{architecture} {kind} is {resolve(str(path))}")
-
-
-def test_an_adapters_tensors_in_a_models_file(tmp_path: Path) -> None:
-    folder = write_tiny_llama(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        tensors | {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 32)},
-        folder / "model.safetensors",
-    )
-    message = r"unexpected tensor 'model\.layers\.0\.self_attn\.q_proj\.lora_A"
-    with pytest.raises(ModelFileError, match=message):
-        open_model(folder)

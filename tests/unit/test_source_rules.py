@@ -1,14 +1,42 @@
-"""PyTorch is used by its public names alone: so pyproject.toml sets no upper bound to its version."""
+"""Rules of the package's source: names of classes, places of exceptions, and names of PyTorch."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import specinfer
+from specinfer import errors
 
 PACKAGE = Path(specinfer.__file__).parent
+SOURCES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+CLASSES = [
+    (module, node)
+    for module, source in SOURCES.items()
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.ClassDef)
+]
 INNER = {"ops", "backends", "_C", "library"}  # they differ between builds and versions of PyTorch
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    found = defaultdict(list)
+    for module, node in CLASSES:
+        if not node.name.startswith("_"):
+            found[node.name].append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
+def test_every_exception_of_ours_that_leaves_a_call_is_defined_in_errors() -> None:
+    """An exception of another module is caught where it is raised, and is no SpecInferError."""
+    strays = [
+        f"{module}: {node.name}"
+        for module, node in CLASSES
+        if module != "errors.py"
+        and {ast.unparse(base).split(".")[-1] for base in node.bases} & vars(errors).keys()
+    ]
+    assert strays == []
 
 
 def inner_names(source: str) -> list[str]:
@@ -36,6 +64,6 @@ def inner_names(source: str) -> list[str]:
 
 
 def test_no_inner_name_of_torch_is_used() -> None:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    found = {str(path): names for path in paths if (names := inner_names(path.read_text(encoding="utf-8")))}
+    """So pyproject.toml sets no upper bound to its version."""
+    found = {module: names for module, source in SOURCES.items() if (names := inner_names(source))}
     assert found == {}
