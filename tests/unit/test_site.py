@@ -24,15 +24,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # a link to no page or no heading is a warning, and fails
+    assert done.returncode == 0, done.stderr  # warns of links to nothing, and of pages out of the navigation
     return folder
-
-
-def test_every_page_is_built(site: Path) -> None:
-    for page in (ROOT / "docs").rglob("*.md"):
-        name = page.relative_to(ROOT / "docs").with_suffix("")
-        built = site / (name.parent if name.name == "index" else name) / "index.html"
-        assert built.is_file(), built
 
 
 def test_the_python_page_describes_fields(site: Path) -> None:
@@ -49,9 +42,3 @@ def test_the_python_page_describes_fields(site: Path) -> None:
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loading = [page for page in site.rglob("*.html") if ASSET.search(page.read_text(encoding="utf-8"))]
     assert loading == []
-
-
-def test_every_page_is_in_the_navigation(site: Path) -> None:
-    named = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert {page for page in pages if not re.search(rf"[ :]{re.escape(page)}$", named, re.M)} == set()
