@@ -178,7 +178,8 @@ class PlainTarget:
 
     def logits_after(self, text: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits after a text that is not empty, [vocab]."""
-        return self.logits_along(text, len(text))[0]
+        logits: NDArray[np.float32] = self.logits_along(text, len(text))[0]
+        return logits
 
     def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
         """Return the logits after text[:start], text[:start + 1], ... and the whole text.
