@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
     from specinfer.request import RequestOutput
 
+    _Pairs = Sequence[tuple[RequestOutput, RequestOutput]]  # of one round, without speculation and with it
+
 HEAD = "smollm2-135m-head"  # a draft head that comes with the package, for DEFAULT_MODEL
 TEXT = (
     "The lighthose on the northern cape was built in 1871, after three ships had been lost on the same reef "
@@ -61,24 +63,6 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DemoComparison:
-    """Answers to one prompt: pairs of the same round, without speculation and with it."""
-
-    pairs: Sequence[tuple[RequestOutput, RequestOutput]]
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Median tokens per second after the first token, without speculation and with it."""
-        without, trees = (median(map(_rate, outputs)) for outputs in zip(*self.pairs, strict=True))
-        return without, trees
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens per step with speculation; without it there is one."""
-        return self.pairs[-1][1].figures.tokens_per_step
-
-
 @click.command(cls=Command)
 def demo() -> None:
     """Answer a question, an edit and a coding task with and without speculation.
@@ -103,16 +87,16 @@ def demo() -> None:
             "Its draft head and prompt lookup propose token trees. The model verifies a tree in one step\n"
             "and keeps the tokens that it agrees with.\n"
         )
-        comparisons = []
+        answers: list[_Pairs] = []
         for number, prompt in enumerate(PROMPTS, 1):
             click.secho(f"{number}. {prompt.name}", bold=True)
             click.echo(_wrapped(prompt.question, "> ") + "\n")
             answer(speculative, prompt, show=True)
             # The answer above has warmed both up; they take turns, so that a slow moment affects both.
             pairs = [(answer(plain, prompt), answer(speculative, prompt)) for _ in range(ROUNDS)]
-            comparisons.append(DemoComparison(pairs))
-            show_comparison(prompt, comparisons[-1])
-    show_end(comparisons)
+            answers.append(pairs)
+            show_comparison(prompt, pairs)
+    show_end(answers)
 
 
 def answer(llm: LLM, prompt: Prompt, *, show: bool = False) -> RequestOutput:
@@ -139,24 +123,23 @@ def _wrapped(text: str, mark: str = "") -> str:
     return click.wrap_text(text, _WIDTH, indent, indent, preserve_paragraphs=True)
 
 
-def show_comparison(prompt: Prompt, comparison: DemoComparison) -> None:
-    """Print the figures of a prompt, and why it gained or not."""
-    without, trees = comparison.rates
+def show_comparison(prompt: Prompt, pairs: _Pairs) -> None:
+    """Print the figures of a prompt, median tokens per second among them, and why it gained or not."""
+    without, trees = (median(map(_rate, outputs)) for outputs in zip(*pairs, strict=True))
+    per_step = pairs[-1][1].figures.tokens_per_step
     rows = [
         ("", "tokens per step", "tokens per second"),
         ("without speculation", "1.00", f"{without:.1f}"),
-        ("with speculation", f"{comparison.tokens_per_step:.2f}", f"{trees:.1f}"),
+        ("with speculation", f"{per_step:.2f}", f"{trees:.1f}"),
     ]
     click.echo()
     for name, steps, rate in rows:
         click.echo(f"{_INDENT}{name:<20}{steps:>17}{rate:>20}")
-    click.echo(_wrapped(reason(prompt, comparison)) + "\n")
+    click.echo(_wrapped(reason(prompt, trees / without, per_step)) + "\n")
 
 
-def reason(prompt: Prompt, comparison: DemoComparison) -> str:
+def reason(prompt: Prompt, speedup: float, per_step: float) -> str:
     """A sentence on why speculation gained on a prompt, or did not."""
-    without, trees = comparison.rates
-    speedup, per_step = trees / without, comparison.tokens_per_step
     cost = per_step / speedup
     if per_step < GAIN:
         return "No gain: hardly any proposal was accepted, so a step makes about one token."
@@ -171,11 +154,11 @@ def reason(prompt: Prompt, comparison: DemoComparison) -> str:
     )
 
 
-def show_end(comparisons: Sequence[DemoComparison]) -> None:
+def show_end(answers: Sequence[_Pairs]) -> None:
     """Print how to see the trees, and whether all texts are identical; exits with 1 if not."""
     click.echo("""See the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
     click.echo("Chat with the model in a browser: specinfer serve")
-    differing = [a.token_ids != b.token_ids for one in comparisons for a, b in one.pairs]
+    differing = [a.token_ids != b.token_ids for pairs in answers for a, b in pairs]
     if any(differing):
         click.echo(
             f"\nDIFFERENT texts: {sum(differing)} of {len(differing)} answers differ with speculation."

@@ -9,8 +9,8 @@ Optional keys are `category`, `question_id` (or `id`) and `reference`, a known a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,13 +50,12 @@ class Dataset:
         """
         if limit is not None and limit < 1:
             raise DatasetError(f"limit is {limit}; allowed: an integer >= 1")
-        return Dataset(self.name, self.conversations[:limit], self.duplicates)
+        return replace(self, conversations=self.conversations[:limit])
 
 
 def built_in() -> Dataset:
     """Return specinfer's own prompts: questions, code, mathematics, rewriting, summaries and lists."""
-    source = files("specinfer") / "data" / "prompts.jsonl"
-    return _parse("built-in", source.read_bytes())
+    return replace(read_dataset(Path(str(files("specinfer"))) / "data" / "prompts.jsonl"), name="built-in")
 
 
 def read_dataset(path: Path) -> Dataset:
@@ -64,7 +63,15 @@ def read_dataset(path: Path) -> Dataset:
 
     Raises DatasetError, with file and line, for an invalid row and for a file without rows.
     """
-    return _parse(str(path), _bytes(path))
+    rows, faults = read_rows(path, conversation_of)
+    if faults:
+        raise DatasetError(faults[0])
+    if not rows:
+        raise DatasetError(f"{path} holds no prompts; {_ROW}")
+    distinct: dict[tuple[str, ...], Conversation] = {}
+    for conversation in rows:
+        distinct.setdefault(conversation.turns, conversation)
+    return Dataset(str(path), tuple(distinct.values()), len(rows) - len(distinct))
 
 
 def read_rows(path: Path, row: Callable[[bytes, int, str], Row]) -> tuple[list[Row], list[str]]:
@@ -73,40 +80,19 @@ def read_rows(path: Path, row: Callable[[bytes, int, str], Row]) -> tuple[list[R
     `row` gets a line, its number and its location for error messages. DatasetErrors of `row` are collected.
     Raises DatasetError if the file cannot be read.
     """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"cannot read the data set {path}: {error.strerror}") from None
     rows: list[Row] = []
     faults: list[str] = []
-    for number, line in _lines(_bytes(path)):
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
-            rows.append(row(line, number, f"{path} line {number}"))
+            if line.strip():
+                rows.append(row(line, number, f"{path} line {number}"))
         except DatasetError as error:
             faults.append(str(error))
     return rows, faults
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"cannot read the data set {path}: {error.strerror}") from None
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each nonblank line with its number."""
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if line.strip():
-            yield number, line
-
-
-def _parse(name: str, data: bytes) -> Dataset:
-    conversations: dict[tuple[str, ...], Conversation] = {}
-    rows = 0
-    for number, line in _lines(data):
-        rows += 1
-        conversation = conversation_of(line, number, f"{name} line {number}")
-        conversations.setdefault(conversation.turns, conversation)
-    if not rows:
-        raise DatasetError(f"{name} holds no prompts; {_ROW}")
-    return Dataset(name, tuple(conversations.values()), rows - len(conversations))
 
 
 def json_object(line: bytes, where: str, expected: str) -> dict[str, Any]:
