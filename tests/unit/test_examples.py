@@ -29,17 +29,6 @@ def test_a_page_names_the_example_and_it_compiles(path: Path) -> None:
     assert any(f"](../examples/{path.name})" in page for page in pages)
 
 
-def test_without_its_arguments_an_example_prints_its_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = ROOT / "examples" / "draft_model.py"
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(path))
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "usage: python examples/draft_model.py TARGET DRAFT\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_the_example_runs(

@@ -33,10 +33,7 @@ def test_configs_are_refused() -> None:
         ({**two, "quantization": "gguf"}, f"quantization {blocks}"),
         ({**two, "draft_quantization": "gguf"}, f"draft_quantization {blocks}"),
         ({**two, "lora": ["a=x"]}, "adapters do not run with tensor_parallel 2, as "),
-        ({**stages, "lora": ["a=x"]}, "adapters do not run with pipeline_parallel 2, "),
         ({**two, "offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
-        ({**stages, "offload": "auto"}, "offload is 'auto' with pipeline_parallel 2; "),
-        ({**two, "memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it limits a single"),
         ({**two, **stages, "memory": 1 << 30}, f"memory is 1073741824 {both}"),
     ]
     for options, line in cases:
@@ -52,12 +49,7 @@ def test_options_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     products = "quantized products run on the CPU only: use device cpu, or"
     cases: list[tuple[dict[str, object], str]] = [
         ({"quantization": "int8"}, f"quantization is 'int8' on device cuda; {products} quantization none"),
-        (
-            {"draft_quantization": "gguf"},
-            f"draft_quantization is 'gguf' on device cuda; {products} draft_quantization none",
-        ),
         ({"tensor_parallel": 2}, "tensor_parallel is 2 on device cuda; allowed there: 1"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel is 2 on device cuda; allowed there: 1"),
         ({"sum_parts": 4}, "sum_parts is 4 on device cuda; allowed there: 1"),
         ({"memory": 1 << 30}, "memory limits engines on a CPU, and the device is cuda; leave it out"),
     ]

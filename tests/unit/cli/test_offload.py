@@ -50,17 +50,6 @@ def test_bench_counts_streamed_weights_by_side(large: list[str], run: Run) -> No
     assert guessed["passes"] < plain["passes"]
 
 
-def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: Run, tmp_path: Path) -> None:
-    verdicts = tmp_path / "verdicts.json"
-    small = ("--prompts", 1, "--max-tokens", 8, "--samples", 16, "--json", verdicts)
-    status, out, err = run("check", *large, *small)
-    assert status == 0, out + err
-    found = json.loads(verdicts.read_text())
-    assert found["drafts"] == ["self"]
-    assert "6 of 8 layers streamed" in found["memory_plan"]
-    assert [verdict["accepted_tokens"] > 0 for verdict in found["verdicts"][:6]] == [True] * 6
-
-
 def test_a_model_that_does_not_fit_is_refused_with_the_streamed_size(large: list[str], run: Run) -> None:
     few = ("--memory", 3_000_000, "--kv-cache-memory", "256KB", "--quantization", "none")
     status, _, err = run("generate", *large, *few, "--offload", "never", "ab")
