@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
     from specinfer.request import RequestOutput
 
-    _Pairs = Sequence[tuple[RequestOutput, RequestOutput]]  # of one round, without speculation and with it
+    _Pairs = Sequence[
+        tuple[RequestOutput, RequestOutput]
+    ]  # two answers of a round: without speculation, and with it
 
 HEAD = "smollm2-135m-head"  # a draft head that comes with the package, for DEFAULT_MODEL
 TEXT = (

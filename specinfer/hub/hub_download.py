@@ -42,7 +42,7 @@ def offline() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Files of a hub repository; without a network those in the cache, of which nothing is fetched."""
+    """Files of a hub repository; without a network those in the cache."""
 
     name: str
     revision: str | None
