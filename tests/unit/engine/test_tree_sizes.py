@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.engine.steps import TreeEvent
 from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
