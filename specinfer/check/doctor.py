@@ -49,7 +49,6 @@ from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
-from specinfer.transport.trial import exchange_seconds
 
 TEXT: Final = 200  # tokens in the cache before a timed pass
 PASSES: Final = 9  # timed passes; the median is reported
@@ -70,24 +69,6 @@ class LevelFact:
     words: str  # its instruction sets, for users
     standing: Standing
     reason: str | None  # None if `standing` is the whole reason
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeFacts:
-    """Seconds of an all-reduce between processes of this host, for each row count of `trial.ROWS`."""
-
-    ranks: int
-    transport: str
-    seconds: list[float]
-
-
-def exchange_facts(ranks: int, library: Library | None) -> list[ExchangeFacts]:
-    """Time gloo and, if there is a kernel library, shared memory.
-
-    Raises PeerLostError if a process ends.
-    """
-    ways = [("gloo", None)] if library is None else [("shared memory", library), ("gloo", None)]
-    return [ExchangeFacts(ranks, name, exchange_seconds(ranks, by)) for name, by in ways]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specinfer.kernels.machine import architecture, levels_here
 from specinfer.version import VERSION
 
 if TYPE_CHECKING:
-    from specinfer.check.doctor import DiskFacts, ExchangeFacts, MachineFacts, PassCost
+    from specinfer.check.doctor import DiskFacts, MachineFacts, PassCost
 
 
 @click.command(cls=Command)
@@ -44,19 +44,11 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     help="Time the disk of this folder instead of the cache's.",
 )
-@click.option(
-    "--tensor-parallel",
-    "ranks",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Time an exchange between N processes of this host.",
-)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 def doctor(
     models: tuple[str, ...],
     quantizations: tuple[str, ...],
     offload_folder: Path | None,
-    ranks: int | None,
     json_output: bool,
 ) -> None:
     """Print versions, CPU, kernels, threads and speeds, for a bug report.
@@ -64,8 +56,8 @@ def doctor(
     The speeds are those of the memory and of the disk from which layers would stream. If that disk has no
     model, a file of 256 MB is written and removed. With --model: the time of a pass on the CPU, compared with
     reading its bytes, the time to the first token, and the memory, by default of the quantization that other
-    commands choose. With --tensor-parallel: the time of an exchange of sums between processes of this host.
-    Kernels that are not compiled yet are compiled first, and their results are compared with PyTorch's.
+    commands choose. Kernels that are not compiled yet are compiled first, and their results are compared with
+    PyTorch's.
     """
     if quantizations and not models:
         raise ConfigError("--quantization is for models, and none is named; add --model NAME")
@@ -82,7 +74,7 @@ def doctor(
     progress = ProgressBar()
     for model in models:  # a wrong name fails before anything is compiled or measured
         resolve(model, progress=progress)
-    from specinfer.check.doctor import disk_facts, exchange_facts, find_kernels, machine_facts, pass_cost
+    from specinfer.check.doctor import disk_facts, find_kernels, machine_facts, pass_cost
     from specinfer.files import cache_dir
     from specinfer.kernels.bandwidth import Bandwidth
     from specinfer.report.provenance import commit
@@ -93,9 +85,6 @@ def doctor(
     disk = disk_facts((offload_folder or cache_dir() / "prepared").expanduser().absolute())
     if not json_output:
         click.echo("\n".join([*_machine_lines(facts, disk, sha), *_level_lines(facts)]))
-    exchanges = [] if ranks is None else exchange_facts(ranks, found.library)
-    if exchanges and not json_output:
-        click.echo("\n" + "\n".join(map(_exchange_line, exchanges)))
     passes: list[dict[str, Any]] = []
     for number, config in enumerate(configs):
         cost = pass_cost(config, bandwidth, progress)
@@ -103,7 +92,7 @@ def doctor(
         if not json_output:
             click.echo(("" if number else "\n") + _pass_line(cost))
     if json_output:
-        others = {"disk": asdict(disk), "exchanges": list(map(asdict, exchanges)), "passes": passes}
+        others = {"disk": asdict(disk), "passes": passes}
         click.echo(json.dumps({"commit": sha, **asdict(facts), **others}))
 
 
@@ -164,15 +153,6 @@ def _level_lines(facts: MachineFacts) -> list[str]:
         for level in facts.levels
     ]
     return ["", f"native kernels for {facts.architecture}:", *_aligned(rows)]
-
-
-def _exchange_line(facts: ExchangeFacts) -> str:
-    from specinfer.transport.trial import ROWS, WIDTH
-
-    took = " and ".join(
-        f"{1e6 * seconds:.0f} us for {rows}" for rows, seconds in zip(ROWS, facts.seconds, strict=True)
-    )
-    return f"{facts.ranks} ranks over {facts.transport}: {took} rows of {WIDTH} sums"
 
 
 def _pass_line(cost: PassCost) -> str:
