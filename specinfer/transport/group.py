@@ -17,6 +17,7 @@ exchange raises PeerLostError.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -36,14 +37,7 @@ from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.transport.link import LOST, Link
 from specinfer.transport.rank_times import DOING, RankTimes
-from specinfer.transport.rendezvous import (
-    HERE,
-    accept_rank,
-    connect_ranks,
-    forward_addresses,
-    gloo_of,
-    gloo_of_rank_0,
-)
+from specinfer.transport.rendezvous import HERE, accept_rank, connect_ranks, gloo_of, open_store
 
 LIMIT: Final = 10.0  # timeout of an exchange, in seconds
 LAST: Final = 2.0  # seconds in which rank 0 may read a follower's last message
@@ -109,7 +103,7 @@ class Group:
         self.dropped_caches: deque[tuple[int, int]] = deque()
         self.exchange = exchange
         self._links = links
-        others = range(1, size) if exchange is None else ()
+        others = range(1, size) if exchange is None and self.width > 1 else ()
         self._over_gloo: Collection[int] = others if over_gloo is None else over_gloo
         self._ring: tuple[Link, Link] | None = None  # previous and next stage
         self.times = RankTimes(exchange)
@@ -133,17 +127,16 @@ class Group:
         does not connect in time.
         """
         own = self.exchange is None and self.width > 1
+        address, store = (host, 0), None  # the store is needed until all stages have connected
         try:
-            if self.rank:
-                if own:
-                    how: dict[str, Any] = {"stage": self.stage, "limit": self.limit, "host": host}
-                    self._gloo = gloo_of(self.place, self.width, self._links[0], **how)
-            else:
-                links = [self._links[rank - 1] for rank in self._over_gloo]
-                if own:
-                    self._gloo = gloo_of_rank_0(self.width, links, limit=self.limit, host=host)
-                elif self.width > 1 and links:
-                    forward_addresses(links, self.limit)
+            if self.rank == 0 and self._over_gloo:
+                store = open_store(host, [self._links[rank - 1] for rank in self._over_gloo], self.limit)
+                address = store.host, store.port
+            elif self.rank and own:
+                address = tuple(json.loads(self._links[0].receive())["store"])
+            if own:
+                how: dict[str, Any] = {"stage": self.stage, "limit": self.limit, "host": host}
+                self._gloo = gloo_of(self.place, self.width, address, **how)
         except (RuntimeError, OSError, EOFError, ValueError) as error:
             raise self.shut_down() from error
         self.maximum(torch.zeros(1))  # a barrier: all ranks of the stage are connected

@@ -1,25 +1,23 @@
 """Connects ranks with each other through their links to rank 0.
 
-    gloo        each rank sends the address of its gloo listener; rank 0 forwards it to all others
+    gloo        rank 0 opens a TCPStore on a free port and sends its address; there ranks read the
+                addresses of the others; the store is closed once all are connected
     connect     two ranks get a link to each other: a socket pair on one host, else one of them
                 listens on a free port, the other dials it, and both prove the key
 
-So no fixed name or port is used, and no store that other processes may write to.
+So no fixed name or port is used.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Condition
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
@@ -28,138 +26,42 @@ from specinfer.transport.link import Greeter, Link, dial, listen
 
 HERE: Final = "127.0.0.1"  # gloo's address if all ranks are on one host
 _ONE_HOST: Final = (HERE, HERE)  # the addresses of two processes on one host
-_END: Final = b'{"met": true}'
 _CHECK_INTERVAL: Final = 0.05  # seconds between checks for a proved key
-_Store: Any = getattr(dist, "Store", object)  # builds without it cannot have several ranks without kernels
 
 
-class _AddressStore(_Store):  # type: ignore[misc]  # the library has no types for it
-    """A key-value store in which ranks of one gloo exchange their addresses."""
+def open_store(host: str, links: Sequence[Link], limit: float) -> dist.TCPStore:
+    """Open a store at this host's address `host`, and send its address over `links`; called by rank 0.
 
-    def __init__(self, links: Sequence[Link], stage: int = 0) -> None:
-        """`links` lead to the ranks that receive each new value; each pipeline stage has its own gloo."""
-        super().__init__()
-        self.links = links
-        self._prefix = f"stage {stage}: "
-        self.values: dict[str, bytes] = {}
-        self.changed = Condition()
-        self.closed = False
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Store a value, and send it to the other ranks."""
-        key = self._prefix + key
-        self.put(key, value.encode() if isinstance(value, str) else bytes(value))
-        for link in self.links:
-            link.send(_put_message(key, self.values[key]))
-
-    def put(self, key: str, value: bytes) -> None:
-        """Store a value from another rank."""
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """Wake all waiting threads."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        """Wait for a value, and return it."""
-        self.wait([key])
-        return self.values[self._prefix + key]
-
-    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Wait until all of these keys have values."""
-        with self.changed:
-            found = self.changed.wait_for(
-                lambda: self.closed or self._has(keys),
-                None if limit is None else limit.total_seconds(),
-            )
-        if self.closed or not found:
-            raise RuntimeError("a rank has not sent its address")
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(self._prefix + key in self.values for key in keys)
-
-
-class _FollowerStore(_AddressStore):
-    """A follower's store: it reads values that rank 0 forwards."""
-
-    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Wait until all of these keys have values."""
-        [link] = self.links
-        while not self._has(keys):
-            message = json.loads(link.receive())
-            self.put(message["pin"], bytes.fromhex(message["as"]))
-
-
-def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str = HERE) -> Any:
-    """Rank 0's gloo of `size` ranks, listening at `host`; all followers must call `gloo_of`.
-
-    Ranks of other stages connect in the same way. Raises RuntimeError, OSError, EOFError or ValueError if a
-    rank does not connect within `limit` seconds.
+    It is open as long as the returned object exists. Raises OSError or RuntimeError.
     """
-    store = _AddressStore(links)
-    with ThreadPoolExecutor(1) as pool:
-        own = pool.submit(_gloo, store, 0, size, limit, host)
-        try:
-            forward_addresses(links, limit, store)
-        except BaseException:
-            store.close()
-            raise
-        return own.result()
-
-
-def gloo_of(place: int, size: int, link: Link, *, stage: int = 0, limit: float, host: str = HERE) -> Any:
-    """The gloo of a follower at a place in its stage; `link` leads to rank 0. See `gloo_of_rank_0`."""
-    found = _gloo(_FollowerStore([link], stage), place, size, limit, host)
-    link.send(_END)
-    while link.receive() != _END:  # addresses of ranks that this one has connected to already
-        pass
-    return found
-
-
-def _put_message(key: str, value: bytes) -> bytes:
-    return json.dumps({"pin": key, "as": value.hex()}).encode()
-
-
-def _gloo(store: _AddressStore, rank: int, size: int, limit: float, host: str) -> Any:
-    library: Any = dist  # the library has no types for it
-    kind = library.distributed_c10d.ProcessGroupGloo
-    options = kind._Options()
-    options._timeout = timedelta(seconds=limit)
-    options._devices = [kind.create_device(hostname=host)]
-    return kind(store, rank, size, options)
-
-
-def forward_addresses(links: Sequence[Link], limit: float, store: _AddressStore | None = None) -> None:
-    """Forward addresses between followers, which call `gloo_of`, until all are connected.
-
-    Rank 0 has a `store` if its own gloo is among them. Raises as `gloo_of_rank_0`.
-    """
-    poll, until = select.poll(), time.monotonic() + limit
-    waiting = {link.number: link for link in links}
-    for number in waiting:
-        poll.register(number, select.POLLIN)
-    while waiting:
-        ready = poll.poll(1000 * max(0.0, until - time.monotonic()))
-        if not ready:
-            raise TimeoutError("a rank has not connected to the others in time")
-        for number, _ in ready:
-            message = waiting[number].receive()
-            if message == _END:
-                poll.unregister(number)
-                del waiting[number]
-                continue
-            if store is not None:
-                values = json.loads(message)
-                store.put(values["pin"], bytes.fromhex(values["as"]))
-            for other in links:
-                if other.number != number:
-                    other.send(message)
+    with listen(host, 0) as listening:
+        address = host, listening.getsockname()[1]
+        store = dist.TCPStore(
+            *address,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=limit),
+            master_listen_fd=listening.detach(),
+        )
     for link in links:
-        link.send(_END)
+        link.send(json.dumps({"store": address}).encode())
+    return store
+
+
+def gloo_of(
+    place: int, size: int, address: tuple[str, int], *, stage: int = 0, limit: float, host: str = HERE
+) -> Any:
+    """The gloo of `size` ranks of a stage for the one at a place, which listens at `host`.
+
+    `address` is that of rank 0's store. Raises RuntimeError if a rank does not connect in `limit` seconds.
+    """
+    library: Any = dist  # the library has no types for it
+    kind, wait = library.distributed_c10d.ProcessGroupGloo, timedelta(seconds=limit)
+    options = kind._Options()
+    options._timeout = wait
+    options._devices = [kind.create_device(hostname=host)]
+    store = dist.TCPStore(*address, is_master=False, timeout=wait)
+    return kind(dist.PrefixStore(f"stage {stage}", store), place, size, options)
 
 
 class RankLink(NamedTuple):
