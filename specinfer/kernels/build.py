@@ -10,20 +10,17 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +45,6 @@ _FLAGS: Final = (
     "-pthread",
     "-w",
 )
-_TIMEOUT: Final = 900  # seconds for one file, on a busy machine too; a compiler that hangs is stopped
 _SHOWN_LINES: Final = 12  # last lines of the compiler's output that are shown
 _LARGEST: Final = ("quantized_product", "float_product", "attention", "tile_product")  # compiled first
 
@@ -144,43 +140,26 @@ def packaged_library(level: Level) -> Path:
     return _PACKAGED / f"{level.name}.so"
 
 
-def build_library(
-    level: Level, progress: Progress | None = None, cache: Path | None = None, extra: Sequence[str] = ()
-) -> Path:
-    """The library of a level in `cache` (default: the user's), compiled if necessary.
+def build_library(level: Level, progress: Progress | None = None, extra: Sequence[str] = ()) -> Path:
+    """The library of a level in the user's cache, compiled if necessary.
 
     A library that another user may have written is rebuilt. `extra` flags come last. Raises as
-    `find_library`, and if others can write to `cache`.
+    `find_library`, and if others can write to all folders for libraries.
     """
     compiler = find_compiler()
     flags = (*level.flags, *extra)
     name = f"specinfer-{level.name}-{_fingerprint(compiler, flags)}.so"
-    library = (cache or cache_dir() / "kernels").resolve() / name  # also in a folder that only root writes
-    if _is_ours(library):
-        return library
-    folder = _private(cache)
-    library = folder / name
+    library = (cache_dir() / "kernels").resolve() / name  # also in a folder that only root writes
     if _is_ours(library):
         return library
     try:
-        with locked(folder / "build.lock"):  # one process builds, others wait
+        library = kernels_folder() / name
+        with locked(library.parent / "build.lock"):  # one process builds, others wait
             if not _is_ours(library):
                 compile_library(compiler, flags, library, progress)
     except OSError as error:
-        raise KernelBuildError(f"native kernels cannot be kept in {folder}: {error}") from error
+        raise KernelBuildError(f"native kernels cannot be kept in {library.parent}: {error}") from error
     return library
-
-
-def _private(cache: Path | None) -> Path:
-    """The folder of libraries; raises KernelBuildError if others can write there."""
-    try:
-        folder = kernels_folder() if cache is None else make_private(cache)
-        wrong = fault(folder)
-    except OSError as error:
-        raise KernelBuildError(f"native kernels cannot be kept in {cache or 'the cache'}: {error}") from error
-    if wrong is not None:
-        raise KernelBuildError(f"native kernels cannot be kept safely in {folder}: {wrong}")
-    return folder
 
 
 def _is_ours(library: Path) -> bool:
@@ -199,27 +178,12 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
-            groups = set[int]()
-
             def compile_one(source: Path, target: Path) -> None:
-                _run([*compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)], groups)
+                _run([*compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
                 show.advance(1)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                futures: list[Future[None]] = []
-                try:
-                    futures.extend(
-                        pool.submit(compile_one, *pair) for pair in zip(sources, objects, strict=True)
-                    )
-                    for future in futures:
-                        future.result()
-                except BaseException:  # Ctrl-C, which does not reach other process groups, or a failure
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    while not all(future.done() for future in futures):  # one may be starting
-                        for group in [*groups]:
-                            _kill(group)
-                        time.sleep(0.01)
-                    raise
+                list(pool.map(compile_one, sources, objects))  # after a failure the others do not start
             whole = Path(scratch) / library.name
             _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
             whole.chmod(0o755)  # independent of the umask: a file that others may write to is not loaded
@@ -259,38 +223,18 @@ def _words(named: str) -> list[str]:
         ) from error
 
 
-def _run(command: Sequence[str], groups: set[int] | None = None) -> str:
-    """The command's output; raises KernelBuildError with its last lines if it fails.
-
-    `groups` has its process group while it runs.
-    """
-    groups = set() if groups is None else groups
+def _run(command: Sequence[str]) -> str:
+    """The command's output; raises KernelBuildError with its last lines if it fails."""
     try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
     except OSError as error:
         raise KernelBuildError(f"{command[0]} cannot be run: {error}") from error
-    groups.add(process.pid)
-    with process:
-        try:
-            output, _ = process.communicate(timeout=_TIMEOUT)
-        except subprocess.TimeoutExpired as error:
-            raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
-        finally:
-            groups.discard(process.pid)
-            if process.returncode is None:
-                _kill(process.pid)
-    if process.returncode != 0:
-        message = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
-        raise KernelBuildError(f"{command[0]} failed ({process.returncode}):\n{message}")
-    return output
-
-
-def _kill(group: int) -> None:
-    """Kill a compiler with the programs that it runs."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+    if done.returncode != 0:
+        message = "\n".join(done.stdout.strip().splitlines()[-_SHOWN_LINES:])
+        raise KernelBuildError(f"{command[0]} failed ({done.returncode}):\n{message}")
+    return done.stdout
 
 
 @functools.cache
