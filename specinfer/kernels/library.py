@@ -14,7 +14,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -145,6 +144,7 @@ class Library:
             ) from error
 
 
+@functools.cache  # a library that was loaded stays
 def killer(library: Path, level: Level) -> str | None:
     """The name of the signal by which this library's code ends a process; None if it does not.
 
@@ -158,28 +158,16 @@ def killer(library: Path, level: Level) -> str | None:
         note = kernels_folder() / f"survived-{level.name}-{digest}"
         if note.exists():
             return None
-    status = _status(library, level, digest)
+    try:
+        command = [sys.executable, "-m", _CHILD, str(library), level.name]
+        status = subprocess.run(command, capture_output=True, timeout=_TIMEOUT, check=False).returncode
+    except (OSError, subprocess.SubprocessError):
+        return None
     if status == 0 and note is not None:
         with contextlib.suppress(OSError):
             note.touch()
     name = signal.Signals(-status).name if status < 0 else ""
     return name if name in _CODE_FAULTS else None
-
-
-@functools.cache
-def _status(library: Path, level: Level, digest: str) -> int:
-    """The exit status of a process that runs the library, once in this process's life; 1 if there is none."""
-    del digest  # the library's content, and the machine
-    package = str(Path(__file__).parents[2])
-    known = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
-    command = [sys.executable, "-m", _CHILD, str(library), level.name]
-    try:
-        return subprocess.run(
-            command, capture_output=True, timeout=_TIMEOUT, env=environment, check=False
-        ).returncode
-    except (OSError, subprocess.SubprocessError):
-        return 1
 
 
 @dataclass(frozen=True, slots=True)

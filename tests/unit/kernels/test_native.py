@@ -45,7 +45,7 @@ FAKES: Final = {  # fault -> (functions, reason of the refusal)
 @pytest.fixture(autouse=True)
 def _new_process() -> None:
     native._warn_once.cache_clear()
-    native._status.cache_clear()
+    killer.cache_clear()
 
 
 def compiled(folder: Path, fake: str) -> Path:
@@ -124,7 +124,7 @@ def test_a_child_that_ends_otherwise_changes_no_level_and_is_not_noted(
             return end
 
         monkeypatch.setattr(subprocess, "run", run)
-        ran.clear(), native._status.cache_clear()
+        ran.clear(), killer.cache_clear()
         assert [killer(real.path, real.level) for _ in range(2)] == [None, None]
         assert len(ran) == 1, end
     assert not [*tmp_path.rglob("survived-*")]
@@ -133,21 +133,28 @@ def test_a_child_that_ends_otherwise_changes_no_level_and_is_not_noted(
 def test_a_library_that_ran_is_not_run_again_unless_it_or_the_machine_is_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
 ) -> None:
+    ran: list[str] = []
+    run = subprocess.run
+
+    def noted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command[-2])
+        return run(command, **options)
+
+    def kill(path: Path) -> None:
+        killer.cache_clear()  # as in another process
+        assert killer(path, real.level) is None
+
+    monkeypatch.setattr(subprocess, "run", noted)
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
-    assert killer(real.path, real.level) is None
+    kill(real.path)
     assert len([*tmp_path.rglob("survived-*")]) == 1
-    ran: list[Path] = []
-    monkeypatch.setattr(native, "_status", lambda library, *_: ran.append(library) or 0)
     copy = tmp_path / "copy.so"
     copy.write_bytes(real.path.read_bytes())
-    assert killer(copy, real.level) is None
-    assert ran == []
+    kill(copy)
     monkeypatch.setattr(native, "cpu_name", lambda: "Z80")
-    assert killer(copy, real.level) is None
-    monkeypatch.undo()
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(native, "kernels_folder", lambda: tmp_path / "file" / "kernels")
+    kill(copy)
     (tmp_path / "file").touch()
-    monkeypatch.setattr(native, "_status", lambda library, *_: ran.append(library) or 0)
-    assert [killer(real.path, real.level) for _ in range(2)] == [None, None]  # without a folder it runs again
-    assert ran == [copy, real.path, real.path]
+    monkeypatch.setattr(native, "kernels_folder", lambda: tmp_path / "file" / "kernels")
+    kill(real.path)
+    kill(real.path)  # without a folder it runs again
+    assert ran == [str(path) for path in (real.path, copy, real.path, real.path)]
