@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
 from specinfer.kernels.library import Library
-from specinfer.kernels.product import FLOATS, check_rows
+from specinfer.kernels.product import FLOATS, check_rows, check_tensor
 from specinfer.kernels.structures import CachesArgs, HeadsArgs, PathsArgs
 
 _MAX_ELEMENTS: Final = 512  # of a head
@@ -102,17 +102,12 @@ class NativeCache:
             raise ValueError(reason)
         of_heads = (heads.num_heads, kv_heads) if heads.whole_norms else (1, 1)
         for weight, count in zip((heads.q_norm, heads.k_norm), of_heads, strict=True):
-            if weight is not None and (weight.shape != (count * head,) or weight.dtype is not dtype):
-                raise ValueError(
-                    f"a head norm's weight must be [{count * head}] of {dtype}, got {list(weight.shape)}"
-                )
-        sinks, alibi, count = heads.sinks_N, heads.alibi, heads.num_heads
-        if sinks is not None and (sinks.shape != (count,) or sinks.dtype is not dtype):
-            raise ValueError(f"sinks must be [{count}] of {dtype}, got {list(sinks.shape)}")
-        if alibi is not None and (
-            alibi.slopes_N.shape != (count,) or alibi.slopes_N.dtype is not torch.float32
-        ):
-            raise ValueError(f"slopes must be [{count}] of float32, got {list(alibi.slopes_N.shape)}")
+            if weight is not None:
+                check_tensor("a head norm's weight", weight, dtype, count * head)
+        if heads.sinks_N is not None:
+            check_tensor("sinks", heads.sinks_N, dtype, heads.num_heads)
+        if heads.alibi is not None:
+            check_tensor("slopes", heads.alibi.slopes_N, torch.float32, heads.num_heads)
 
     def bind(self, paths: Paths) -> NativeAttend:
         """Return the attention of one pass."""
@@ -166,8 +161,7 @@ class NativeAttend:
         if rows != self.paths.rows:
             raise ValueError(f"{rows} rows for paths of {self.paths.rows}")
         for part in () if rotation is None else (rotation.cos, rotation.sin):
-            if part.dtype is not torch.float32 or part.shape != (rows, head // 2) or not part.is_contiguous():
-                raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(part.shape)}")
+            check_tensor("cos and sin", part, torch.float32, rows, head // 2)
 
         args, paths = ctypes.byref(heads_args(heads)), ctypes.byref(self.paths)
         rope = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())

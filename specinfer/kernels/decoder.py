@@ -22,7 +22,7 @@ from specinfer.kernels.attention import NativeAttend, NativeCache, heads_args
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
 from specinfer.kernels.ops import NativeOps, NormParts, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, product_args
+from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_tensor, product_args
 from specinfer.kernels.structures import (
     ACTIVATIONS,
     FORMS,
@@ -294,12 +294,12 @@ class NativeDecoder:
         """
         self._layers.check(attend.cache, self._type)
         count, size = attend.paths.rows, self._size
-        _check_numbers("token ids", token_ids_T, count)
-        _check_numbers("positions", positions_T, count)
+        check_tensor("token ids", token_ids_T, torch.int64, count)
+        check_tensor("positions", positions_T, torch.int64, count)
         chosen = count
         if rows_R is not None:
-            chosen = rows_R.numel()
-            _check_numbers("chosen rows", rows_R, chosen)
+            chosen = len(rows_R)
+            check_tensor("chosen rows", rows_R, torch.int64, chosen)
         read_RD = torch.empty(chosen, size, dtype=self._type)
         tapped_TND = torch.empty(count, len(taps), size, dtype=self._type) if taps else None
         logits_RV: Tensor | None = None
@@ -346,10 +346,3 @@ class NativeDecoder:
             lowest, highest = int(positions_T.min()), int(positions_T.max())
             raise IndexError(f"positions must be {allowed}, got {lowest if lowest < 0 else highest}")
         return read_RD, tapped_TND, logits_RV
-
-
-def _check_numbers(name: str, numbers: Tensor, count: int) -> None:
-    if numbers.dtype is not torch.int64 or not numbers.is_contiguous() or numbers.numel() != count:
-        raise ValueError(
-            f"{count} {name} must be contiguous int64, got {list(numbers.shape)} {numbers.dtype}"
-        )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.kernels.library import Library
-from specinfer.kernels.product import check_rows, float_code
+from specinfer.kernels.product import check_rows, check_tensor, float_code
 from specinfer.kernels.structures import ACTIVATIONS, NormArgs
 
 _CLAMP: Final = 7.0
@@ -159,8 +159,7 @@ class NativeOps(Ops):
     def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
         """See Ops; ids are int64 and index rows of the table."""
         rows, size = len(token_ids_T), table_VD.shape[1]
-        if token_ids_T.dtype is not torch.int64 or not token_ids_T.is_contiguous():
-            raise TypeError(f"token ids must be contiguous int64, got {token_ids_T.dtype}")
+        check_tensor("token ids", token_ids_T, torch.int64, rows)
         out_TD = table_VD.new_empty(rows, size)
         there = self.library.embed(
             float_code(table_VD),
@@ -192,18 +191,12 @@ class NativeOps(Ops):
         size = x_TD.shape[-1]
         code = check_rows(x_TD, size)
         for name, part in (("weight", norm.weight_D), ("bias", norm.bias_D)):
-            if part is not None and (
-                part.shape != (size,) or part.dtype is not x_TD.dtype or not part.is_contiguous()
-            ):
-                raise ValueError(
-                    f"{name} must be [{size}] of x's dtype, got {list(part.shape)} of {part.dtype}"
-                )
-        if y_TD is not None and (
-            y_TD.shape != x_TD.shape or y_TD.dtype is not x_TD.dtype or not y_TD.is_contiguous()
-        ):
-            raise ValueError(f"y must be as x, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
-        if rows_R is not None and (rows_R.dtype is not torch.int64 or not rows_R.is_contiguous()):
-            raise TypeError(f"chosen rows must be contiguous int64, got {rows_R.dtype}")
+            if part is not None:
+                check_tensor(name, part, x_TD.dtype, size)
+        if y_TD is not None:
+            check_tensor("y", y_TD, x_TD.dtype, *x_TD.shape)
+        if rows_R is not None:
+            check_tensor("chosen rows", rows_R, torch.int64, len(rows_R))
         rows = (x_TD if rows_R is None else rows_R).size(0)
         out = x_TD.new_empty(rows, size)
         self.library.add_norm(
@@ -241,7 +234,8 @@ class NativeOps(Ops):
         self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
     ) -> tuple[Tensor, Tensor]:
         """See Ops; logits are contiguous float32."""
-        rows, stride = self._logits(logits_TC)
+        rows, stride = logits_TC.shape
+        check_tensor("a router's logits", logits_TC, torch.float32, rows, stride)
         numbers_TK = torch.empty(rows, each, dtype=torch.int64)
         weights_TK = torch.empty(rows, each)
         given = logits_TC.data_ptr(), stride, rows, count, each, normalized
@@ -250,7 +244,8 @@ class NativeOps(Ops):
 
     def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
         """See Ops; logits are contiguous float32."""
-        rows, stride = self._logits(logits_TC)
+        rows, stride = logits_TC.shape
+        check_tensor("a router's logits", logits_TC, torch.float32, rows, stride)
         open_T = torch.empty(rows)
         begin = logits_TC.data_ptr() + column * logits_TC.element_size()
         self.library.open_gates(begin, stride, rows, open_T.data_ptr())
@@ -262,9 +257,3 @@ class NativeOps(Ops):
         code, size = check_rows(made_RD, total_TD.shape[1]), total_TD.shape[1]
         given = total_TD.data_ptr(), made_RD.data_ptr(), rows_R.data_ptr(), weights_R.data_ptr()
         self.library.add_weighted(code, *given, len(made_RD), size)
-
-    def _logits(self, logits_TC: Tensor) -> tuple[int, int]:
-        """Number of rows, and logits per row."""
-        if logits_TC.dtype is not torch.float32 or not logits_TC.is_contiguous():
-            raise TypeError(f"a router's logits must be contiguous float32, got {logits_TC.dtype}")
-        return len(logits_TC), logits_TC.shape[1]

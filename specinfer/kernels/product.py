@@ -43,25 +43,18 @@ def float_code(x: Tensor) -> int:
     return TYPES[FLOATS[x.dtype]]
 
 
-def check_maxima(maxima: Tensor, rows: int) -> None:
-    """Raise ValueError unless these are contiguous maxima of `rows` rows."""
-    if maxima.dtype is not torch.float32 or maxima.shape != (rows,) or not maxima.is_contiguous():
-        raise ValueError(f"maxima must be float32 [{rows}], got {maxima.dtype} {list(maxima.shape)}")
-
-
-def check_sums(sums: Tensor, channels: int) -> None:
-    """Raise ValueError unless these are contiguous sums of `channels` channels."""
-    if sums.dtype is not torch.int32 or sums.shape[1:] != (channels,) or not sums.is_contiguous():
-        raise ValueError(f"sums must be int32 [rows, {channels}], got {sums.dtype} {list(sums.shape)}")
+def check_tensor(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Raise ValueError unless x is contiguous, on the CPU, and of this dtype and shape."""
+    if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on "
+            f"{x.device}"
+        )
 
 
 def check_branches(branches: Tensor, parts: SumParts, channels: int) -> None:
     """Raise ValueError unless these are contiguous branches of all ranks."""
-    wanted = len(parts.all_branches), branches.shape[1], channels
-    if branches.dtype is not torch.float32 or branches.shape != wanted or not branches.is_contiguous():
-        raise ValueError(
-            f"branches must be contiguous float32 {list(wanted)}, got {branches.dtype} {list(branches.shape)}"
-        )
+    check_tensor("branches", branches, torch.float32, len(parts.all_branches), branches.shape[1], channels)
 
 
 def check_rows(x: Tensor, columns: int) -> int:
@@ -138,8 +131,8 @@ class NativeProduct:
                 f"got a weight of {sizes[0]} bytes with {sizes[1]} of scales and {sizes[2]} of zeros; "
                 f"{kind} {channels} x {inner} has {wanted[0]}, {wanted[1]} and {wanted[2]}"
             )
-        if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != channels):
-            raise ValueError(f"bias must be float32 [{channels}], got {bias.dtype} {list(bias.shape)}")
+        if bias is not None:
+            check_tensor("bias", bias, torch.float32, channels)
         self.exchange: SharedExchange | None = None  # with the ranks that have the other inner elements
         self.kind = kind
         self.channels = channels
@@ -244,7 +237,7 @@ class NativeProduct:
         """
         self._check_exact()
         code, sums = check_rows(x, self.inner), torch.empty(len(x), self.channels, dtype=torch.int32)
-        check_maxima(maxima, len(x))
+        check_tensor("maxima", maxima, torch.float32, len(x))
         self._library.add_up(
             *(ctypes.byref(self.args), code, x.data_ptr(), len(x)),
             *(maxima.data_ptr(), sums.data_ptr()),
@@ -259,8 +252,8 @@ class NativeProduct:
         weight is int8.
         """
         self._check_exact()
-        check_sums(sums, self.channels)
-        check_maxima(maxima, len(sums))
+        check_tensor("sums", sums, torch.int32, len(sums), self.channels)
+        check_tensor("maxima", maxima, torch.float32, len(sums))
         out = torch.empty(len(sums), self.channels, dtype=dtype)
         self._library.finish(
             *(ctypes.byref(self.args), float_code(out), sums.data_ptr(), len(sums)),
@@ -298,10 +291,8 @@ def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
     mins, min_steps = (weight.mins, weight.min_steps) if weight.has_mins else (None, None)
     wanted = {"steps": (steps, groups * halves), "mins": (mins, spans), "min_steps": (min_steps, groups)}
     for name, (tensor, entries) in wanted.items():
-        if tensor is not None and (tensor.shape != (blocks, entries, BLOCK) or not tensor.is_contiguous()):
-            raise ValueError(
-                f"{name} must be contiguous [{blocks}, {entries}, {BLOCK}], got {list(tensor.shape)}"
-            )
+        if tensor is not None:
+            check_tensor(name, tensor, tensor.dtype, blocks, entries, BLOCK)
     return [steps, mins, min_steps]
 
 

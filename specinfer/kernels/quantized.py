@@ -55,8 +55,7 @@ from specinfer.kernels.product import (
     PartSum,
     Product,
     ProductOptions,
-    check_maxima,
-    check_sums,
+    check_tensor,
     float_sums,
 )
 from specinfer.kernels.structures import BLOCK, Kind, padded_inner
@@ -201,13 +200,13 @@ class Int8Product:
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
         """See NativeProduct."""
-        check_maxima(maxima, len(x))
+        check_tensor("maxima", maxima, torch.float32, len(x))
         return self._sums(self._rotated(x), maxima)
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
         """See NativeProduct."""
-        check_sums(sums, self.channels)
-        check_maxima(maxima, len(sums))
+        check_tensor("sums", sums, torch.int32, len(sums), self.channels)
+        check_tensor("maxima", maxima, torch.float32, len(sums))
         out = sums.float() * self._scales * (maxima / 127.0)[:, None]
         return (out if self._bias is None else out + self._bias).to(dtype)
 

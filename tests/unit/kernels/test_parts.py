@@ -201,7 +201,7 @@ def test_other_parts_are_refused(name: Literal["torch", "native"]) -> None:
         ):
             product(by, "bfloat16", parts=SumParts(ends, shares, rank))
     two = parted(by, "bfloat16", SHARES[1])[0]
-    with pytest.raises(ValueError, match=r"^branches must be contiguous float32 \[3, 2, 49\]"):
+    with pytest.raises(ValueError, match=r"^branches must be contiguous torch.float32 \[3, 2, 49\]"):
         two.joined(torch.zeros(2, 2, CHANNELS), torch.bfloat16)
     plain = products_of("native").floats(random(16, 64), None)
     assert isinstance(plain, NativeProduct)
