@@ -18,11 +18,8 @@ from specinfer.tune.evaluation import Figures
 from specinfer.tune.trainer import Trainer
 from specinfer.version import VERSION
 
-_FRONT: Final = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)  # front matter of a card, as hubs read it
-_FIELD: Final = re.compile(r"^(license(?:_name|_link)?):(.*)$", re.MULTILINE)
 _HUB_ID: Final = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # licence identifier on hubs
-_NO_LICENCE: Final = ("other", "unknown", "none", "null", "~")  # values that name no licence
-_MAX_CARD: Final = 1 << 16  # characters of a card that are read
+_NO_LICENCE: Final = ("other", "unknown", "none")  # values that name no licence
 _MAX_FIELD: Final = 200  # characters of a licence name or link
 
 
@@ -126,7 +123,7 @@ def licence_of(files: ModelFiles) -> Licence | None:
             source="its GGUF file",
         )
     else:
-        fields = _front_matter(_read(files.path / "README.md"))
+        fields = _front_matter(files.path / "README.md")
         found = _named(
             *(fields.get(f"license{part}") for part in ("", "_name", "_link")), source="its model card"
         )
@@ -154,21 +151,19 @@ def _named(identifier: object, name: object, link: object, *, source: str) -> Li
 
 
 def _text(value: object) -> str | None:
-    """Collapse whitespace into one line; None if the value is empty or no string."""
+    """Collapse whitespace into one line; None if the value is empty or no string; a list has one."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, str):
         return None
     return " ".join(value.split())[:_MAX_FIELD] or None
 
 
-def _read(card: Path) -> str:
-    """Read a model card; an empty string if it cannot be read."""
+def _front_matter(card: Path) -> Mapping[str, object]:
+    """The fields of a model card's front matter; none if it cannot be read."""
+    from huggingface_hub import metadata_load
+
     try:
-        return card.read_text("utf-8", "replace")[:_MAX_CARD]
-    except OSError:
-        return ""
-
-
-def _front_matter(card: str) -> Mapping[str, str]:
-    found = _FRONT.match(card)
-    fields = {} if found is None else dict(_FIELD.findall(found[1]))
-    return {key: value.partition(" #")[0].strip().strip("\"'[]") for key, value in fields.items()}
+        return metadata_load(card) or {}
+    except Exception:  # no file, or no YAML
+        return {}

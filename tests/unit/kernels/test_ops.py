@@ -130,7 +130,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: Ops, dtype: torch.d
 
 def test_other_shapes_and_dtypes_are_refused(native: Ops, dtype: torch.dtype) -> None:
     x, norm = random(2, 16, dtype, 0), norm_of("rms", 16, dtype)
-    with pytest.raises(ValueError, match=r"weight must be contiguous \S+ \[16\] on the CPU, got \S+ \[8\] on cpu"):
+    with pytest.raises(ValueError, match=r"weight must be contiguous \S+ \[16\] on the CPU, got"):
         native.add_norm(x, None, norm_of("rms", 8, dtype))
     with pytest.raises(ValueError, match=r"bias must be contiguous \S+ \[16\]"):
         native.add_norm(x, None, replace(norm, centred=True, bias_D=random(1, 8, dtype, 1)[0]))
