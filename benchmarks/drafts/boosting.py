@@ -27,7 +27,7 @@ from specinfer.progress import NoProgress, ProgressBar
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import TokenRanks, held_out_texts, rank_tokens, read_draft
-from specinfer.tune.head_kinds import BlockKind, EagleKind
+from specinfer.tune.head_draft import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.selection import MeasuredDraft, Selection, candidates_of, measured_costs
 from specinfer.tune.small_model import SsmKind

@@ -141,7 +141,7 @@ def tune(
 
 def _kind(kind: str, layers: int | None, depth: int, vocabulary: int | None) -> Kind:
     """The kind of draft; raises TuneError for an option that does not apply to it."""
-    from specinfer.tune.head_kinds import BlockKind, EagleKind
+    from specinfer.tune.head_draft import BlockKind, EagleKind
     from specinfer.tune.small_model import SsmKind
 
     if kind == "ssm":

@@ -1,6 +1,6 @@
 """Interfaces of drafts that can be trained, measured and written, and of the kinds that create them.
 
-A kind (head_kinds.py, small_model.py) is a frozen config that creates drafts. A draft is a module with the
+A kind (head_draft.py, small_model.py) is a frozen config that creates drafts. A draft is a module with the
 inputs it reads and the tokens it can predict.
 
 Shapes: B texts, A anchors per text, L levels, N taps, D hidden size, U tokens of its vocabulary, S of these.

@@ -1,4 +1,4 @@
-"""Draft heads as trainable drafts, and exported heads to resume from.
+"""Draft heads as trainable drafts, their kinds, and exported heads to resume from.
 
 Guesses are conditioned on the true tokens, at anchors of the texts (dataset.py). A block head computes the
 rows of its blocks. An EAGLE head computes every row of the text, and feeds each step the output of the step
@@ -9,9 +9,10 @@ Shapes: B texts, A anchors per text, L levels, N taps, D the head's hidden size,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from abc import abstractmethod
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -19,19 +20,29 @@ from torch import Tensor
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import BlockConfig, EagleConfig, check_target
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.speculators import write_head
 from specinfer.hub import resolve
-from specinfer.models.config import ModelConfig
+from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
-from specinfer.models.open_model import OpenModel
-from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Description, Target, TrainableDraft
-from specinfer.tune.initial_head import Head
+from specinfer.tune.dataset import BlockBatch, first_texts
+from specinfer.tune.draft import Description, Initialization, Kind, Target, TrainableDraft, entries_of
+from specinfer.tune.initial_head import (
+    DEFAULT_VOCABULARY,
+    Head,
+    calibrate_norm,
+    check_trainable,
+    copy_target_layers,
+    fit_bigrams,
+    frequent_tokens,
+    head_body_config,
+    hidden_scale,
+    new_head,
+)
 
-DEFAULT_ANCHORS: Final = 64  # maximum anchors per text in a step of a block head
+_INIT_TEXTS: Final = 1000  # texts used to initialize a head from its target
 
 
 class HeadDraft(TrainableDraft):
@@ -90,11 +101,7 @@ class BlockHeadDraft(HeadDraft):
 
     head: BlockHead
     one_pass = True
-
-    def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int = DEFAULT_ANCHORS) -> None:
-        """`anchors` is the maximum number of anchors per text in a step."""
-        super().__init__(head, scale_ND)
-        self.anchors = anchors
+    anchors = 64
 
     def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
         """Rows of blocks of `levels` levels."""
@@ -137,12 +144,10 @@ class EagleHeadDraft(HeadDraft):
         return self._description("speculators", "eagle3", "EAGLE-3 head (`speculators` layout)", does)
 
 
-def wrap_head(
-    head: Head, scale_ND: Tensor, anchors: int = DEFAULT_ANCHORS
-) -> BlockHeadDraft | EagleHeadDraft:
-    """Wrap a head as a draft; a step computes at most `anchors` anchors per text of a block head."""
+def wrap_head(head: Head, scale_ND: Tensor) -> BlockHeadDraft | EagleHeadDraft:
+    """Wrap a head as a draft."""
     if isinstance(head, BlockHead):
-        return BlockHeadDraft(head, scale_ND, anchors)
+        return BlockHeadDraft(head, scale_ND)
     return EagleHeadDraft(head, scale_ND)
 
 
@@ -174,16 +179,111 @@ def open_initial_head(
     return opened
 
 
-def read_initial_head(
-    name: str,
-    wanted: BlockConfig | EagleConfig,
-    vocabulary: int | None,
-    target: OpenModel,
-    scale_ND: Tensor,
-) -> Head:
-    """Read the weights of `open_initial_head` for training with scaled hidden states; raises as it does."""
-    opened = open_initial_head(name, wanted, vocabulary, target.config)
-    head = opened.module(target)
-    with torch.no_grad():
-        head.fc.weight.div_(scale_ND.flatten())
-    return head
+@dataclass(frozen=True, kw_only=True)
+class TrainableHeadKind(Kind):
+    """A head whose layers have the sizes of the target's."""
+
+    layers: int = 1
+    depth: int = 5  # number of consecutive tokens that it learns to predict
+    # maximum number of tokens in its vocabulary; None: the default, or as the head in `init`
+    vocabulary: int | None = None
+
+    family: ClassVar[Family]  # of its layers
+    # True if it can be initialized from its target's layers, which is then the default.
+    begins_as_target: ClassVar[bool] = False
+
+    @abstractmethod
+    def shape(self, target: ModelConfig, **common: Any) -> BlockConfig | EagleConfig:
+        """The head's config; `common` has the fields of all heads."""
+
+    def config(self, target: ModelConfig) -> BlockConfig | EagleConfig:
+        """The head's config; raises ModelError for unsupported targets."""
+        check_trainable(target)
+        config = self.shape(
+            target,
+            body=head_body_config(target, self.family, self.layers),
+            taps=self.taps(target),
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=min(self.vocabulary or DEFAULT_VOCABULARY, target.vocab_size),
+        )
+        check_target(config, target, "to be trained")
+        return config
+
+    def check(self, target: ModelConfig, init: str | None) -> None:
+        """Raises as Kind."""
+        if init == "target" and not self.begins_as_target:
+            raise TuneError(
+                "init is target, which is for block heads and for small models; allowed: random, or a head"
+            )
+        config = self.config(target)
+        if init not in (None, "target", "random"):
+            open_initial_head(init, config, self.vocabulary, target)
+
+    def taps(self, target: ModelConfig) -> tuple[int, ...]:
+        """An early layer, one in the middle and one near the end, as in EAGLE-3."""
+        layers = target.num_layers
+        return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))
+
+    def facts(self) -> dict[str, object]:
+        """The head's shape."""
+        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or DEFAULT_VOCABULARY}
+
+    def new(self, init: str | None, initialization: Initialization) -> HeadDraft:
+        """A head initialized from the target, at random, or from an exported head."""
+        target, dataset = initialization.target, initialization.dataset
+        config = self.config(target.config)
+        scale_ND = hidden_scale(dataset)
+        init = init or ("target" if self.begins_as_target else "random")
+        if init not in ("target", "random"):
+            known = open_initial_head(init, config, self.vocabulary, target.config).module(target.model)
+            with torch.no_grad():
+                known.fc.weight.div_(scale_ND.flatten())
+            return wrap_head(known, scale_ND)
+        ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
+        head = new_head(config, target.model, ids, initialization.seed)
+        draft = wrap_head(head, scale_ND)
+        if init == "target":
+            assert isinstance(head, BlockHead)  # no other kind of head begins as its target
+            fit_bigrams(head, dataset, entries_of(draft))
+            copy_target_layers(head, target.model, first_texts(dataset, _INIT_TEXTS), scale_ND)
+            initialization.say(
+                f"the head begins with a loss of {calibrate_norm(draft, initialization.loss_of):.2f}"
+            )
+        return draft
+
+    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> HeadDraft:
+        """A head of this shape with these tokens as its vocabulary."""
+        return wrap_head(new_head(self.config(target.config), target.model, ids, 0), scale_ND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKind(TrainableHeadKind):
+    """A causal block head: rows begin with the target's last hidden state, and its output layer is used."""
+
+    name = "block"
+    family = Family.QWEN3
+    begins_as_target = True
+    markov_rank: int = 64  # rank of the term that conditions a guess on the token before it
+
+    def shape(self, target: ModelConfig, **common: Any) -> BlockConfig:
+        """The mask token is the target's end of text, which is never the anchor of a block."""
+        return BlockConfig(
+            **common,
+            block_size=self.depth,
+            mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
+            markov_rank=self.markov_rank,
+            reads_last=True,
+            own_head=False,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleKind(TrainableHeadKind):
+    """A head that makes one pass per level."""
+
+    name = "eagle"
+    family = Family.LLAMA
+
+    def shape(self, target: ModelConfig, **common: Any) -> EagleConfig:
+        """A head of this depth."""
+        return EagleConfig(**common, depth=self.depth)

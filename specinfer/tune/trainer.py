@@ -44,6 +44,7 @@ _DEEPER: Final = 0.6  # probability that a block of l levels gets level l + 1
 _MAX_NORM: Final = 1.0  # maximum gradient norm
 _AVERAGE_DECAY: Final = 0.995  # decay of the average per step
 _AVERAGE_EVERY: Final = 4  # steps between updates of the average
+_STEP_TEXTS: Final = 4  # texts of a step
 _LOSS_ANCHORS: Final = 64  # anchors per text when an initial loss is computed
 _MIN_WEIGHT: Final = 1e-6  # minimum total weight
 
@@ -53,7 +54,6 @@ class TrainConfig:
     """Training options common to all kinds of draft."""
 
     rate: float | None = None  # learning rate; None: by the width of the draft
-    texts: int = 4  # per step
     shortlist: int = 768  # tokens of the draft whose logits a step computes
     seed: int = 0
 
@@ -84,7 +84,7 @@ class Trainer:
         self.draft = draft
         self.state = TrainState()
         self._config = config
-        self._workers = Workers(config.texts)
+        self._workers = Workers(_STEP_TEXTS)
         self._entry_V = entries_of(draft)
         width = len(draft.last_norm.weight)
         self._rate = default_rate(width) if config.rate is None else config.rate
@@ -98,7 +98,7 @@ class Trainer:
         """Train on a few texts; `left` is the remaining fraction of the time, in [0, 1]."""
         config, number = self._config, self.state.steps
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-        chosen = torch.randint(len(dataset), (config.texts,), generator=generator)
+        chosen = torch.randint(len(dataset), (_STEP_TEXTS,), generator=generator)
         texts = [dataset.text(int(i)) for i in chosen]
         texts = [text for text in texts if text.answer > 1]
         levels = self._levels(generator)
@@ -247,8 +247,8 @@ class Workers:
             torch.set_num_threads(self._cores)  # initial value for threads that compute for the first time
 
 
-def keep_freed_memory() -> bool:
-    """Keep freed memory in the process, if the C library supports it; return True on success.
+def keep_freed_memory() -> None:
+    """Keep freed memory in the process, if the C library supports it.
 
     A training step allocates what the step before it freed, a few hundred tensors of megabytes. By default
     glibc returns such blocks and maps new ones, whose pages the kernel zeroes for one thread of the process
@@ -256,8 +256,6 @@ def keep_freed_memory() -> bool:
     than the main one still return blocks of 64 MB and more.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
-        return False
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    kept = bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD))
-    return any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS) and kept
+    if mallopt is not None:  # glibc
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+        any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Final
@@ -39,17 +39,11 @@ class Checkpoint:
 
     tensors: dict[str, Tensor]
     state: TrainState
-    shape: Mapping[str, object]  # shape of the draft, and settings of its training
-
-    @property
-    def ids(self) -> list[int]:
-        """The draft's vocabulary."""
-        return [int(token) for token in self.tensors["ids"]]
 
 
-def write_checkpoint(path: Path, trainer: Trainer, shape: Mapping[str, object]) -> None:
+def write_checkpoint(path: Path, trainer: Trainer) -> None:
     """Write all state that training needs to resume; raises OSError."""
-    facts = json.dumps({"state": asdict(trainer.state), "shape": dict(shape)}).encode()
+    facts = json.dumps({"state": asdict(trainer.state)}).encode()
     tensors = {name: tensor.contiguous() for name, tensor in trainer.tensors()}
     tensors[_FACTS] = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
     write_safetensors(path, tensors, mode=0o600)
@@ -63,7 +57,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         facts = json.loads(tensors.pop(_FACTS).numpy().tobytes())
         known = {one.name for one in fields(TrainState)}
         state = TrainState(**{name: value for name, value in facts["state"].items() if name in known})
-        return Checkpoint(tensors, state, dict(facts["shape"]))
+        return Checkpoint(tensors, state)
     except (ModelFileError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise TuneError(
             f"{path} is damaged ({error}); remove it to restart training on the collected answers"
@@ -156,7 +150,7 @@ class Training:
             state.best, state.places = figures.worth, figures.places
             self._export(averaged, figures)
         state.seconds += clock() - began
-        write_checkpoint(self._files.checkpoint, trainer, self._kind.facts())
+        write_checkpoint(self._files.checkpoint, trainer)
         self._outputs.say(
             f"{state.seconds / 60:.1f} min, {state.steps} steps, {state.blocks} blocks: loss "
             f"{state.loss:.3f}; held out: first guess {figures.hits[0]:.3f}, one of three "
@@ -171,7 +165,8 @@ class Training:
             return None
         kept = read_checkpoint(path)
         try:
-            trainer = Trainer(self._kind.blank(self._target, kept.tensors["scale"], kept.ids), self._config)
+            scale_ND, ids = kept.tensors["scale"], kept.tensors["ids"].tolist()
+            trainer = Trainer(self._kind.blank(self._target, scale_ND, ids), self._config)
             trainer.load(kept.tensors, kept.state)
         except (KeyError, RuntimeError) as error:
             raise TuneError(f"{path} is of another draft ({error}); remove it to restart training") from error

@@ -48,7 +48,7 @@ from specinfer.tune.evaluation import (
     rank_tokens,
     read_draft,
 )
-from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.head_draft import BlockKind
 from specinfer.tune.prompts import Prompts
 from specinfer.tune.selection import (
     Costs,

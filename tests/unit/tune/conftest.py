@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer.config import EngineConfig
-from specinfer.hub import resolve
 from specinfer.llm import LLM
-from specinfer.models.open_model import open_model
 from specinfer.request import RequestOutput
 from specinfer.sampling_params import SamplingParams
-from specinfer.tune.dataset import Corpus, TrainingSet
-from specinfer.tune.draft import Initialization, Target
-from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.head_draft import BlockKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import TuneConfig
 from tests.tiny_models import write_tiny_llama
@@ -69,7 +65,7 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
         "minutes": 1.0,
         "chat": False,
         "max_tokens": 20,
-        "kind": BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8),
+        "kind": BlockKind(depth=4, vocabulary=48, markov_rank=8),
         "training": TrainConfig(rate=5e-3, shortlist=32),
     }
     return TuneConfig(**(options | changes))
@@ -81,14 +77,6 @@ def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
     out = tmp_path_factory.mktemp("tuned") / "head"
     run(tuning_of(target, out, minutes=4.0), prompts)
     return out
-
-
-def beginning_of(
-    target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None
-) -> Initialization:
-    """Return the start of a draft that learns from these answers; its loss is constant."""
-    files = resolve(str(target))
-    return Initialization(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)
 
 
 class KilledError(Exception):

@@ -11,7 +11,7 @@ from specinfer.engine.costs import Curves
 from specinfer.engine.drafts import draft_names
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.head_draft import BlockKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.selection import Costs, TuneResult
 from specinfer.tune.small_model import SsmKind
@@ -19,8 +19,8 @@ from specinfer.tune.tuning import TuneConfig, Tuning
 
 Clock = Callable[[], float]
 SSM = SsmKind(layers=1, depth=3)
-BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
-SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
+BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8)
+SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8)
 TARGET = CostCurve((1, 16), (0.010, 0.012))
 
 

@@ -8,8 +8,7 @@ import torch
 
 from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import TunedText, block_batch
-from specinfer.tune.head_draft import EagleHeadDraft
-from specinfer.tune.head_kinds import EagleKind
+from specinfer.tune.head_draft import EagleHeadDraft, EagleKind
 from specinfer.tune.initial_head import new_head
 
 SHAPE = EagleKind(depth=3, vocabulary=48)
@@ -18,7 +17,7 @@ SHAPE = EagleKind(depth=3, vocabulary=48)
 def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     """At an anchor within a text each level reads what it reads where there are no rows behind it."""
     opened = open_model(target)
-    config = SHAPE.config(opened.config, (0, 1, 3))
+    config = SHAPE.config(opened.config)
     head = new_head(config, opened, list(range(48)), 1)
     chance = torch.Generator().manual_seed(2)
     tokens = torch.randint(64, (12,), generator=chance)

@@ -11,8 +11,7 @@ from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Initialization, TrainableDraft, entries_of
 from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, rank_tokens
-from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.head_draft import BlockHeadDraft, BlockKind
 from specinfer.tune.initial_head import new_head
 from specinfer.tune.small_model import SsmKind
 from tests.unit.tune.test_small_model import opened
@@ -35,8 +34,8 @@ def wrap_head(kind: str, target: Path) -> TrainableDraft:
         return SsmKind(layers=1, depth=3).new("target", _beginning(target))
     model = open_model(target)
     shape = BlockKind(depth=3, vocabulary=40, markov_rank=4)
-    head = new_head(shape.config(model.config, (1, 2)), model, [*range(40)], seed=1)
-    return BlockHeadDraft(head, torch.ones(2, 32), 8)
+    head = new_head(shape.config(model.config), model, [*range(40)], seed=1)
+    return BlockHeadDraft(head, torch.ones(3, 32))
 
 
 def _beginning(target: Path) -> Initialization:

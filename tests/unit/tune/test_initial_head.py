@@ -14,8 +14,7 @@ from specinfer.heads.layers import HeadLayer
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
-from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.head_draft import BlockHeadDraft, BlockKind
 from specinfer.tune.initial_head import (
     copy_target_layers,
     fit_bigrams,
@@ -36,7 +35,7 @@ def opened(target: Path) -> OpenModel:
 
 
 def untrained(opened: OpenModel) -> BlockHead:
-    return new_head(SHAPE.config(opened.config, (1, 2)), opened, [*range(24)], seed=0)
+    return new_head(replace(SHAPE.config(opened.config), taps=(1, 2)), opened, [*range(24)], seed=0)
 
 
 def text_of(
@@ -63,7 +62,7 @@ def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) 
     corpus = Corpus(tmp_path / "shards")
     corpus.add(texts, 1.0)
     head = untrained(opened)
-    fit_bigrams(head, TrainingSet(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
+    fit_bigrams(head, TrainingSet(corpus), entries_of(BlockHeadDraft(head, SCALE)))
     seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
     with torch.no_grad():
         said = head.pair_logits(seen).softmax(dim=-1)

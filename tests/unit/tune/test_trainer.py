@@ -10,7 +10,7 @@ import torch
 
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
-from specinfer.tune.head_kinds import BlockKind, EagleKind
+from specinfer.tune.head_draft import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import Trainer
@@ -18,7 +18,7 @@ from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
 KINDS: dict[str, Kind] = {
-    "block": BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8),
+    "block": BlockKind(depth=4, vocabulary=48, markov_rank=8),
     "eagle": EagleKind(depth=3, vocabulary=48),
     "ssm": SsmKind(layers=1),
 }

@@ -16,8 +16,7 @@ from specinfer.tune import training
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.evaluation import Figures, held_out_texts, measure, read_draft
-from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.head_kinds import EagleKind
+from specinfer.tune.head_draft import BlockHeadDraft, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning

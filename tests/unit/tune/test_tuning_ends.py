@@ -17,7 +17,7 @@ from specinfer.models.open_model import open_model
 from specinfer.tune import training
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
-from specinfer.tune.head_kinds import BlockKind, EagleKind
+from specinfer.tune.head_draft import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.training import read_checkpoint
@@ -42,7 +42,7 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
     for _ in range(3):
         first.step(dataset, 1.0)
     path = config.out / _CHECKPOINT
-    training.write_checkpoint(path, first, {})
+    training.write_checkpoint(path, first)
     second = tuning._training(dataset, []).trainer
     for _ in range(3):
         second.step(dataset, 1.0)
