@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -14,18 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specinfer import LLM, SamplingParams
-from specinfer.config import EngineConfig
+from specinfer import LLM
 from specinfer.engine import memory
 from specinfer.errors import CapacityError, ConfigError, ModelError, PeerLostError
 from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel import launch
-from specinfer.serve.backend.replica_backend import ReplicaBackend
-from specinfer.serve.backend.work import Work
 from specinfer.transport.group import Group
-from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, hurry, soon, token_ids_of
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, soon, token_ids_of
 from tests.unit.parallel.hosts import Hosts
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
@@ -154,22 +150,6 @@ def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
         assert heard[0].rank == 1
 
 
-@pytest.mark.thorough
-def test_a_stopped_follower_is_found_when_its_time_is_over(folder: Path, hosts: Hosts) -> None:
-    hosts.follow()
-    llm = LLM(folder / "target", **hosts.options)
-    hurry(llm)
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    [worker] = hosts.workers()
-    worker.suspend()
-    with pytest.raises(PeerLostError, match=r"rank 1 .* does not answer"):
-        list(stream)
-    llm.close()
-    worker.resume()
-    assert soon(lambda: not hosts.workers())
-
-
 def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(folder: Path, hosts: Hosts) -> None:
     hosts.follow()
     with LLM(folder / "target", **hosts.options) as llm:
@@ -199,29 +179,3 @@ def test_what_does_not_go_with_hosts_is_refused(folder: Path, hosts: Hosts) -> N
     for options, line in cases:
         with pytest.raises(ConfigError, match=line):
             pytest.fail(f"{options}: {LLM(folder / 'target', **{**hosts.options, **options})}")
-
-
-@pytest.mark.thorough
-def test_a_servers_texts_go_on_behind_a_follower_that_was_killed(folder: Path, hosts: Hosts) -> None:
-    params = SamplingParams(temperature=0.9, seed=5, max_tokens=120)
-    config = EngineConfig.from_options(str(folder / "target"), hosts.options)
-    work = Work("w", tuple(PROMPTS[0]), params)
-    hosts.follow()
-
-    async def answer() -> list[int]:
-        backend = ReplicaBackend(config)
-        await backend.start()
-        said, killed = list[int](), False
-        async for delta in backend.generate([work]):
-            said += delta.token_ids
-            if said and not killed:
-                hosts.workers()[0].kill()
-                killed = True
-        await backend.close()
-        return said
-
-    said = asyncio.run(answer())
-    with LLM(folder / "target", **INT8) as llm:
-        [output] = llm.generate([PROMPTS[0]], params)
-    assert said == list(output.token_ids)
-    assert hosts.says().count("follows the engine") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -74,16 +73,6 @@ def test_a_link_without_a_sign_of_life_is_given_up() -> None:
         link.receive()
     assert time.monotonic() - began > 0.6
     link.close()
-
-
-def test_refused_connections_do_not_block_the_listener() -> None:
-    gate, join = gate_of(1)
-    strangers = [socket.create_connection(gate._listening.getsockname()) for _ in range(40)]
-    link = join(1)
-    assert gate.wait(30.0).keys() == {1}
-    gate.close()
-    for one in (*strangers, link):
-        one.close()
 
 
 def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specinfer.models.open_model import open_model
-from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Initialization, TrainableDraft, entries_of
+from specinfer.tune.dataset import TunedText, anchors_of, block_batch
+from specinfer.tune.draft import TrainableDraft, entries_of
 from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, rank_tokens
 from specinfer.tune.head_draft import BlockHeadDraft, BlockKind
 from specinfer.tune.initial_head import new_head
@@ -17,29 +17,13 @@ from specinfer.tune.small_model import SsmKind
 from tests.unit.tune.test_small_model import opened
 
 
-class NoLessons:
-    """Nothing to learn from."""
-
-    corpus: Corpus
-
-    def __len__(self) -> int:
-        return 0
-
-    def text(self, number: int) -> TunedText:
-        raise IndexError(number)
-
-
 def wrap_head(kind: str, target: Path) -> TrainableDraft:
     if kind == "ssm":
-        return SsmKind(layers=1, depth=3).new("target", _beginning(target))
+        return SsmKind(layers=1, depth=3).blank(opened(target), torch.ones(0, 32), [])
     model = open_model(target)
     shape = BlockKind(depth=3, vocabulary=40, markov_rank=4)
     head = new_head(shape.config(model.config), model, [*range(40)], seed=1)
     return BlockHeadDraft(head, torch.ones(3, 32))
-
-
-def _beginning(target: Path) -> Initialization:
-    return Initialization(opened(target), NoLessons(), 0, lambda draft: 1.0, lambda line: None)
 
 
 @pytest.mark.parametrize("kind", ["ssm", "block"])
