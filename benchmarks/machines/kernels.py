@@ -35,8 +35,8 @@ from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.hardware import use_threads
 from specinfer.engine.models import load_models
 from specinfer.hub import resolve
-from specinfer.kernels.bandwidth import STREAMED, Bandwidth
 from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.disk import STREAMED, Bandwidth
 from specinfer.kernels.layout import (
     Int4Weight,
     Int8Weight,
@@ -45,6 +45,7 @@ from specinfer.kernels.layout import (
     quantize_int4,
     quantize_int8,
 )
+from specinfer.kernels.library import load_library
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
 from specinfer.kernels.structures import STAGES
@@ -109,7 +110,7 @@ def main() -> None:
         sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
     kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), NoProgress())
     torch.set_num_threads(use_threads(args.threads, kernels))
-    bandwidth = Bandwidth(kernels.library)
+    bandwidth = Bandwidth(kernels.library or load_library())
     products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
     forwards: list[Row] = []
     shares: dict[str, list[Row]] = {}

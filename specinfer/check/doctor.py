@@ -23,9 +23,8 @@ from specinfer.errors import ConfigError, ModelFileError
 from specinfer.files import cache_dir
 from specinfer.hub import resolve
 from specinfer.kernels.attention import NativeAttention
-from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
-from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure
+from specinfer.kernels.disk import Bandwidth, DiskRate, StreamSource, gigabytes, measure, seconds
 from specinfer.kernels.library import Library, RefusedLevel, find_best
 from specinfer.kernels.machine import (
     LEVELS,

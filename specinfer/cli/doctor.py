@@ -76,7 +76,7 @@ def doctor(
         resolve(model, progress=progress)
     from specinfer.check.doctor import disk_facts, find_kernels, machine_facts, pass_cost
     from specinfer.files import cache_dir
-    from specinfer.kernels.bandwidth import Bandwidth
+    from specinfer.kernels.disk import Bandwidth
     from specinfer.report.provenance import commit
 
     found = find_kernels(progress)

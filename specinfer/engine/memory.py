@@ -20,9 +20,8 @@ import torch
 
 from specinfer.config import EngineConfig
 from specinfer.errors import CapacityError, ModelFileError
-from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.disk import DiskRate, StreamSource, about, gigabytes, measure
+from specinfer.kernels.disk import Bandwidth, DiskRate, StreamSource, about, gigabytes, measure
 from specinfer.kernels.layout import int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.expert_stream import expert_records
@@ -290,13 +289,15 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     caches = config.cache.memory or cache_bytes(models, limits.positions)
     if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
-    if needs.kernels.library is None:
+    library = needs.kernels.library
+    if library is None:
         check_support({Feature.STREAMED: f"{config.offload!r} and {needs.name}", Feature.TORCH: needs.device})
     # No file is written if no plan fits.
     needs.candidates(memory, process, needs.sizes(), config)
     prepared = needs.prepare(offload_folder(config), progress)
     disk = measure(StreamSource(prepared.path))
-    bandwidth = Bandwidth(needs.kernels.library, _SAMPLE).median()
+    assert library is not None, "streamed layers have native kernels"
+    bandwidth = Bandwidth(library, _SAMPLE).median()
     plans = [
         MemoryPlan(placement, drafts, limits, caches, disk, bandwidth, prepared)
         for drafts, limits, caches, placement in needs.candidates(

@@ -1,4 +1,4 @@
-"""Streams files from disk into page-aligned memory, and measures the fastest way to do so.
+"""Streams files from disk into page-aligned memory, and measures the speeds of disk and memory.
 
 A file larger than memory must not pass through the page cache: the cache would compete with pinned layers,
 and evicts the pages that are needed next. So a file is read with O_DIRECT if its disk allows that; otherwise
@@ -11,20 +11,25 @@ start runs trials for half a second.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import logging
 import mmap
 import os
+import statistics
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from specinfer.errors import ModelFileError, ensure
+
+if TYPE_CHECKING:
+    from specinfer.kernels.library import Library
 
 PAGE: Final = 4096  # bytes: offsets, lengths and addresses of reads are multiples of it
 _MIB: Final = 1 << 20
@@ -38,6 +43,8 @@ SETTINGS: Final = ((1, 16 * _MIB), (1, 4 * _MIB), (2, 4 * _MIB), (4, _MIB), (8, 
 _MIN_SPEEDUP: Final = 1.05  # minimum speedup for preferring a later setting
 _ROUNDS: Final = 2  # rounds over all settings, so that a disturbance affects several
 _TRIAL_BYTES: Final = 64 * _MIB  # buffer of the trials, larger than the caches, as layers are
+STREAMED: Final = 1 << 29  # bytes of memory in one measurement, more than any cache holds
+_USUAL: Final = 3  # measurements of memory whose median is taken
 _LOG = logging.getLogger(__name__)
 
 
@@ -148,6 +155,13 @@ def aligned(size: int) -> mmap.mmap:
     return pages
 
 
+def _touched(size: int) -> mmap.mmap:
+    """Aligned memory of which each page is written: others map to one zero page, which stays in the cache."""
+    pages = aligned(size)
+    memoryview(pages)[::PAGE] = bytes(-(-size // PAGE))
+    return pages
+
+
 @dataclass(frozen=True)
 class DiskRate:
     """The speed of streaming a file, and the settings for it."""
@@ -218,8 +232,7 @@ def measure(
     would take too long are skipped. The file has at least one page; raises ModelFileError as a read does.
     """
     ensure(source.size >= PAGE, "a file that streams has a page at least")
-    memory = memoryview(aligned(_TRIAL_BYTES))
-    memory[::PAGE] = bytes(_TRIAL_BYTES // PAGE)  # touch the pages, so that the disk alone is timed
+    memory = memoryview(_touched(_TRIAL_BYTES))  # so that the disk alone is timed
     began, count = clock(), len(SETTINGS) * _ROUNDS
     found = dict.fromkeys(SETTINGS, (0, 0.0))
     # Small ones first: they predict the time of larger ones.
@@ -235,3 +248,43 @@ def measure(
     best = max(rates.values())
     readers, piece = next(setting for setting, rate in rates.items() if rate * _MIN_SPEEDUP >= best)
     return DiskRate(readers, piece, rates[readers, piece], source.direct)
+
+
+class Bandwidth:
+    """Bytes per second of streaming memory; measure it next to each timing it is compared with.
+
+    On a shared machine it may double within a second. All measurements are in `found`.
+    """
+
+    def __init__(self, library: Library, size: int = STREAMED) -> None:
+        """Measure over `size` bytes with the threads of `library`, in large pages if available."""
+        self._library, self._size, self._memory = library, size, _touched(size)
+        self.found: list[float] = []
+
+    def measure(self) -> float:
+        """Measure once."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.found.append(self._library.stream(address, self._size))
+        return self.found[-1]
+
+    def median(self) -> float:
+        """The median of a few measurements."""
+        return statistics.median(self.measure() for _ in range(_USUAL))
+
+    def compare(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
+        """Median milliseconds of a call, and its ratio to the time of streaming `size` bytes."""
+        milliseconds, times = [], []
+        before = self.measure()
+        for _ in range(repeats):
+            taken, after = seconds(call), self.measure()
+            milliseconds.append(1e3 * taken)
+            times.append(taken / (size / before + size / after) * 2)
+            before = after
+        return statistics.median(milliseconds), statistics.median(times)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The duration of a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -17,7 +17,7 @@ from specinfer.check import doctor
 from specinfer.check.doctor import level_facts, pass_bytes, pass_cost
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
-from specinfer.kernels.bandwidth import Bandwidth
+from specinfer.kernels.disk import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.library import RefusedLevel
 from specinfer.kernels.machine import LEVELS, VARIABLE

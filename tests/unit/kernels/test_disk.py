@@ -1,4 +1,4 @@
-"""Files that stream: their bytes, the faults of files and disks, and which readers are chosen."""
+"""Files that stream: their bytes, the faults of files and disks, and the speeds of disk and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ import pytest
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels import disk
-from specinfer.kernels.disk import PAGE, SETTINGS, DiskRate, StreamSource, aligned, measure, timed_reads
+from specinfer.kernels.disk import (
+    PAGE,
+    SETTINGS,
+    Bandwidth,
+    DiskRate,
+    StreamSource,
+    aligned,
+    measure,
+    timed_reads,
+)
+from tests.kernels import library_or_skip
+from tests.streaming import Streaming
 
 MIB = 1 << 20
 ROOM = memoryview(bytearray(20 * MIB))
@@ -236,3 +247,23 @@ def test_a_real_file_is_measured(file: Path) -> None:
     assert found.bytes_per_second > 1e5
     assert (found.readers, found.piece) in SETTINGS
     assert found.direct == source.direct
+
+
+def test_the_usual_bandwidth_is_the_median_of_three_and_all_of_them_are_kept() -> None:
+    library: Any = Streaming(1e9, 9e9, 2e9)
+    bandwidth = Bandwidth(library, 1 << 16)
+    assert bandwidth.median() == 2e9
+    assert bandwidth.found == [1e9, 9e9, 2e9]
+    ((address, size),) = set(library.streamed)
+    assert (address % PAGE, size) == (0, 1 << 16)
+    assert Bandwidth(library_or_skip(), 1 << 20).median() > 1e6
+
+
+def test_a_call_is_compared_with_the_memory_before_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory slows down by half, and so does what is bound by it."""
+    library: Any = Streaming(100.0, 100.0, 50.0, 50.0)
+    taken = iter([0.030, 0.045, 0.060])
+    monkeypatch.setattr(disk, "seconds", lambda call: next(taken))
+    milliseconds, times = Bandwidth(library, PAGE).compare(lambda: None, 1.0, 3)
+    assert milliseconds == pytest.approx(45)
+    assert times == pytest.approx(3)
