@@ -236,7 +236,7 @@ class Group:
 
         Waits `patience` seconds longer than for an exchange.
         """
-        with self.times.waiting():
+        with self.times.counting("waiting"):
             return self._take(self._links[rank - 1], like, self.limit + patience)
 
     def send_on(self, values: Tensor, patience: float | None = None) -> None:
@@ -245,7 +245,7 @@ class Group:
         behind = self._ring[1]
         self._check()
         try:
-            with self.times.handing():
+            with self.times.counting("exchanging"):
                 behind.within(None if patience is None else self.limit + patience)
                 behind.send(_bytes_of(values))
         except OSError as error:
@@ -254,7 +254,7 @@ class Group:
     def receive_on(self, like: Tensor, patience: float | None = None) -> Tensor:
         """Values from the previous stage, with the shape and dtype of `like`; `patience` as in `send_on`."""
         assert self._ring is not None, "there is only one stage"
-        with self.times.waiting():
+        with self.times.counting("waiting"):
             return self._take(self._ring[0], like, None if patience is None else self.limit + patience)
 
     def round(self, values: Tensor) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 from specinfer.kernels.exchange import SharedExchange
 
@@ -21,7 +21,7 @@ class RankTimes:
         """`exchange` measures its own time; time in gloo cannot be separated, and counts as computing."""
         self.spent = [0.0] * len(DOING)  # seconds of passes
         self._exchange = exchange
-        self._handing, self._waiting = 0.0, 0.0  # seconds in these
+        self._links = {"exchanging": 0.0, "waiting": 0.0}  # seconds at links to other ranks
         self._reported: list[Sequence[float]] = []  # followers' reports
         self._reported_at = -math.inf  # time of the last reports
 
@@ -38,22 +38,13 @@ class RankTimes:
                 self.spent[n] += max(0.0, spent)  # the times come from two clocks
 
     @contextmanager
-    def handing(self) -> Iterator[None]:
-        """Count the time of sending to another rank, as exchanging."""
+    def counting(self, doing: Literal["exchanging", "waiting"]) -> Iterator[None]:
+        """Count the time of sending to another rank, or of waiting for one."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._handing += time.perf_counter() - began
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of waiting for another rank."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waiting += time.perf_counter() - began
+            self._links[doing] += time.perf_counter() - began
 
     @property
     def due(self) -> bool:
@@ -76,7 +67,8 @@ class RankTimes:
 
     def _elsewhere(self) -> tuple[float, float]:
         """Total seconds exchanging, without waiting, and total seconds waiting."""
+        moved, waited = self._links.values()
         if self._exchange is None:
-            return self._handing, self._waiting
+            return moved, waited
         figures = self._exchange.figures()
-        return self._handing + figures.seconds - figures.waited, self._waiting + figures.waited
+        return moved + figures.seconds - figures.waited, waited + figures.waited
