@@ -46,6 +46,7 @@ _BLOCKS: Final = (
 )
 _PRODUCTS: Final = "quantized products run on the CPU only: use device cpu, or"
 _WHOLE: Final = "runs through transformers, whose layers can be neither divided nor streamed; allowed there:"
+_NATIVE_SUMS: Final = "with PyTorch's kernels ({1}), which do not divide sums; allowed there: 1"
 _NATIVE: Final = "allowed: adapters of models that run natively"
 REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.NOT_PREPARED, Feature.OFFLOAD): (
@@ -73,6 +74,8 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.TENSOR, Feature.GPU): "tensor_parallel is {0} on device {1}; allowed there: 1",
     (Feature.PIPELINE, Feature.GPU): "pipeline_parallel is {0} on device {1}; allowed there: 1",
     (Feature.SUM_PARTS, Feature.GPU): "sum_parts is {0} on device {1}; allowed there: 1",
+    (Feature.TENSOR, Feature.TORCH): f"tensor_parallel is {{0}} {_NATIVE_SUMS}",
+    (Feature.SUM_PARTS, Feature.TORCH): f"sum_parts is {{0}} {_NATIVE_SUMS}",
     (Feature.TENSOR, Feature.HOSTED): f"tensor_parallel is {{0}}, and {{1}} {_WHOLE} 1",
     (Feature.PIPELINE, Feature.HOSTED): f"pipeline_parallel is {{0}}, and {{1}} {_WHOLE} 1",
     (Feature.SUM_PARTS, Feature.HOSTED): f"sum_parts is {{0}}, and {{1}} {_WHOLE} 1",

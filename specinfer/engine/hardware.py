@@ -43,6 +43,8 @@ class Hardware(NamedTuple):
         device = pick_device(config.device)
         check_support(config.features | ({} if device.type == "cpu" else {Feature.GPU: device}))
         kernels, lacking = choose_kernels(config.kernels, device, progress)
+        if device.type == "cpu" and kernels.library is None:
+            check_support(config.features | {Feature.TORCH: lacking or f"kernels is {config.kernels!r}"})
         return cls(device, pick_dtype(config.dtype, device, kernels), kernels, lacking)
 
 

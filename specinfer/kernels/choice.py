@@ -73,14 +73,6 @@ def draft_kernels(kernels: Kernels) -> Kernels:
     return replace(kernels, products=products.but(loose=True))
 
 
-def sharded_kernels(kernels: Kernels) -> Kernels:
-    """Kernels for a model whose sums do not depend on how many ranks share its channels."""
-    products = kernels.products
-    if isinstance(products, NativeProducts):
-        return kernels  # native products add each channel separately
-    return replace(kernels, products=Products(use=products.use._replace(shared=True)))
-
-
 def streaming_kernels(kernels: Kernels, weights: int) -> Kernels:
     """Kernels for a model with `weights` bytes of weights, read past the caches if they exceed these."""
     products = kernels.products

@@ -15,15 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final
 
 from specinfer.config import MAX_PARTS
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _GROUP: Final = 32  # inner elements; parts are cut at multiples of it
-_T = TypeVar("_T", int, "Tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +60,13 @@ class SumParts:
 
     def branches(self, rank: int) -> list[int]:
         """The number of parts of each branch that a rank adds up."""
-        tree = Branches[int](self.shares[rank])
-        for _ in range(self.shares[rank], self.shares[rank + 1]):
-            tree.push(0)
-        return tree.parts
+        found: list[int] = []
+        for end in range(self.shares[rank] + 1, self.shares[rank + 1] + 1):
+            parts = 1
+            while found and found[-1] == parts and end % (2 * parts) == 0:
+                parts += found.pop()
+            found.append(parts)
+        return found
 
     @property
     def place(self) -> slice:
@@ -79,27 +78,3 @@ class SumParts:
     def all_branches(self) -> list[int]:
         """The number of parts of each branch of all ranks, in order."""
         return [parts for rank in range(self.ranks) for parts in self.branches(rank)]
-
-
-class Branches(Generic[_T]):
-    """Sums over complete branches of the tree, for parts from number `first` on."""
-
-    def __init__(self, first: int = 0) -> None:
-        self.sums: list[_T] = []
-        self.parts: list[int] = []  # number of parts of each sum
-        self._end = first
-
-    def push(self, added: _T, parts: int = 1) -> None:
-        """Append a branch of `parts` parts, and add up what is complete."""
-        self._end += parts
-        while self.parts and self.parts[-1] == parts and self._end % (2 * parts) == 0:
-            added, parts = self.sums.pop() + added, 2 * self.parts.pop()
-        self.sums.append(added)
-        self.parts.append(parts)
-
-    def total(self) -> _T:
-        """The sum of all branches."""
-        *others, found = self.sums
-        for one in reversed(others):
-            found = one + found
-        return found

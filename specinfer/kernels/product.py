@@ -1,11 +1,10 @@
-"""NativeProduct: a product with a weight laid out for the native library; PartsProduct, its PyTorch twin."""
+"""NativeProduct: a product with a weight laid out for the native library."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import c_int64
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.layout import BlocksWeight
 from specinfer.kernels.library import Library
-from specinfer.kernels.parts import Branches, SumParts
+from specinfer.kernels.parts import SumParts
 from specinfer.kernels.structures import (
     BLOCK,
     KINDS,
@@ -30,7 +29,6 @@ from specinfer.kernels.structures import (
 )
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
-PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
 FLOAT_ROWS: Final = 16  # rows that PyTorch multiplies at once
 
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -52,11 +50,6 @@ def check_tensor(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
         )
 
 
-def check_branches(branches: Tensor, parts: SumParts, channels: int) -> None:
-    """Raise ValueError unless these are contiguous branches of all ranks."""
-    check_tensor("branches", branches, torch.float32, len(parts.all_branches), branches.shape[1], channels)
-
-
 def check_rows(x: Tensor, columns: int) -> int:
     """float_code of x, which must be contiguous rows of `columns` elements on the CPU."""
     if x.dim() != 2 or x.size(1) != columns or not x.is_contiguous() or not x.is_cpu:
@@ -69,8 +62,6 @@ class ProductOptions(NamedTuple):
 
     loose: bool = False  # a row's result may depend on the number of rows, if that is faster
     nontemporal: bool = False  # read weights past the caches, which would not hold them until the next pass
-    # other ranks have channels of it: PyTorch's sums must not depend on the number of ranks
-    shared: bool = False
 
 
 DEFAULT_OPTIONS: Final = ProductOptions()
@@ -212,7 +203,10 @@ class NativeProduct:
         The bits are the same however the ranks divide the parts. Raises ValueError unless the product has
         parts with these branches.
         """
-        check_branches(branches, self._check_parts(), self.channels)
+        check_tensor(
+            *("branches", branches, torch.float32),
+            *(len(self._check_parts().all_branches), branches.shape[1], self.channels),
+        )
         out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
         self._library.finish_branches(
             *(ctypes.byref(self.args), float_code(out), branches.data_ptr(), len(out), out.data_ptr()),
@@ -294,59 +288,3 @@ def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
         if tensor is not None:
             check_tensor(name, tensor, tensor.dtype, blocks, entries, BLOCK)
     return [steps, mins, min_steps]
-
-
-class PartsProduct:
-    """The PyTorch twin of a native product whose sums have parts."""
-
-    __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
-
-    def __init__(
-        self, sums: Sequence[PartSum], bias: Tensor | None, parts: SumParts, channels: int, inner: int
-    ) -> None:
-        """`sums` are over one part each; `bias` is [channels]."""
-        self._sums, self._bias = sums, bias
-        self.parts, self.channels, self.inner = parts, channels, inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, inner] -> [rows, channels] in x's dtype."""
-        return self._out(self._branches(x), x.dtype)
-
-    def branches(self, x: Tensor) -> Tensor:
-        """See NativeProduct."""
-        return torch.stack(self._branches(x).sums)
-
-    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """See NativeProduct."""
-        check_branches(branches, self.parts, self.channels)
-        tree = Branches[Tensor]()
-        for one, parts in zip(branches, self.parts.all_branches, strict=True):
-            tree.push(one, parts)
-        return self._out(tree, dtype)
-
-    def _branches(self, x: Tensor) -> Branches[Tensor]:
-        tree = Branches[Tensor](self.parts.numbers.start)
-        for add_up, (begin, end) in zip(self._sums, pairwise((0, *self.parts.ends)), strict=True):
-            tree.push(add_up(x[:, begin:end])[:, : self.channels])
-        return tree
-
-    def _out(self, tree: Branches[Tensor], dtype: torch.dtype) -> Tensor:
-        out = tree.total()
-        return (out if self._bias is None else out + self._bias).to(dtype)
-
-
-def float_sums(weight: Tensor) -> PartSum:
-    """Float32 sums over a part of a float weight, [channels, elements].
-
-    Adds one element after another: a library's product adds in an order that depends on the CPU and on the
-    number of rows and channels.
-    """
-    columns = weight.float().T.contiguous().unbind()
-
-    def add_up(x: Tensor) -> Tensor:
-        total = torch.zeros(len(x), len(weight))
-        for of_rows, of_channels in zip(x.float().T.unsqueeze(2).unbind(), columns, strict=True):
-            total += of_rows * of_channels
-        return total
-
-    return add_up

@@ -22,7 +22,6 @@ guarantees:
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 import torch
@@ -51,12 +50,8 @@ from specinfer.kernels.product import (
     FLOAT_ROWS,
     FLOATS,
     NativeProduct,
-    PartsProduct,
-    PartSum,
     Product,
     ProductOptions,
-    check_tensor,
-    float_sums,
 )
 from specinfer.kernels.structures import BLOCK, Kind, padded_inner
 
@@ -77,22 +72,18 @@ class Products:
         """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16.
 
         On a CPU rows are multiplied in fixed-size batches, since a row rounds differently in others. `parts`
-        determines the order of sums.
+        determines the order of sums; PyTorch takes none.
         """
-        if parts is not None or self.use.shared:
-            channels, inner = weight.shape
-            parts = _checked(parts, inner)
-            sums = [float_sums(weight[:, begin:end]) for begin, end in pairwise((0, *parts.ends))]
-            return PartsProduct(sums, bias, parts, channels, inner)
+        assert parts is None, "support.py refuses parts with PyTorch's kernels"
         if weight.device.type != "cpu":
             return partial(F.linear, weight=weight, bias=bias)
 
         def product(x: Tensor) -> Tensor:
             whole = F.pad(x, (0, 0, 0, -len(x) % FLOAT_ROWS))
-            parts = [
+            found = [
                 F.linear(whole[i : i + FLOAT_ROWS], weight, bias) for i in range(0, len(whole), FLOAT_ROWS)
             ]
-            return torch.cat(parts)[: len(x)] if parts else x.new_empty(0, len(weight))
+            return torch.cat(found)[: len(x)] if found else x.new_empty(0, len(weight))
 
         return product
 
@@ -104,23 +95,27 @@ class Products:
         channels: int,
         largest: float | None = None,
         parts: SumParts | None = None,
-    ) -> NativeProduct | Int8Product | PartsProduct:
+    ) -> Product:
         """The product of rows of `inner` elements with the first `channels` of a weight.
 
         `bias` is float32 [channels]. Scales of an int4 weight are at most `largest`; None: computed. `parts`
         determines the order of sums, except of int8, whose sums are exact; None: a single part. PyTorch takes
-        no FloatWeight.
+        no parts and no FloatWeight.
         """
+        assert parts is None or isinstance(weight, Int8Weight), "support.py refuses parts"
         assert not isinstance(weight, FloatWeight), "PyTorch multiplies plain matrices"
         if isinstance(weight, Int8Weight):
             _check_inner(padded_inner("int8", inner), weight.values.shape[1] * 4)
-            matrix, scales = int8_matrix(weight, channels, padded(inner))
-            return Int8Product(matrix, scales, bias, inner)
-        _check_inner(padded(inner), _groups(weight) * GROUP)
-        parts = _checked(parts, inner)
-        groups = (0, *(-(-end // GROUP) for end in parts.ends))
-        sums = [_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
-        return PartsProduct(sums, bias, parts, channels, inner)
+            sums = _int8_sums(*int8_matrix(weight, channels, padded(inner)))
+        else:
+            _check_inner(padded(inner), _groups(weight) * GROUP)
+            sums = _int4_sums(weight) if isinstance(weight, Int4Weight) else _blocks_sums(weight)
+
+        def product(x: Tensor) -> Tensor:
+            out = sums(x)[:, :channels]
+            return (out if bias is None else out + bias).to(x.dtype)
+
+        return product
 
 
 class NativeProducts(Products):
@@ -178,89 +173,57 @@ class NativeProducts(Products):
         )
 
 
-class Int8Product:
-    """The twin of a native product with int8 weights."""
+def _int8_sums(matrix: Tensor, scales: Tensor) -> Product:
+    """Sums over an int8 matrix [channels, padded inner] with float32 scales [channels]."""
 
-    __slots__ = ("_bias", "_matrix", "_scales", "channels", "inner")
-
-    def __init__(self, matrix: Tensor, scales: Tensor, bias: Tensor | None, inner: int) -> None:
-        """`matrix` is int8 [channels, padded inner]; scales and bias are float32 [channels]."""
-        self._matrix, self._scales, self._bias = matrix, scales, bias
-        self.channels, self.inner = len(matrix), inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, inner] -> [rows, channels] in x's dtype."""
-        rotated = self._rotated(x)
+    def add_up(x: Tensor) -> Tensor:
+        rotated = rotate(grouped(x)).flatten(1)
         maxima = rotated.abs().amax(1)
-        return self.finished(self._sums(rotated, maxima), maxima, x.dtype)
-
-    def maxima(self, x: Tensor) -> Tensor:
-        """See NativeProduct."""
-        return self._rotated(x).abs().amax(1)
-
-    def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """See NativeProduct."""
-        check_tensor("maxima", maxima, torch.float32, len(x))
-        return self._sums(self._rotated(x), maxima)
-
-    def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """See NativeProduct."""
-        check_tensor("sums", sums, torch.int32, len(sums), self.channels)
-        check_tensor("maxima", maxima, torch.float32, len(sums))
-        out = sums.float() * self._scales * (maxima / 127.0)[:, None]
-        return (out if self._bias is None else out + self._bias).to(dtype)
-
-    def _rotated(self, x: Tensor) -> Tensor:
-        return rotate(grouped(x)).flatten(1)
-
-    def _sums(self, rotated: Tensor, maxima: Tensor) -> Tensor:
         values = (rotated * _inverse(maxima)[:, None]).round().to(torch.int8)
-        return exact_sums(values, self._matrix)
+        return exact_sums(values, matrix).float() * scales * (maxima / 127.0)[:, None]
+
+    return add_up
 
 
-def _sums(weight: Int4Weight | BlocksWeight, groups: range) -> PartSum:
-    return _int4_sums(weight, groups) if isinstance(weight, Int4Weight) else _blocks_sums(weight, groups)
-
-
-def _int4_sums(weight: Int4Weight, groups: range) -> PartSum:
-    """Sums over some groups of an int4 weight, in order."""
+def _int4_sums(weight: Int4Weight) -> Product:
+    """Float32 sums over the groups of an int4 weight, in order."""
 
     def add_up(x: Tensor) -> Tensor:
         values_RGI, scales_RG = quantized_rows(x)
         total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
-        for own, g in enumerate(groups):
+        for g in range(_groups(weight)):
             # In sixteenths of a level, and without its scale, an element is an integer up to 255: the sum of
             # 32 products with int8 is exact in float32.
             levels_CI = unpack_levels(weight.levels[:, g]) * 16.0 - weight.zeros[:, g].reshape(-1, 1)
-            sums_RC = F.linear(values_RGI[:, own], levels_CI)
+            sums_RC = F.linear(values_RGI[:, g], levels_CI)
             scales_C = weight.scales[:, g].reshape(-1).float() * 0.0625
-            total_RC += sums_RC * (scales_C * scales_RG[:, own : own + 1])
+            total_RC += sums_RC * (scales_C * scales_RG[:, g : g + 1])
         return total_RC
 
     return add_up
 
 
-def _blocks_sums(weight: BlocksWeight, groups: range) -> PartSum:
-    """Sums over some groups of a matrix of GGUF blocks, in order."""
+def _blocks_sums(weight: BlocksWeight) -> Product:
+    """Float32 sums over the groups of a matrix of GGUF blocks, in order."""
 
     def add_up(x: Tensor) -> Tensor:
         values_RGI, scales_RG = quantized_rows(x)
         of_mins_RG = -values_RGI.sum(2) * scales_RG
         total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
-        for own, g in enumerate(groups):
+        for g in range(_groups(weight)):
             of_channels_C = weight.scales[:, g // weight.span].reshape(-1).float()
             if weight.bits == 4:
-                sums_RC = F.linear(values_RGI[:, own], unpack_levels(weight.levels[:, g]).float()) * 16.0
+                sums_RC = F.linear(values_RGI[:, g], unpack_levels(weight.levels[:, g]).float()) * 16.0
                 of_channels_C = of_channels_C * 0.0625
                 if weight.has_steps:
                     of_channels_C = of_channels_C * _steps(weight, g)
             else:
-                sums_RC = _sums_of_halves(weight, g, values_RGI[:, own])
-            total_RC += sums_RC * (of_channels_C * scales_RG[:, own : own + 1])
+                sums_RC = _sums_of_halves(weight, g, values_RGI[:, g])
+            total_RC += sums_RC * (of_channels_C * scales_RG[:, g : g + 1])
             if weight.has_mins:
                 min_C = weight.mins[:, g // weight.span].reshape(-1).float()
                 min_C = min_C * weight.min_steps[:, g].reshape(-1).float()
-                total_RC += min_C * of_mins_RG[:, own : own + 1]
+                total_RC += min_C * of_mins_RG[:, g : g + 1]
         return total_RC
 
     return add_up
@@ -301,13 +264,6 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
 
 def _groups(weight: Int4Weight | BlocksWeight) -> int:
     return weight.groups if isinstance(weight, BlocksWeight) else weight.scales.shape[1]
-
-
-def _checked(parts: SumParts | None, inner: int) -> SumParts:
-    """Check the parts of `inner` elements; None: a single part."""
-    parts = parts or SumParts((inner,), (0, 1))
-    parts.check(inner)
-    return parts
 
 
 def _check_inner(wanted: int, got: int) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import NativeProduct, PartsProduct
-from specinfer.kernels.quantized import Int8Product
+from specinfer.kernels.product import NativeProduct
 from specinfer.transport.group import Group
 
 
@@ -61,7 +60,7 @@ class ShardedTable(EmbeddingTable):
         return whole_TD, torch.arange(len(token_ids_T))
 
 
-def exact_sum(own: NativeProduct | Int8Product, group: Group, x: Tensor) -> Tensor:
+def exact_sum(own: NativeProduct, group: Group, x: Tensor) -> Tensor:
     """The product of a matrix divided by columns among ranks; every rank gets the whole result.
 
     x [rows, columns of this rank] -> [rows, channels] in x's dtype. Ranks agree on the quantization scale of
@@ -71,7 +70,7 @@ def exact_sum(own: NativeProduct | Int8Product, group: Group, x: Tensor) -> Tens
     return own.finished(group.total(own.partials(x, maxima)), maxima, x.dtype)
 
 
-def branch_sum(own: NativeProduct | PartsProduct, parts: SumParts, group: Group, x: Tensor) -> Tensor:
+def branch_sum(own: NativeProduct, parts: SumParts, group: Group, x: Tensor) -> Tensor:
     """The same for floats: each rank adds fixed branches of the sum, and all of them join these branches."""
     branches = torch.zeros(len(parts.all_branches), len(x), own.channels)
     branches[parts.place] = own.branches(x)

@@ -29,8 +29,7 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import NativeProduct, PartsProduct, Product
-from specinfer.kernels.quantized import Int8Product
+from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.shared_sums import EmbeddingTable, ShardedTable, branch_sum, exact_sum
@@ -215,14 +214,13 @@ class Weights:
         if columns is None:
             return product
         assert self.group is not None, "ranks add columns up"
-        if isinstance(product, NativeProduct) and self.group.exchange is not None:
+        assert isinstance(product, NativeProduct), "support.py refuses others"
+        if self.group.exchange is not None:
             product.join(self.group.exchange)
             return product
-        if parts is not None:
-            assert isinstance(product, NativeProduct | PartsProduct)
-            return partial(branch_sum, product, parts, self.group)
-        assert isinstance(product, NativeProduct | Int8Product), "sums of floats have parts"
-        return partial(exact_sum, product, self.group)
+        if parts is None:
+            return partial(exact_sum, product, self.group)
+        return partial(branch_sum, product, parts, self.group)
 
     def _plain(self, matrices: Sequence[str]) -> bool:
         """True if matrices are read in the file's layout, because neither products nor files have another."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, UnhostedError
-from specinfer.kernels.choice import TORCH, Kernels, sharded_kernels
+from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.machine import release_free_memory
 from specinfer.models.config import ModelConfig
@@ -74,8 +74,6 @@ def load_model(
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
-    if part is not None and part.part.o is not None:
-        kernels = sharded_kernels(kernels)
     loaded = load_parts(
         file,
         lambda weights: _built(file, part or config, weights),

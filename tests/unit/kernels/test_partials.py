@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from itertools import product as product_of
-from typing import Final, Literal
+from typing import Final
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded, quantize_int8
-from specinfer.kernels.product import NativeProduct, Product
-from specinfer.kernels.quantized import Int8Product, Products
-from tests.kernels import NAMES, kernels, library_or_skip
+from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.quantized import NativeProducts
+from tests.kernels import library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
@@ -28,7 +28,6 @@ SHAPES: Final = {  # channels, inner: where the parts begin, in groups of 32
     (49, 1100): ([0, 17], [0, 3, 20], [0, 11, 12, 34]),
     (1, 200): ([0, 6],),
 }
-EACH_KERNELS: Final = pytest.mark.parametrize("name", NAMES)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -43,26 +42,22 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _exact(product: Product) -> NativeProduct | Int8Product:
-    assert isinstance(product, NativeProduct | Int8Product)
-    return product
-
-
 class Parts:
     """A matrix as one product has it, and as the products of several processes do."""
 
-    def __init__(self, products: Products, channels: int, inner: int, starts: Sequence[int]) -> None:
+    def __init__(self, channels: int, inner: int, starts: Sequence[int]) -> None:
         self._bias = random(channels, seed=2) if inner != 64 else None
         self._weight = quantize_int8(random(channels, inner))
-        self.whole = _exact(products.laid_out(self._weight, self._bias, inner, channels))
+        products = NativeProducts(library_or_skip())
+        self.whole = products.laid_out(self._weight, self._bias, inner, channels)
         values, scales = int8_matrix(self._weight, channels, padded(inner))
         self._ranges = list(pairwise([*(GROUP * start for start in starts), inner]))
-        self.products: list[NativeProduct | Int8Product] = []
+        self.products: list[NativeProduct] = []
         for begin, end in self._ranges:
             part = lay_out_int8(values[:, begin : max(end, padded(end))], scales)
-            self.products.append(_exact(products.laid_out(part, self._bias, end - begin, channels)))
+            self.products.append(products.laid_out(part, self._bias, end - begin, channels))
 
-    def of(self, x: Tensor) -> list[tuple[NativeProduct | Int8Product, Tensor]]:
+    def of(self, x: Tensor) -> list[tuple[NativeProduct, Tensor]]:
         """Each product, and the elements of rows that it multiplies."""
         parts = [x[:, begin:end].contiguous() for begin, end in self._ranges]
         return list(zip(self.products, parts, strict=True))
@@ -85,11 +80,10 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
-@EACH_KERNELS
-def test_parts_add_up_to_the_whole(name: Literal["torch", "native"]) -> None:
+def test_parts_add_up_to_the_whole() -> None:
     for (channels, inner), each in SHAPES.items():
         for starts, dtype in product_of(each, DTYPES):
-            parts = Parts(kernels(name).products, channels, inner, starts)
+            parts = Parts(channels, inner, starts)
             x = activations(max(ROWS), inner, dtype)
             whole, maxima = parts.whole(x), parts.maxima(x)
             for rows in ROWS:
@@ -99,22 +93,8 @@ def test_parts_add_up_to_the_whole(name: Literal["torch", "native"]) -> None:
                     assert same(found, whole[:rows]), (channels, inner, starts, dtype, rows)
 
 
-def test_a_part_has_the_bits_of_its_twin() -> None:
-    for ((channels, inner), each), dtype in product_of(SHAPES.items(), DTYPES):
-        by = (kernels(name).products for name in ("native", "torch"))
-        native, twin = (Parts(products, channels, inner, each[-1]) for products in by)
-        x = activations(max(ROWS), inner, dtype)
-        maxima = native.maxima(x)
-        for (ours, part), theirs in zip(native.of(x), twin.products, strict=True):
-            sums, case = ours.partials(part, maxima), (channels, inner, dtype)
-            assert torch.equal(ours.maxima(part), theirs.maxima(part)), case
-            assert torch.equal(sums, theirs.partials(part, maxima)), case
-            assert same(ours.finished(sums, maxima, dtype), theirs.finished(sums, maxima, dtype)), case
-
-
-@EACH_KERNELS
-def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "native"]) -> None:
-    parts, values = Parts(kernels(name).products, 33, 576, [0, 6, 11]), map(float, ("nan", "inf", "-inf"))
+def test_what_is_not_finite_ends_its_own_row_alone() -> None:
+    parts, values = Parts(33, 576, [0, 6, 11]), map(float, ("nan", "inf", "-inf"))
     for value, (rows, broken) in product_of(values, ((1, 0), (17, 3), (40, 39))):
         x = activations(rows, 576, torch.float32)
         x[broken, 400] = value  # which the last part alone has
@@ -125,9 +105,8 @@ def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "nativ
         assert torch.equal(got[others], parts.whole(x)[others]), (value, rows)
 
 
-@EACH_KERNELS
-def test_other_maxima_and_sums_are_refused(name: Literal["torch", "native"]) -> None:
-    product, x = Parts(kernels(name).products, 33, 576, [0]).whole, random(2, 576)
+def test_other_maxima_and_sums_are_refused() -> None:
+    product, x = Parts(33, 576, [0]).whole, random(2, 576)
     maxima, sums = torch.ones(2), torch.ones(2, 33).int()
     for wrong in (torch.ones(3), torch.ones(2, 1), torch.ones(2).double(), torch.ones(4)[::2]):
         with pytest.raises(ValueError, match=r"^maxima must be contiguous torch.float32 \[2\]"):
@@ -144,7 +123,7 @@ def test_other_maxima_and_sums_are_refused(name: Literal["torch", "native"]) -> 
 
 @pytest.mark.parametrize("starts", [[0], [0, 12], [0, 6, 11], [0, 1, 9, 17]], ids=len)
 def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
-    parts = Parts(kernels("native").products, 33, 576, starts)
+    parts = Parts(33, 576, starts)
     given = [activations(rows, 576, dtype) for dtype in DTYPES for rows in ROWS]
     given[4][3, 400] = float("nan")
     shares = [[part for _, part in parts.of(x)] for x in given]
@@ -152,7 +131,6 @@ def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
 
     def work(exchange: SharedExchange) -> list[bytes]:
         product = parts.products[exchange.rank]
-        assert isinstance(product, NativeProduct)
         product.join(exchange)
         return [bytes(product(share[exchange.rank]).view(torch.uint8).numpy()) for share in shares]
 
@@ -170,8 +148,7 @@ def test_a_product_that_lost_a_rank_says_so() -> None:
     file = shared_file()
     exchange = SharedExchange(library, file, 2, 0, limit=0.1)
     os.close(file)
-    product = Parts(kernels("native").products, 33, 576, [0]).whole
-    assert isinstance(product, NativeProduct)
+    product = Parts(33, 576, [0]).whole
     product.join(exchange)
     for _ in range(2):
         with pytest.raises(PeerLostError, match=r"^rank 1 of 2 did not respond within 0.1 s"):

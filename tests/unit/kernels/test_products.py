@@ -214,12 +214,16 @@ def test_rows_that_are_no_whole_spans(native: NativeProducts) -> None:
         assert (found.double() - want).norm() <= 0.02 * want.norm(), case
 
 
-def test_sums_of_parts_are_those_of_the_twin(native: NativeProducts) -> None:
+def test_sums_of_parts_of_blocks_are_added_by_the_tree(native: NativeProducts) -> None:
     for kind in ("Q4_K", "Q6_K"):
         weight = lay_out_blocks(blocks(kind, 20, 512).rows, FILE_BLOCKS[kind].form)
-        parts, x = SumParts((128, 256, 512), (0, 3)), activations(9, 512)
-        ours, twin = (by.laid_out(weight, None, 512, 20, parts=parts) for by in (native, Products()))
-        assert torch.equal(ours(x), twin(x)), kind
+        parts, x, sums = SumParts((128, 256, 512), (0, 3)), activations(9, 512), []
+        for begin, end in ((0, 128), (128, 256), (256, 512)):
+            alone = torch.zeros_like(x)
+            alone[:, begin:end] = x[:, begin:end]
+            sums.append(of_blocks(Products(), weight, 20)(alone))
+        ours = native.laid_out(weight, None, 512, 20, parts=parts)
+        assert torch.equal(ours(x), (sums[0] + sums[1]) + sums[2]), kind
         assert not torch.equal(ours(x), of_blocks(native, weight, 20)(x)), kind
 
 

@@ -110,7 +110,6 @@ def test_stages_say_what_one_process_says(
             "draft", {"tensor_parallel": 2, "draft_quantization": "int4"}, marks=pytest.mark.thorough
         ),
         ("self", {"tensor_parallel": 2}),
-        ("self", {"tensor_parallel": 2, "kernels": "torch"}),
     ],
 )
 def test_ranks_share_drafts(
@@ -278,6 +277,14 @@ def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.Monkey
 def test_what_does_not_go_with_ranks_is_refused(folder: Path) -> None:
     int4, none = {"quantization": "int4"}, {"quantization": "none"}
     cases: list[tuple[dict[str, object], str]] = [
+        (
+            {"kernels": "torch"},
+            "tensor_parallel is 2 with PyTorch's kernels (kernels is 'torch'), which do not divide sums; ",
+        ),
+        (
+            {"kernels": "torch", "tensor_parallel": 1, "sum_parts": 8},
+            "sum_parts is 8 with PyTorch's kernels (kernels is 'torch'), which do not divide sums; ",
+        ),
         (
             {**int4, "sum_parts": 1},
             "sum_parts is 1 with tensor_parallel 2 and quantization 'int4'; allowed there: 2",

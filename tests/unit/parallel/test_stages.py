@@ -43,7 +43,7 @@ LAYOUTS = [(2, 2), (3, 3), (4, 2)]  # ranks, stages
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name"),  # stages divide no sums, and run with either kernels
     [(family, NAMES[number % 2]) for number, family in enumerate(FAMILIES)] + [("qwen3", "torch")],
 )
 def test_logits_and_taps_are_those_of_one_process(
@@ -62,6 +62,8 @@ def test_logits_and_taps_are_those_of_one_process(
     if family == "qwen3":
         kinds = [(kind, *layout) for kind in ("none", "int4", "int8") for layout in LAYOUTS]
     for kind, size, stages in kinds:
+        if name == "torch" and size > stages:
+            continue
         want = said(whole_model(path, chosen, tmp_path, dtype, kind, size // stages), taps)
         how: dict[str, Any] = {"dtype": dtype, "quantization": kind, "stages": stages}
         with ranks_of(path, size, chosen, tmp_path, **how) as model:

@@ -6,7 +6,7 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.speculation_config import Quantization
 from specinfer.transport.link import Link
-from tests.kernels import NAMES, kernels
+from tests.kernels import kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_tiny_llama
 from tests.unit.parallel.conftest import Saved
@@ -76,11 +76,12 @@ THOROUGH: dict[str, dict[str, object]] = {
 # A family decides which matrices are cut, and the kind how. Families with experts cut stacks of each kind;
 # the others have one kind here, and each kind in test_stages.py.
 EXPERTS = ("mixtral", "gpt-oss", "qwen2-moe")
+DTYPES = (torch.float32, torch.bfloat16)
 KINDS: tuple[Quantization, ...] = ("int8", "int4", "none")
 EVERY = [
-    *((family, NAMES[i % 2], kind) for family in EXPERTS for i, kind in enumerate(KINDS)),
+    *((family, DTYPES[i % 2], kind) for family in EXPERTS for i, kind in enumerate(KINDS)),
     *(
-        (family, NAMES[number % 2], KINDS[number % 3])
+        (family, DTYPES[number % 2], KINDS[number % 3])
         for number, family in enumerate(family for family in FAMILIES | THOROUGH if family not in EXPERTS)
     ),
 ]
@@ -99,12 +100,11 @@ def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize(("family", "name", "kind"), EVERY)
+@pytest.mark.parametrize(("family", "dtype", "kind"), EVERY)
 def test_logits_are_those_of_one_process(
-    family: str, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path, saved: Saved
+    family: str, dtype: torch.dtype, kind: Quantization, tmp_path: Path, saved: Saved
 ) -> None:
-    path, chosen = saved(family, **(FAMILIES | THOROUGH)[family]), kernels(name)
-    dtype = torch.bfloat16 if name == "native" else torch.float32
+    path, chosen = saved(family, **(FAMILIES | THOROUGH)[family]), kernels("native")
     want = said(whole_model(path, chosen, tmp_path, dtype, kind))
     for size in (2, 3):
         with ranks_of(path, size, chosen, tmp_path, dtype=dtype, quantization=kind) as model:
@@ -114,17 +114,15 @@ def test_logits_are_those_of_one_process(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["int4", "none"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
-    dtype: torch.dtype, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path
+    dtype: torch.dtype, kind: Quantization, tmp_path: Path
 ) -> None:
     wide = {**SHAPE, "intermediate_size": 480}
-    path, chosen = write_tiny_llama(tmp_path / "model", **wide), kernels(name)
+    path, chosen = write_tiny_llama(tmp_path / "model", **wide), kernels("native")
     want = said(whole_model(path, chosen, tmp_path, dtype, kind))
     with ranks_of(path, 4, chosen, tmp_path, dtype=dtype, quantization=kind) as model:
         assert all(map(torch.equal, said(model), want))
-        assert model.kernels.products.use.shared == (name == "torch")
     if kind == "none" and dtype is torch.float32:  # the tree of parts is another sum
         usual = load_model(path, dtype=dtype, device=CPU, kernels=chosen)
         assert not all(map(torch.equal, said(usual), want))
