@@ -27,16 +27,17 @@ from specinfer.transport.link import Greeter, Link, dial, listen
 HERE: Final = "127.0.0.1"  # gloo's address if all ranks are on one host
 _ONE_HOST: Final = (HERE, HERE)  # the addresses of two processes on one host
 _CHECK_INTERVAL: Final = 0.05  # seconds between checks for a proved key
+_LIBRARY: Any = dist  # it has no types
 
 
-def open_store(host: str, links: Sequence[Link], limit: float) -> dist.TCPStore:
+def open_store(host: str, links: Sequence[Link], limit: float) -> Any:
     """Open a store at this host's address `host`, and send its address over `links`; called by rank 0.
 
     It is open as long as the returned object exists. Raises OSError or RuntimeError.
     """
     with listen(host, 0) as listening:
         address = host, listening.getsockname()[1]
-        store = dist.TCPStore(
+        store = _LIBRARY.TCPStore(
             *address,
             is_master=True,
             wait_for_workers=False,
@@ -55,13 +56,12 @@ def gloo_of(
 
     `address` is that of rank 0's store. Raises RuntimeError if a rank does not connect in `limit` seconds.
     """
-    library: Any = dist  # the library has no types for it
-    kind, wait = library.distributed_c10d.ProcessGroupGloo, timedelta(seconds=limit)
+    kind, wait = _LIBRARY.distributed_c10d.ProcessGroupGloo, timedelta(seconds=limit)
     options = kind._Options()
     options._timeout = wait
     options._devices = [kind.create_device(hostname=host)]
-    store = dist.TCPStore(*address, is_master=False, timeout=wait)
-    return kind(dist.PrefixStore(f"stage {stage}", store), place, size, options)
+    store = _LIBRARY.TCPStore(*address, is_master=False, timeout=wait)
+    return kind(_LIBRARY.PrefixStore(f"stage {stage}", store), place, size, options)
 
 
 class RankLink(NamedTuple):
