@@ -95,8 +95,6 @@ def proposed(draft: TrainableDraft, text: TunedText, among_S: Tensor | None = No
     `among_S` restricts the choice to these entries of `draft.ids`.
     """
     found_R = torch.full((text.answer,), -1)
-    if text.answer < 2:
-        return found_R
     anchors = anchors_of(text, EVERY_ANCHOR, torch.Generator())
     batch = block_batch([text], [anchors], 1, draft.scale_ND)
     logits = draft.logits(draft.level_states(batch, 1), batch.before_BAL, among_S)[0, :, 0]

@@ -43,7 +43,7 @@ _NAMES: Final = ("tokens", "lengths", "prompts", "taps", "label_ids", "label_log
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TunedText:
-    """A text with the target's hidden states and labels.
+    """A text with the target's hidden states and labels; its answer has at least two tokens.
 
     T tokens, P of them in the prompt; N taps, K labels for each token of the answer.
     """
@@ -244,7 +244,7 @@ class BlockBatch:
 
 
 def anchors_of(text: TunedText, limit: int, generator: torch.Generator) -> Tensor:
-    """Up to `limit` anchor positions of an answer, ascending; none for an answer of a single token."""
+    """Up to `limit` anchor positions of an answer, ascending; at least one."""
     places = torch.arange(text.prompt, len(text.tokens_T) - 1)
     if len(places) > limit:
         places = places[torch.randperm(len(places), generator=generator)[:limit]].sort().values

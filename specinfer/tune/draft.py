@@ -92,15 +92,8 @@ class Description:
     of_target: str  # target weights in its files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Initialization:
-    """Inputs for creating an untrained draft."""
-
-    target: Target
-    dataset: TrainingSet
-    seed: int
-    loss_of: Callable[[TrainableDraft], float]  # on a fixed set of texts
-    say: Callable[[str], None]  # prints a line
+LossOf = Callable[[TrainableDraft], float]
+Say = Callable[[str], None]
 
 
 class Kind(ABC):
@@ -124,10 +117,13 @@ class Kind(ABC):
         """Settings that must not change when a tuning is resumed."""
 
     @abstractmethod
-    def new(self, init: str | None, initialization: Initialization) -> TrainableDraft:
+    def new(
+        self, init: str | None, target: Target, dataset: TrainingSet, seed: int, loss_of: LossOf, say: Say
+    ) -> TrainableDraft:
         """An untrained draft; `init` is the option of `specinfer tune`.
 
-        Raises TuneError and ModelError for an `init` that cannot be used.
+        `loss_of` is over a fixed set of texts; `say` prints a line. Raises TuneError and ModelError for an
+        `init` that cannot be used.
         """
 
     @abstractmethod

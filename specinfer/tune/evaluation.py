@@ -75,8 +75,7 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
     """The first held-out texts, or the first training texts if nothing is held out yet."""
     held_out = corpus.count(held_out=True) > 0
     count = min(_TEXTS, corpus.count(held_out=held_out))
-    texts = [corpus.text(number, held_out=held_out) for number in range(count)]
-    return [text for text in texts if text.answer > 1]
+    return [corpus.text(number, held_out=held_out) for number in range(count)]
 
 
 @torch.inference_mode()

@@ -27,8 +27,8 @@ from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
-from specinfer.tune.dataset import BlockBatch, first_texts
-from specinfer.tune.draft import Description, Initialization, Kind, Target, TrainableDraft, entries_of
+from specinfer.tune.dataset import BlockBatch, TrainingSet, first_texts
+from specinfer.tune.draft import Description, Kind, LossOf, Say, Target, TrainableDraft, entries_of
 from specinfer.tune.initial_head import (
     DEFAULT_VOCABULARY,
     Head,
@@ -228,9 +228,10 @@ class TrainableHeadKind(Kind):
         """The head's shape."""
         return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or DEFAULT_VOCABULARY}
 
-    def new(self, init: str | None, initialization: Initialization) -> HeadDraft:
+    def new(
+        self, init: str | None, target: Target, dataset: TrainingSet, seed: int, loss_of: LossOf, say: Say
+    ) -> HeadDraft:
         """A head initialized from the target, at random, or from an exported head."""
-        target, dataset = initialization.target, initialization.dataset
         config = self.config(target.config)
         scale_ND = hidden_scale(dataset)
         init = init or ("target" if self.begins_as_target else "random")
@@ -240,15 +241,13 @@ class TrainableHeadKind(Kind):
                 known.fc.weight.div_(scale_ND.flatten())
             return wrap_head(known, scale_ND)
         ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
-        head = new_head(config, target.model, ids, initialization.seed)
+        head = new_head(config, target.model, ids, seed)
         draft = wrap_head(head, scale_ND)
         if init == "target":
             assert isinstance(head, BlockHead)  # no other kind of head begins as its target
             fit_bigrams(head, dataset, entries_of(draft))
             copy_target_layers(head, target.model, first_texts(dataset, _INIT_TEXTS), scale_ND)
-            initialization.say(
-                f"the head begins with a loss of {calibrate_norm(draft, initialization.loss_of):.2f}"
-            )
+            say(f"the head begins with a loss of {calibrate_norm(draft, loss_of):.2f}")
         return draft
 
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> HeadDraft:

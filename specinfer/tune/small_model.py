@@ -26,8 +26,8 @@ from specinfer.models.open_model import OpenModel, open_model
 from specinfer.models.positions import Rope
 from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
-from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Description, Initialization, Kind, Target, TrainableDraft
+from specinfer.tune.dataset import BlockBatch, TrainingSet
+from specinfer.tune.draft import Description, Kind, LossOf, Say, Target, TrainableDraft
 from specinfer.tune.initial_head import calibrate_norm, check_trainable
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -170,9 +170,10 @@ class SsmKind(Kind):
         """The model's shape."""
         return {"kind": self.name, **asdict(self)}
 
-    def new(self, init: str | None, initialization: Initialization) -> SmallDraft:
+    def new(
+        self, init: str | None, target: Target, dataset: TrainingSet, seed: int, loss_of: LossOf, say: Say
+    ) -> SmallDraft:
         """A model with the best of the target's layers, random layers, or an exported model's."""
-        target = initialization.target
         if init not in (None, "target", "random"):
             config = self.config(target.config)
             return SmallDraft(_whole_model(_opened(init, config), config), self.depth)
@@ -180,17 +181,17 @@ class SsmKind(Kind):
         draft = SmallDraft(model, self.depth)
         if init == "random":
             model.take(target.model, ())
-            initialise(model, torch.Generator().manual_seed(initialization.seed))
+            initialise(model, torch.Generator().manual_seed(seed))
             return draft
         tried: list[tuple[float, Sequence[int]]] = []
         for layers in _choices(self.layers, target.config.num_layers):
             model.take(target.model, layers)
-            tried.append((calibrate_norm(draft, initialization.loss_of), layers))
+            tried.append((calibrate_norm(draft, loss_of), layers))
         _, best = min(tried)
         model.take(target.model, best)
-        loss = calibrate_norm(draft, initialization.loss_of)
+        loss = calibrate_norm(draft, loss_of)
         named = ", ".join(str(layer) for layer in best)
-        initialization.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
+        say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
         return draft
 
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> SmallDraft:

@@ -23,7 +23,6 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from specinfer.errors import TuneError
 from specinfer.tune.dataset import TrainingSet, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import TrainableDraft, entries_of
 from specinfer.tune.losses import GuessBatch, Shortlist, shortlists, summed_losses
@@ -100,11 +99,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         chosen = torch.randint(len(dataset), (_STEP_TEXTS,), generator=generator)
         texts = [dataset.text(int(i)) for i in chosen]
-        texts = [text for text in texts if text.answer > 1]
         levels = self._levels(generator)
-        if not texts:
-            self.state.steps += 1
-            return
         anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
         loss, count = self._learn(texts, anchors, levels, generator)
         torch.nn.utils.clip_grad_norm_(self._named.values(), _MAX_NORM)
@@ -197,17 +192,8 @@ def default_rate(width: int) -> float:
 
 @torch.no_grad()
 def loss_of(draft: TrainableDraft, texts: Sequence[TunedText], config: TrainConfig) -> float:
-    """Loss of a draft on some anchors of each text, over all trained levels; the anchors are fixed.
-
-    Raises TuneError if no text has an answer of at least two tokens.
-    """
+    """Loss of a draft on some anchors of each text, over all trained levels; the anchors are fixed."""
     generator = torch.Generator().manual_seed(config.seed)
-    texts = [text for text in texts if text.answer > 1]
-    if not texts:
-        raise TuneError(
-            "every answer that was read is a single token, which leaves nothing to guess; use prompts with "
-            "longer answers"
-        )
     anchors = [anchors_of(text, _LOSS_ANCHORS, generator) for text in texts]
     batch = block_batch(texts, anchors, draft.trained_depth, draft.scale_ND)
     places = GuessBatch.of(batch, entries_of(draft))

@@ -22,7 +22,7 @@ from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.progress import NoProgress, Progress
 from specinfer.tune.card import TrainingMaterial, card
 from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
-from specinfer.tune.draft import Initialization, Kind, Target, TrainableDraft
+from specinfer.tune.draft import Kind, Target, TrainableDraft
 from specinfer.tune.evaluation import Figures, TokenRanks, measure, read_draft
 from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
 
@@ -178,10 +178,8 @@ class Training:
         def loss(draft: TrainableDraft) -> float:
             return loss_of(draft, tried, self._config)
 
-        initialization = Initialization(
-            self._target, self._dataset, self._config.seed, loss, self._outputs.say
-        )
-        return Trainer(self._kind.new(init, initialization), self._config)
+        given = self._target, self._dataset, self._config.seed
+        return Trainer(self._kind.new(init, *given, loss, self._outputs.say), self._config)
 
     def _train_for(self, seconds: float, total: float) -> None:
         """Train for `seconds`, at least one step; `total` is the whole time of this training."""
