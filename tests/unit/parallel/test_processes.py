@@ -145,46 +145,24 @@ def test_followers_end_with_rank_0(folder: Path, cache: None) -> None:
     assert soon(lambda: not any(one.is_running() for one in begun))
 
 
-def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: list[list[int]]) -> None:
-    llm = LLM(folder / "target", tensor_parallel=3, **INT8)
-    assert token_ids_of(llm) == plain
-    second = max(followers(), key=lambda one: (one.create_time(), one.pid))
-    llm.on_step = lambda _: os.kill(second.pid, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(
-        PeerLostError, match=rf"rank 2 \(process {second.pid}\) has ended with status -9"
-    ) as caught:
-        llm.generate(PROMPTS, GREEDY)
-    assert time.monotonic() - began < 8.0
-    assert caught.value.rank == 2
-    with pytest.raises(ClosedError):
-        llm.generate(PROMPTS, GREEDY)
-    await_no_followers()
-
-
-def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list[list[int]]) -> None:
-    llm = LLM(folder / "target", tensor_parallel=2, **INT8)
-    hurry(llm)
-    [follower] = followers()
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    follower.suspend()
-    began = time.monotonic()
-    with pytest.raises(PeerLostError, match=rf"rank 1 \(process {follower.pid}\) does not answer"):
-        list(stream)
-    assert time.monotonic() - began < 8.0
-    await_no_followers()
+_STAGES = {"tensor_parallel": 2, "pipeline_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    ("rank", "stopped"),
+    ("layout", "rank", "stopped"),
     # The end of a process is noticed in one way, wherever its rank is; other ranks wait for a stopped one.
-    [(2, False), (3, True), *(pytest.param(rank, True, marks=pytest.mark.thorough) for rank in (1, 2))],
+    [
+        ({"tensor_parallel": 3}, 2, False),
+        ({"tensor_parallel": 2}, 1, True),
+        (_STAGES, 2, False),
+        (_STAGES, 3, True),
+        *(pytest.param(_STAGES, rank, True, marks=pytest.mark.thorough) for rank in (1, 2)),
+    ],
 )
-def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
-    folder: Path, cache: None, rank: int, stopped: bool
+def test_a_lost_rank_ends_the_call_and_its_name_is_told(
+    folder: Path, cache: None, layout: dict[str, int], rank: int, stopped: bool
 ) -> None:
-    llm = LLM(folder / "target", tensor_parallel=2, pipeline_parallel=2, **INT8)
+    llm = LLM(folder / "target", **layout, **INT8)
     hurry(llm)
     lost = sorted(followers(), key=lambda one: (one.create_time(), one.pid))[rank - 1]
     stream = llm.stream(PROMPTS[0], GREEDY)
@@ -192,9 +170,12 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     lost.send_signal(signal.SIGSTOP if stopped else signal.SIGKILL)
     began = time.monotonic()
     how = "does not answer" if stopped else "has ended with status -9"
-    with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}"):
+    with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}") as caught:
         list(stream)
     assert time.monotonic() - began < 8.0  # and not 10 s, as a rank may have at the start
+    assert caught.value.rank == rank
+    with pytest.raises(ClosedError):
+        llm.generate(PROMPTS, GREEDY)
     await_no_followers()
 
 

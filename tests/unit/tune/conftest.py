@@ -1,23 +1,63 @@
-"""A tiny target, prompts for it, and a clock independent of the machine's speed."""
+"""A tiny target, prompts for it, and tunings with fixed costs and a clock of their own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer.config import EngineConfig
+from specinfer.engine.costs import Curves
+from specinfer.engine.drafts import draft_names
 from specinfer.llm import LLM
+from specinfer.progress import Progress
 from specinfer.request import RequestOutput
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.head_draft import BlockKind
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.selection import Costs, TuneResult
+from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import TrainConfig
-from specinfer.tune.tuning import TuneConfig
+from specinfer.tune.tuning import TuneConfig, Tuning
 from tests.tiny_models import write_tiny_llama
-from tests.unit.tune.runs import Clock, run, ticking
+
+Clock = Callable[[], float]
+SSM = SsmKind(layers=1, depth=3)
+BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8)
+SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8)
+TARGET = CostCurve((1, 16), (0.010, 0.012))
+
+
+def ticking(seconds: float = 1.0) -> Clock:
+    """Return a clock that advances by `seconds` at each reading."""
+    ticks = count()
+    return lambda: seconds * next(ticks)
+
+
+def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
+    """Return costs with free drafts and nodes, so that every correct guess pays."""
+    names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
+    return Curves(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
+
+
+def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
+    """Return costs with drafts that cost a tenth of their target."""
+    names = draft_names(tuple(str(draft) for draft in drafts))
+    return Curves(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
+
+
+def run(
+    config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
+) -> tuple[TuneResult, list[str]]:
+    """Run a tuning with fixed costs on a ticking clock; return its result and its log lines."""
+    lines: list[str] = []
+    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
+    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +105,7 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
         "minutes": 1.0,
         "chat": False,
         "max_tokens": 20,
-        "kind": BlockKind(depth=4, vocabulary=48, markov_rank=8),
+        "kind": SHAPE,
         "training": TrainConfig(rate=5e-3, shortlist=32),
     }
     return TuneConfig(**(options | changes))

@@ -12,8 +12,7 @@ from specinfer.hub.model_files import pool_members
 from specinfer.tune.draft import Kind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig
-from tests.unit.tune.conftest import KilledError, dies_at, outputs_with, tuning_of
-from tests.unit.tune.runs import BLOCK, SSM, free, run
+from tests.unit.tune.conftest import BLOCK, SSM, KilledError, dies_at, free, outputs_with, run, tuning_of
 
 pytestmark = pytest.mark.thorough
 

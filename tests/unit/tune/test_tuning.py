@@ -20,8 +20,7 @@ from specinfer.tune.head_draft import BlockHeadDraft, EagleKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import KilledError, outputs_with, ticking, tuning_of
-from tests.unit.tune.runs import SHAPE, run
+from tests.unit.tune.conftest import SHAPE, KilledError, outputs_with, run, ticking, tuning_of
 from tests.unit.tune.test_small_model import opened
 
 pytestmark = pytest.mark.thorough

@@ -22,8 +22,7 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.unit.tune.conftest import ticking, tuning_of
-from tests.unit.tune.runs import SHAPE, run
+from tests.unit.tune.conftest import SHAPE, run, ticking, tuning_of
 
 pytestmark = pytest.mark.thorough
 
