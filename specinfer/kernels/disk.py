@@ -156,7 +156,7 @@ def aligned(size: int) -> mmap.mmap:
 
 
 def _touched(size: int) -> mmap.mmap:
-    """Aligned memory of which each page is written: others map to one zero page, which stays in the cache."""
+    """Aligned memory whose pages are written: others map to one zero page, which stays in the cache."""
     pages = aligned(size)
     memoryview(pages)[::PAGE] = bytes(-(-size // PAGE))
     return pages

@@ -208,15 +208,17 @@ def test_what_followers_answer_is_waited_for_within_a_pass_and_asked_for_behind_
         assert group.times.spent[2] >= waited + 0.1, "for rows and for taps"
 
 
-@pytest.mark.parametrize("fault", ["embed", "later"])
-def test_a_pass_that_fails_in_a_stage_ends_the_group(
-    llama: Path, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "stages"), [("embed", 1), ("embed", 3), ("later", 3)])
+def test_a_pass_that_fails_ends_the_group(
+    llama: Path, fault: str, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Tensor:
         raise MemoryError("none is left")
 
-    with ranks_of(llama, 3, kernels("native"), tmp_path, stages=3) as model:
+    with ranks_of(llama, 3, kernels("native"), tmp_path, stages=stages) as model:
         runner = ModelRunner(model, num_blocks=1, block_size=8)
+        with pytest.raises(ValueError, match="block"):  # before a message is sent
+            runner.forward([Rows((3,), 0, [7], 0)])
         assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
         group = model.group
         assert group is not None
@@ -232,5 +234,6 @@ def test_a_pass_that_fails_in_a_stage_ends_the_group(
             monkeypatch.setattr(group, "send_on", lose)
             with pytest.raises(PeerLostError):
                 runner.forward([Rows((3,), 0, [0], 0)])
-        with pytest.raises(PeerLostError):
+        why = "rank 0 has failed in the middle of a pass" if fault == "embed" else "it is lost"
+        with pytest.raises(PeerLostError, match=why):
             runner.forward([Rows((3,), 0, [0], 0)])

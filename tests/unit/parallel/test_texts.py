@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer import SamplingParams
-from specinfer.errors import CapacityError, PeerLostError
+from specinfer.errors import CapacityError
 from specinfer.kernels.layout import Int4Weight
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.quantized import NativeProducts
-from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
@@ -213,24 +213,6 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     assert there.free == (1 << 19) - shared.num_blocks * block
     del shared
     assert there.free == 1 << 19
-
-
-def test_a_pass_that_fails_at_rank_0_ends_the_group(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Tensor) -> Residual:
-        raise MemoryError("none is left")
-
-    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
-        runner = ModelRunner(model, num_blocks=1, block_size=8)
-        with pytest.raises(ValueError, match="block"):  # before a message is sent
-            runner.forward([Rows((3,), 0, [7], 0)])
-        assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
-        monkeypatch.setattr(model, "embed", fail)
-        with pytest.raises(MemoryError):
-            runner.forward([Rows((3,), 0, [0], 0)])
-        with pytest.raises(PeerLostError, match="rank 0 has failed in the middle of a pass"):
-            runner.forward([Rows((3,), 0, [0], 0)])
 
 
 def test_a_rank_refuses_a_message_that_does_not_fit(llama: Path, tmp_path: Path) -> None:
