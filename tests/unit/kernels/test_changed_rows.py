@@ -174,10 +174,16 @@ def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, param
 
 def test_with_any_number_of_threads(native: NativeScan) -> None:
     lines, rng = list(rows(40_003).values()), np.random.default_rng(0)
-    numbers = np.arange(60) % len(lines)
+    numbers, block = np.arange(60) % len(lines), LogitBlock(np.stack(lines))
     of = Changes.of([some_changes(rng, lines[row]) for row in numbers])
-    requests, block = asked([ALL_PARAMS["top_p"]] * 60, range(60), 0), LogitBlock(np.stack(lines))
-    one, *others = with_threads(lambda: native.choices(block, numbers, requests, of).tolist())
+    requests = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60), 0)
+
+    def answer() -> list[Any]:
+        found = native.likeliest(block, numbers, 9, np.full(60, 0.8))
+        chosen = [native.choices(block, numbers, requests, changes) for changes in (None, of)]
+        return [part.tolist() for part in (*chosen, *found)]
+
+    one, *others = with_threads(answer)
     assert others == [one, one]
 
 

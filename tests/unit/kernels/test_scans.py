@@ -20,7 +20,7 @@ from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock
 from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, target_law
 from tests.unit.kernels import logit_rows
-from tests.unit.kernels.logit_rows import SIZES, Row, asked, blocks, native_scan, rows, with_threads
+from tests.unit.kernels.logit_rows import SIZES, Row, asked, blocks, native_scan, rows
 
 ALL_PARAMS = {
     **logit_rows.ALL_PARAMS,
@@ -205,20 +205,6 @@ def test_the_law_is_asked_only_where_rounding_may_decide(
     halves = LogitBlock(np.zeros((1, 2), dtype=np.float32))
     native.choices(halves, many[:3], asked([SamplingParams(top_p=0.5)] * 3, range(3)))
     assert len(asked_for) == 3, "half of two equal ones is a matter of rounding"
-
-
-def test_with_any_number_of_threads(native: NativeScan) -> None:
-    lines = list(rows(40_003).values())
-    numbers = np.arange(60, dtype=np.int64) % len(lines)
-    requests = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60))
-    block = LogitBlock(np.stack(lines))
-
-    def answer() -> list[Any]:
-        found = native.likeliest(block, numbers, 9, np.full(60, 0.8))
-        return [part.tolist() for part in (native.choices(block, numbers, requests), *found)]
-
-    one, *others = with_threads(answer)
-    assert others == [one, one]
 
 
 # ---- the likeliest ----
