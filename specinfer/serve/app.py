@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from specinfer.serve.api.answer import EndpointAnswer
 from specinfer.serve.api.chat import Chat, ChatFields
@@ -31,10 +34,20 @@ from specinfer.serve.http.access import Access, Keys
 from specinfer.serve.http.api_error import ApiError, answer_api_error, answer_http_error
 from specinfer.serve.http.event_stream import body_of, stream, unless_disconnected
 from specinfer.serve.http.hosts import Hosts
-from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
+# No resources of other hosts, no inline code and no frames: a model's answer must not run as code.
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # so that a newer server shows its newer page
+}
 
 
 def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
@@ -232,18 +245,23 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(await service.backend.health()), media_type=CONTENT_TYPE_LATEST)
 
 
+class _PageFiles(StaticFiles):
+    """The files of the page at /, with its headers."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        found = await super().get_response(path, scope)
+        found.headers.update(_PAGE_HEADERS)
+        return found
+
+
 def _add_page(app: FastAPI) -> None:
-    files = page_files()
+    files = _PageFiles(directory=Path(__file__).with_name("page"))
 
     async def page(request: Request) -> Response:
-        name = request.path_params.get("name")
-        file = files.get("/" if name is None else f"/page/{name}")
-        if file is None:
-            raise HTTPException(404)
-        return Response(file.body, media_type=file.media_type, headers=PAGE_HEADERS)
+        return await files.get_response("index.html", request.scope)
 
     app.add_route("/", page, include_in_schema=False)
-    app.add_route("/page/{name:path}", page, include_in_schema=False)
+    app.mount("/page", files)
 
 
 def _speculation(facts: EngineInfo) -> dict[str, Any]:

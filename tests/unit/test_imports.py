@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
     ),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript"),
-    *("serve.http.page_server", "cli.cache", "cli.follow"),
+    *("cli.cache", "cli.follow"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.routing"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.exchange"),
