@@ -30,10 +30,9 @@ from specinfer.serve.api.service import Service
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
 from specinfer.serve.backend.work import EngineInfo
 from specinfer.serve.fields.body import parse
-from specinfer.serve.http.access import Access, Keys
+from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_api_error, answer_http_error
 from specinfer.serve.http.event_stream import body_of, stream, unless_disconnected
-from specinfer.serve.http.hosts import Hosts
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams

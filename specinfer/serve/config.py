@@ -7,18 +7,21 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from typing import Final, Literal
 
 from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
-from specinfer.serve.http.hosts import ANY, is_host, is_network
 
 LogFormat = Literal["text", "json"]
 # Attributes that a log record may carry, given as `extra`.
 _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
 
+ANY_HOST: Final = "*"  # any Host header, or any proxy
+HOST_NAME: Final = re.compile(r"[0-9a-z._-]+", re.IGNORECASE)
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -163,12 +166,12 @@ class ServeConfig:
                     "an api_key is empty, not ASCII, or begins or ends with a blank; give another"
                 )
         for name in self.allowed_host:
-            if name != ANY and not is_host(name):
+            if name != ANY_HOST and not (HOST_NAME.fullmatch(name) or _is(ip_address, name.strip("[]"))):
                 raise ConfigError(
                     f"allowed_host has {name!r}; allowed: a name or an address, without a port, or *"
                 )
         for address in self.trusted_proxy:
-            if address != ANY and not is_network(address):
+            if address != ANY_HOST and not _is(ip_network, address):
                 raise ConfigError(
                     f"trusted_proxy has {address!r}; allowed: an address, a network like 10.0.0.0/8, or *"
                 )
@@ -181,3 +184,16 @@ class ServeConfig:
             raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or none")
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a name or an address is a loopback one."""
+    return name == "localhost" or (_is(ip_address, name) and ip_address(name).is_loopback)
+
+
+def _is(kind: Callable[[str], object], text: str) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True

@@ -19,9 +19,8 @@ from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
-from specinfer.serve.config import ServeConfig, configure
-from specinfer.serve.http.access import Keys
-from specinfer.serve.http.hosts import Hosts, is_loopback
+from specinfer.serve.config import ServeConfig, configure, is_loopback
+from specinfer.serve.http.access import Hosts, Keys
 from specinfer.serve.startup import open_service
 
 if TYPE_CHECKING:

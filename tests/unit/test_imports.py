@@ -36,8 +36,8 @@ ORDER: list[set[str]] = [
     {"llm"},
     {"check"},
     {"bench", "tune"},
-    {"serve.http"},
     {"serve.config"},
+    {"serve.http"},
     {"serve.backend", "serve.dialect"},
     {"serve.fields", "serve.observe"},
     {"serve.api"},
@@ -63,7 +63,7 @@ WITHOUT_TORCH = (
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript"),
     *("cli.cache", "cli.follow"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
-    *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.routing"),
+    *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.replica_backend"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.exchange"),
     *(
         "kernels.disk",

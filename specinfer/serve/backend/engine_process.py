@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,10 +49,9 @@ from specinfer.errors import (
     SpecInferError,
     allocating,
 )
-from specinfer.progress import LineProgress, default_progress, format_bytes
+from specinfer.progress import LineProgress, default_progress
 from specinfer.request import Delta, FinishReason
-from specinfer.serve.backend.fingerprint import fingerprint
-from specinfer.serve.backend.work import EngineInfo, Work
+from specinfer.serve.backend.work import Work, info_of
 from specinfer.serve.config import configure
 
 if TYPE_CHECKING:
@@ -106,16 +104,7 @@ class EngineProcess:
         if (group := llm.models.target.group) is not None:
             group.watch(lambda error: self._on_failed(error, ()))
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
-        facts = EngineInfo(
-            llm.max_context,
-            llm.intake.max_length,
-            llm.intake.speculators,
-            llm.config.speculation,
-            summary(llm),
-            llm.config.kind,
-            fingerprint(llm),
-        )
-        self._outbox.put(("ready", facts))
+        self._outbox.put(("ready", info_of(llm)))
         commands: dict[str, Callable[[Any], None]] = {
             "add": self._add,
             "abort": self._abort,
@@ -285,29 +274,6 @@ class EngineProcess:
                         self._send_busy()
                     elif not isinstance(message, Delta):
                         self._connection.send(message)
-
-
-def summary(llm: LLM) -> str:
-    """One line with the choices that were made for the engine, and the memory that it takes."""
-    import torch
-
-    from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
-
-    models, config = llm.models, llm.config
-    target, positions = models.target, llm.intake.positions
-    drafts = ", ".join(Path(draft).name for draft in config.speculation.drafts)
-    kinds = {"none": str(target.dtype).removeprefix("torch."), "gguf": "blocks of the file"}
-    library = target.kernels.library
-    caches = [(model.config, model.dtype) for model in (target, *models.drafts.values())]
-    parts = [
-        kinds.get(config.quantization, config.quantization),
-        f"draft {drafts}" if drafts else "no draft",
-        f"context {llm.max_context}",
-        f"{torch.get_num_threads() if library is None else library.threads()} threads",
-        f"{format_bytes(process_bytes())} of memory",
-        f"KV cache of {positions} tokens, up to {format_bytes(positions * bytes_per_block(caches, 1))} more",
-    ]
-    return "; ".join(parts)
 
 
 def end_with(server: int) -> None:

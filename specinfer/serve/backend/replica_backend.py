@@ -1,6 +1,6 @@
 """ReplicaBackend: generates tokens for the server with one or several engine processes.
 
-a new work            goes to the replica of its session, or of its prompt's prefix (routing.py)
+a new work            goes to the replica of its session, or of its prompt's prefix (Ring)
 an engine dies        another replica with the same fingerprint continues its works, or else the next engine
                       that starts (ledger.py)
 engines are replaced  one after another: works move to other replicas, or finish before their engine ends
@@ -9,8 +9,11 @@ engines are replaced  one after another: works move to other replicas, or finish
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,11 +24,13 @@ from specinfer.request import Delta
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.replica import Replica
-from specinfer.serve.backend.routing import Ring, key_of
 from specinfer.serve.backend.work import BackendError, EngineInfo, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.05  # between two polls of a replica's state
+_POSITIONS: Final = 64  # per replica on the ring
+_PREFIX: Final = 64  # prompt tokens in the key, four KV blocks; later chat turns share them
+_MAX_LOAD: Final = 1.5  # times the mean load
 
 
 class ReplicaBackend:
@@ -332,3 +337,45 @@ async def _until(holds: Callable[[], bool]) -> None:
     """Poll `holds` until it returns true."""
     while not holds():
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+def key_of(session: str, prompt: Sequence[int], salt: str | None) -> int:
+    """Position on the ring, from the session's name if given, else from the prompt's prefix and salt."""
+    if session:
+        return _hash(b"session " + session.encode("utf-8", "surrogatepass"))
+    prefix = " ".join(map(str, prompt[:_PREFIX]))  # as text: unchecked token ids may have any size
+    return _hash(f"prompt {salt or ''} {prefix}".encode("utf-8", "surrogatepass"))
+
+
+class Ring:
+    """Consistent hashing of sessions and prompt prefixes to replicas, numbered from 0, with bounded loads.
+
+    Each replica has 64 positions on a ring of hashes, and each session has one. A session belongs to the
+    first replica after its position, whose cache then holds its earlier turns. While a replica is down, its
+    sessions belong to the next replicas on the ring and all others stay; when it is up again, its sessions
+    return.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._positions = sorted(
+            (_hash(f"{one} at {n}".encode()), one) for one in range(replicas) for n in range(_POSITIONS)
+        )
+
+    def order(self, key: int) -> Iterator[int]:
+        """All replicas, in ring order after the position `key`."""
+        first = bisect_left(self._positions, (key, -1))
+        after = [one for _, one in self._positions[first:] + self._positions[:first]]
+        return iter(dict.fromkeys(after))
+
+    def choose(self, key: int, loads: Mapping[int, int]) -> int:
+        """First replica after `key` that has room for one more work.
+
+        `loads` maps each candidate to its number of works; it may not be empty. With the new work included,
+        no replica may have more than 1.5 times the candidates' mean load, rounded up.
+        """
+        max_load = math.ceil(_MAX_LOAD * (sum(loads.values()) + 1) / len(loads))
+        return next(one for one in self.order(key) if one in loads and loads[one] < max_load)
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())

@@ -1,17 +1,34 @@
 """Data that server and engine processes exchange, and observers of completions.
 
-Never imports torch, which the server process does not load.
+Loading it never imports torch, which the server process does not load.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from specinfer.config import ENGINE_OPTIONS
 from specinfer.engine.steps import Statistics
+from specinfer.progress import format_bytes
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
+from specinfer.version import VERSION
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+
+# Options, and parts of a config, that change no output text.
+_MEMORY: Final = ("memory", "offload", "offload_folder", "prepared", "max_loras")
+_FOLDERS: Final = ("lora",)  # the adapters' files do, but `models.origin` covers them
+# Ranks change a text only by the number of parts of each sum, which `fingerprint` adds.
+_RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY, *_FOLDERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,75 @@ class EngineInfo:
     summary: str = ""  # blocks, drafts, context, threads, memory and KV cache, as one line
     quantization: str = ""  # of the target
     fingerprint: str = ""  # engines with equal ones produce the same text for a request
+
+
+def info_of(llm: LLM) -> EngineInfo:
+    """Limits and identity of an engine."""
+    return EngineInfo(
+        llm.max_context,
+        llm.intake.max_length,
+        llm.intake.speculators,
+        llm.config.speculation,
+        _summary(llm),
+        llm.config.kind,
+        fingerprint(llm),
+    )
+
+
+def _summary(llm: LLM) -> str:
+    """One line with the choices that were made for the engine, and the memory that it takes."""
+    import torch
+
+    from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
+
+    models, config = llm.models, llm.config
+    target, positions = models.target, llm.intake.positions
+    drafts = ", ".join(Path(draft).name for draft in config.speculation.drafts)
+    kinds = {"none": str(target.dtype).removeprefix("torch."), "gguf": "blocks of the file"}
+    library = target.kernels.library
+    caches = [(model.config, model.dtype) for model in (target, *models.drafts.values())]
+    parts = [
+        kinds.get(config.quantization, config.quantization),
+        f"draft {drafts}" if drafts else "no draft",
+        f"context {llm.max_context}",
+        f"{torch.get_num_threads() if library is None else library.threads()} threads",
+        f"{format_bytes(process_bytes())} of memory",
+        f"KV cache of {positions} tokens, up to {format_bytes(positions * bytes_per_block(caches, 1))} more",
+    ]
+    return "; ".join(parts)
+
+
+def fingerprint(llm: LLM) -> str:
+    """Hash that is equal for engines which produce the same text for the same work.
+
+    It covers the target's files, the options that affect its logits, the kernels and the package's code. It
+    does not cover drafts.
+    """
+    import torch
+
+    target = llm.models.target
+    kernels, library = target.kernels, target.kernels.library
+    options = {
+        name: getattr(llm.config if part is None else getattr(llm.config, part), one.attribute)
+        for name, (part, one) in ENGINE_OPTIONS.items()
+        if not {name, part} & _WITHOUT_EFFECT
+    }
+    parts: list[object] = [
+        dict(llm.models.origin),
+        options,
+        llm.config.parts_of_sums,
+        [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
+        [str(target.device), torch.__version__, VERSION],
+        # The order of PyTorch's sums depends on its number of threads.
+        torch.get_num_threads() if library is None else library.level.name,
+    ]
+    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    if library is not None:
+        found.update(library.path.read_bytes())
+    root = Path(__file__).parents[2]  # the package
+    for file in sorted(root.rglob("*.py")):
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
 
 
 class BackendError(Exception):

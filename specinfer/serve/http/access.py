@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -15,8 +16,8 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specinfer.serve.config import ANY_HOST, HOST_NAME, is_loopback
 from specinfer.serve.http.api_error import CALLER, ApiError, Caller
-from specinfer.serve.http.hosts import Hosts, is_origin_of
 
 _LOG = logging.getLogger("specinfer.serve.http.access")
 PROBES: Final = ("/health", "/ready")  # for load balancers, which send neither a key nor our host name
@@ -29,6 +30,7 @@ _ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers that may not
 _MAX_HEADERS: Final = 100  # maximum for a request; each takes hundreds of bytes, however short it is
 _MIN_BODY_RATE: Final = 16 << 10  # bytes per second, after the first `idle_timeout` seconds
 _OPEN_FOLDER: Final = "/page/"  # files of the page at /, which has a field for the key
+_HOST: Final = re.compile(rf"({HOST_NAME.pattern}|\[[0-9a-f:.]+\])(:[0-9]*)?", re.IGNORECASE)  # port optional
 
 
 class Keys:
@@ -51,6 +53,37 @@ class Keys:
             bearer = max(bearer, number * hmac.compare_digest(key, given.strip()))
             plain = max(plain, number * hmac.compare_digest(key, x_api_key.strip()))
         return (bearer if scheme.lower() == b"bearer" else 0) or plain
+
+
+class Hosts:
+    """Accepted host names and addresses of a server, in addition to loopback names: against DNS rebinding.
+
+    A page of another site may point its own host name at this machine after it has loaded. Browsers then
+    treat this server as the page's origin and let the page read every answer. But Host still has the page's
+    name.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(map(_plain, names))
+
+    @classmethod
+    def of(cls, bound: str, allowed: Sequence[str], *, keyed: bool, address: str) -> Hosts | None:
+        """Return the names of a server bound to `bound`, whose address is `address`; None: any Host.
+
+        A page of another site has no API key, so servers with keys check Host only if `allowed` names some.
+        The same holds for servers on other than loopback addresses, whose names are unknown here.
+        """
+        if ANY_HOST in allowed or not (allowed or (not keyed and is_loopback(address))):
+            return None
+        return cls((bound, *allowed))
+
+    def admit(self, header: bytes) -> bool:
+        """Return whether a Host header has an accepted or loopback name, with any port."""
+        found = _HOST.fullmatch(header.decode("latin-1"))
+        if found is None:
+            return False
+        name = _plain(found[1])
+        return name in self._names or is_loopback(name)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +228,7 @@ class Access:
         origin = headers.get(b"origin", b"").decode("latin-1")
         site = headers.get(b"sec-fetch-site")
         if site is None:
-            foreign = bool(origin) and not is_origin_of(origin, headers.get(b"host", b"").decode("latin-1"))
+            foreign = bool(origin) and not _is_origin_of(origin, headers.get(b"host", b"").decode("latin-1"))
         else:
             foreign = site not in (b"none", b"same-origin")
         if not foreign or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
@@ -256,3 +289,22 @@ def _caller(name: str, scope: Scope, keys: Keys, session_header: bytes) -> Calle
     key = keys.number(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
     kept = (b"traceparent", b"tracestate", session_header)
     return Caller(name, scope["path"], key, *(headers.get(one, b"").decode("latin-1") for one in kept))
+
+
+def _is_origin_of(origin: str, header: str) -> bool:
+    """Return whether an Origin header names the same server as the Host header `header`.
+
+    A TLS proxy may omit the port in Host if Origin has none either.
+    """
+    scheme, found, rest = origin.partition("://")
+    own, host = _HOST.fullmatch(rest), _HOST.fullmatch(header)
+    if not found or own is None or host is None or _plain(own[1]) != _plain(host[1]):
+        return False
+    ports = [one[2].removeprefix(":") if one[2] else "" for one in (own, host)]
+    usual = {"http": "80", "https": "443"}.get(scheme.lower(), "")
+    return len({port or usual for port in ports}) == 1
+
+
+def _plain(name: str) -> str:
+    """Normalize a name: lower case, without brackets and trailing dot."""
+    return name.lower().removeprefix("[").removesuffix("]").removesuffix(".")

@@ -27,9 +27,8 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.processes import FollowerProcesses
 from specinfer.progress import NoProgress
-from specinfer.serve.backend.fingerprint import fingerprint
 from specinfer.serve.backend.replica_backend import ReplicaBackend
-from specinfer.serve.backend.work import Work
+from specinfer.serve.backend.work import Work, fingerprint
 from tests.engines import ENGINE
 from tests.ranks import (
     GREEDY,

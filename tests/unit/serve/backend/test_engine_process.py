@@ -24,8 +24,7 @@ from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import engine_process
 from specinfer.serve.backend.engine_process import EngineProcess
-from specinfer.serve.backend.fingerprint import fingerprint
-from specinfer.serve.backend.work import Work
+from specinfer.serve.backend.work import Work, fingerprint
 from specinfer.structured_output import StructuredOutput
 from tests.adapters import write_adapter
 from tests.kernels import kernels

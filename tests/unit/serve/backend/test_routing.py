@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from specinfer.serve.backend.routing import Ring, key_of
+from specinfer.serve.backend.replica_backend import Ring, key_of
 
 PROMPT = tuple(range(100))
 

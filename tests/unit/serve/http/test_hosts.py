@@ -7,8 +7,7 @@ import json
 import httpx
 import pytest
 
-from specinfer.serve.http.access import Access, Keys
-from specinfer.serve.http.hosts import Hosts
+from specinfer.serve.http.access import Access, Hosts, Keys
 from tests.served import Served
 from tests.unit.serve.http.test_access import ask, echo
 
