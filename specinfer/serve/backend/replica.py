@@ -110,7 +110,7 @@ class Replica:
             await asyncio.to_thread(cluster.revive)
         engine, self._child = self._child or EngineChild(self._log, self.number, self._count, cluster), None
         try:
-            self.facts = await engine.start(self._config, loop, self._deliver, self._died)
+            self.facts = await engine.start(self._config, self._deliver, self._died)
         except BaseException:
             engine.kill()
             raise

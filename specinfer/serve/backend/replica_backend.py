@@ -111,11 +111,6 @@ class ReplicaBackend:
         """Fail all open works with an UnavailableError that has this reason; returns their number."""
         return self._ledger.fail_all(reason)
 
-    @property
-    def pids(self) -> list[int | None]:
-        """Process ids of the replicas' engines; None while one starts."""
-        return [one.pid for one in self._replicas]
-
     async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
         """Yield the deltas of these works as they arrive; the last of each work has a finish reason.
 

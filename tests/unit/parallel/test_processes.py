@@ -312,7 +312,7 @@ def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, in
         return said, engines
 
     def processes(backend: ReplicaBackend) -> list[int]:
-        [engine] = backend.pids
+        engine = backend._replicas[0].pid
         assert engine is not None
         return [engine, *(one.pid for one in followers(engine))]
 
