@@ -51,7 +51,7 @@ class Replica:
     ) -> None:
         self.number = number
         self.name = "the engine" if count == 1 else f"replica {number}"
-        self.facts: EngineInfo | None = None  # current engine's, or the last one's
+        self.facts = EngineInfo(0, 0)  # current engine's, or the last one's
         self.draining = False  # gets no more works
         self.restarts = 0
         self.trouble = f"{self.name} starts"  # reason that it takes no work; empty if it does
@@ -93,19 +93,8 @@ class Replica:
         """Process id of the engine that runs; None while one starts."""
         return None if self._engine is None else self._engine.pid
 
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the current engine or of the last one; empty before the first."""
-        return "" if self.facts is None else self.facts.fingerprint
-
-    @property
-    def max_length(self) -> int:
-        """Most cache positions of a request on the current engine or the last one."""
-        return 0 if self.facts is None else self.facts.max_length
-
     async def start(self) -> EngineInfo:
         """Start an engine; raises UserError with its message if it cannot serve, BackendError if it dies."""
-        loop = asyncio.get_running_loop()
         if (cluster := self._cluster) is not None and self._child is None:
             await asyncio.to_thread(cluster.revive)
         engine, self._child = self._child or EngineChild(self._log, self.number, self._count, cluster), None
@@ -116,12 +105,12 @@ class Replica:
             raise
         self._engine, self.trouble, self._failures = engine, "", 0
         if self._timeout:
-            self._watching = loop.create_task(self._watch(engine))
+            self._watching = asyncio.create_task(self._watch(engine))
         return self.facts
 
     def begin(self, *, again: bool = False) -> None:
         """Start an engine in a task that retries until it succeeds; `again` counts it as a restart."""
-        self._starting = asyncio.get_running_loop().create_task(self._start_with_retries(again))
+        self._starting = asyncio.create_task(self._start_with_retries(again))
 
     async def _start_with_retries(self, again: bool) -> None:
         for attempt in itertools.count(1):
@@ -250,34 +239,29 @@ class Replica:
             await asyncio.sleep(1.0)
 
     async def _watch_replies(self, engine: EngineChild) -> None:
-        """Kill an engine that does not reply, or whose step makes no progress.
+        """Kill an engine that does not reply, or whose step makes no progress, for the timeout.
 
         Another thread than the steps' answers queries. It gets 10 of them, each with a tenth of the
-        timeout: if this process itself was suspended, only one of the queries fails. A step hangs if
-        more replies name the same step and the same number of streamed bytes.
+        timeout: if this process itself was suspended, only one of the queries fails. A step makes no progress
+        if another reply names the same step and the same number of streamed bytes.
         """
-        progress, same = (0, 0), 0
-        while engine is self._engine:
-            for _ in range(_QUESTIONS):
-                answer = await self._read_statistics(self._timeout / _QUESTIONS)
-                if answer is not None or engine is not self._engine:
-                    break
+        progress, quiet = (0, 0), 0
+        while True:
+            answer = await self._read_statistics(self._timeout / _QUESTIONS)
+            if engine is not self._engine:
+                return
+            if answer is None:
+                quiet, trouble = quiet + 1, f"{self.name} has not replied"
             else:
-                seconds = f"{self._timeout:g} seconds"
-                _LOG.error("%s has not replied for %s and is killed", self.name, seconds)
+                before, progress = progress, (answer.steps, answer.streamed_bytes)
+                quiet = quiet + 1 if answer.step_seconds and progress == before else 0
+                trouble = f"step {answer.steps} of {self.name} has made no progress"
+            if quiet == _QUESTIONS:
+                _LOG.error("%s for %g seconds and is killed", trouble, self._timeout)
                 engine.kill()
                 return
             if answer is not None:
-                before, progress = progress, (answer.steps, answer.streamed_bytes)
-                same = same + 1 if answer.step_seconds and progress == before else 1
-                if same > _QUESTIONS:
-                    _LOG.error(
-                        "step %d of %s has made no progress for %g seconds and the process is killed",
-                        *(answer.steps, self.name, self._timeout),
-                    )
-                    engine.kill()
-                    return
-            await asyncio.sleep(self._timeout / _QUESTIONS)
+                await asyncio.sleep(self._timeout / _QUESTIONS)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -13,9 +13,9 @@ import hashlib
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import combined
@@ -56,7 +56,7 @@ class ReplicaBackend:
         self._max_wait = max_wait
         self._ledger = Ledger(config.speculation.verifier)
         self._ring = Ring(count)
-        self._tasks: set[asyncio.Task[None]] = set()  # unfinished tasks
+        self._starting: asyncio.Task[None] | None = None  # of the engines after the first
         self._rolling: asyncio.Task[None] | None = None
         self._closed = False
         self._replicas = [
@@ -82,14 +82,8 @@ class ReplicaBackend:
         """
         first, *others = self._replicas
         facts = await first.start()
-        self._begin(self._start(others))
+        self._starting = asyncio.create_task(self._start(others))
         return facts
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _start(self, replicas: Sequence[Replica]) -> None:
         """Start replicas one after another: each reuses the files and measurements of the one before it."""
@@ -100,7 +94,7 @@ class ReplicaBackend:
     async def close(self) -> None:
         """End the engine processes; open works fail."""
         self._closed = True
-        tasks = [*self._tasks]
+        tasks = [one for one in (self._starting, self._rolling) if one is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -185,7 +179,7 @@ class ReplicaBackend:
         if self._rolling is not None and not self._rolling.done():
             _LOG.warning("the engines are already being replaced")
             return
-        self._rolling = self._begin(self.roll())
+        self._rolling = asyncio.create_task(self.roll())
 
     async def roll(self) -> None:
         """Replace all engines, one after another, while the other engines continue its works.
@@ -239,10 +233,11 @@ class ReplicaBackend:
 
     def _choose(self, one: OpenWork) -> Replica | None:
         """Replica for a work; None if the work has to wait."""
-        may = [r for r in self._replicas if r.serves and one.maker in (None, r.fingerprint)]
+        may = [r for r in self._replicas if r.serves and one.maker in (None, r.facts.fingerprint)]
         # Caches may differ in size. A work that is too long for all goes to the largest, which refuses it.
-        length = max((r.max_length for r in self._replicas if not r.is_left_out), default=0)
-        may = [r for r in may if r.max_length >= min(_length(one.work, r.facts), length)]
+        most = max((r.facts.max_length for r in self._replicas if not r.is_left_out), default=0)
+        length = min(len(one.work.prompt_token_ids) + one.work.params.max_tokens, most)
+        may = [r for r in may if r.facts.max_length >= min(length, r.facts.max_context)]
         loads = {r.number: self._ledger.load(r.number) for r in may}
         suspects = {r.number: self._ledger.suspects(r.number) for r in may}
         if one.is_suspect:
@@ -277,7 +272,7 @@ class ReplicaBackend:
 
     def _receive(self, replica: Replica, deltas: Sequence[Delta]) -> None:
         """Record deltas of an engine, and send works that have become due."""
-        self._ledger.receive(replica.number, replica.fingerprint, deltas)
+        self._ledger.receive(replica.number, replica.facts.fingerprint, deltas)
         self._send_due(replica)
 
     def _lost(self, replica: Replica, busy: frozenset[str] | None) -> None:
@@ -311,12 +306,6 @@ class ReplicaBackend:
             reason = "; ".join(one.trouble for one in self._replicas)
         for one in self._ledger.of(None):
             self._ledger.give_up(one, reason)
-
-
-def _length(work: Work, facts: EngineInfo | None) -> int:
-    """Upper bound of the cache positions that a work needs."""
-    length = len(work.prompt_token_ids) + work.params.max_tokens
-    return length if facts is None else min(length, facts.max_context)
 
 
 def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:

@@ -224,6 +224,7 @@ async def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: li
             await asyncio.sleep(100)
         assert not handles[0].killed
         handles[0].state = Statistics()
+        await asyncio.sleep(100)
         handles[0].is_stopped = True
         await asyncio.sleep(60)
         handles[0].is_stopped = False  # half of the time is not enough
