@@ -84,15 +84,7 @@ class Ledger:
     def __init__(self, verifier: str) -> None:
         self._verifier = verifier
         self._works: dict[str, OpenWork] = {}  # by work id, in the order of arrival
-        self._loads: dict[int, int] = {}
-        self._holding: set[int] = set()  # replicas with works that have not been sent
         self.handed_on = 0  # times that a work moved from one engine to another
-
-    def __len__(self) -> int:
-        return len(self._works)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._works
 
     def add(self, one: OpenWork) -> None:
         """Add a new work, without a replica."""
@@ -102,15 +94,13 @@ class Ledger:
         """Remove these works; returns the names that engines have to abort, by replica."""
         sent: dict[int, list[str]] = {}
         for name in names:
-            if (one := self._works.pop(name, None)) is not None:
-                if one.replica is not None:
-                    sent.setdefault(one.replica, []).extend([name] * one.sent)
-                self._part(one)
+            if (one := self._works.pop(name, None)) is not None and one.replica is not None:
+                sent.setdefault(one.replica, []).extend([name] * one.sent)
         return sent
 
     def load(self, replica: int) -> int:
         """Number of a replica's works."""
-        return self._loads.get(replica, 0)
+        return sum(one.replica == replica for one in self._works.values())
 
     def suspects(self, replica: int) -> int:
         """Number of a replica's suspects."""
@@ -123,29 +113,17 @@ class Ledger:
     def assign(self, one: OpenWork, replica: int) -> None:
         """Assign a work to a replica; `take_sendable` returns it when the engine may have it."""
         self.handed_on += one.sent
-        self._part(one)
         one.replica, one.sent, one.deltas = replica, False, 0
-        self._loads[replica] = self.load(replica) + 1
-        self._holding.add(replica)
-
-    def _part(self, one: OpenWork) -> None:
-        if one.replica is not None:
-            self._loads[one.replica] -= 1
-            one.replica = None
 
     def take_sendable(self, replica: int) -> list[Work]:
         """Works to send to a replica's engine now; marks them as sent."""
-        if replica not in self._holding:
-            return []
         works = self.of(replica)
-        due = unsent = [one for one in works if not one.sent]
-        if self.suspects(replica):
+        due = [one for one in works if not one.sent]
+        if due and any(one.is_suspect for one in works):
             # While a work has not progressed, it may be the cause of a crash: send no other.
-            due = [] if any(one.sent and not one.progressed for one in works) else unsent[:1]
+            due = [] if any(one.sent and not one.progressed for one in works) else due[:1]
         for one in due:
             one.sent = True
-        if len(due) == len(unsent):
-            self._holding.discard(replica)
         return [one.rest for one in due]
 
     def receive(self, replica: int, fingerprint: str, deltas: Iterable[Delta]) -> None:
@@ -156,7 +134,6 @@ class Ledger:
                 continue  # it was aborted, or another replica has it now
             if delta.finish_reason is not None:
                 del self._works[delta.id]
-                self._part(one)
             elif delta.token_ids:
                 one.output_ids.extend(delta.token_ids)
                 one.maker, one.deltas = fingerprint, one.deltas + 1
@@ -174,7 +151,7 @@ class Ledger:
         for one in self.of(replica):
             died = one.sent and (busy is None or one.work.id in busy)
             one.deaths, one.deaths_in_all = one.deaths + died, one.deaths_in_all + died
-            self._part(one)
+            one.replica = None
             if one.deaths_in_all >= _MAX_DEATHS_IN_ALL:
                 self.give_up(one, f"the engine died {one.deaths_in_all} times while it had this request")
             elif one.deaths >= _MAX_DEATHS:
