@@ -31,7 +31,7 @@ from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detoken
 from specinfer.serve.backend.work import EngineInfo
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.access import Access, Hosts, Keys
-from specinfer.serve.http.api_error import ApiError, answer_api_error, answer_http_error
+from specinfer.serve.http.api_error import ApiError, answer_http_error
 from specinfer.serve.http.event_stream import body_of, stream, unless_disconnected
 from specinfer.version import VERSION
 
@@ -59,7 +59,6 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
         redoc_url=None,
         redirect_slashes=False,  # behind a proxy the redirect would name the wrong host
     )
-    app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     _add_answers(app, service)
     _add_models(app, service)

@@ -142,26 +142,22 @@ class Access:
                 await send(message)
 
         try:
-            error = self._refusal(scope, given)
-            if error is not None:
-                await error.response()(scope, receive, send_with_id)
-            else:
-                # The server answers HEAD like GET and leaves the body out.
-                method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                await self._app({**scope, "method": method}, self._bounded(receive, body), send_with_id)
+            self._check(scope, given)
+            # The server answers HEAD like GET and leaves the body out.
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self._app({**scope, "method": method}, self._bounded(receive, body), send_with_id)
         except TimeoutError:
             _LOG.info("%s: the client does not read; its connection is closed", name)
         except ClientDisconnect:
             pass  # in the middle of its body
-        except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # panics of Rust libraries are no Exception
-            _LOG.exception("%s failed", name)
+        except BaseException as error:  # panics of Rust libraries are no Exception
+            if not isinstance(error, ApiError):
+                _LOG.exception("%s failed", name)
+                error = ApiError("internal error; please report it", status=500)
             if not status:  # otherwise the answer has started, and the connection is closed
-                bug = ApiError("internal error; please report it", status=500)
-                await bug.response()(scope, receive, send_with_id)
+                await error.response()(scope, receive, send_with_id)
         finally:
             CALLER.reset(caller)
             self._bodies.discard(body)
@@ -179,25 +175,26 @@ class Access:
                 "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", line, extra=line
             )
 
-    def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
+    def _check(self, scope: Scope, caller: Caller) -> None:
+        """Raise ApiError for a request that is refused."""
         headers = dict(scope["headers"])
         names = [name for name, _ in scope["headers"]]
         if len(names) > _MAX_HEADERS:
-            return ApiError(
+            raise ApiError(
                 f"the request has more than {_MAX_HEADERS} headers; send fewer",
                 status=431,
                 headers={"Connection": "close"},  # which frees them
             )
         for once in _ONCE:
             if names.count(once) > 1:
-                return ApiError(f"the header {once.decode()} appears more than once; send it once")
+                raise ApiError(f"the header {once.decode()} appears more than once; send it once")
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in PROBES:
-            return None
+            return
         host = headers.get(b"host", b"")
         if self._hosts is not None and not self._hosts.admit(host):
             name = host.decode("latin-1")[:_MAX_HOST]
-            return ApiError(
+            raise ApiError(
                 f"the header Host is {name!r}; allowed: this server's own names, such as localhost; "
                 "add a name with --allowed-host",
                 status=421,
@@ -205,18 +202,19 @@ class Access:
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         if self._keys and not caller.key and not is_open and scope["method"] != "OPTIONS":
-            return ApiError(
+            raise ApiError(
                 "missing or invalid API key; send Authorization: Bearer KEY, or X-Api-Key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if self._is_foreign(scope, headers):
-            return ApiError(
+            raise ApiError(
                 "pages of other origins may not call this server; allow one with --cors-origin", status=403
             )
         length = headers.get(b"content-length", b"0")
-        return self._too_large() if length.isdigit() and int(length) > self._max_body else None
+        if length.isdigit() and int(length) > self._max_body:
+            raise self._too_large()
 
     def _is_foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
         """Return whether a page of another, disallowed origin sent a request with side effects.

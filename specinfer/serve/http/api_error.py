@@ -154,12 +154,6 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": caller.request_id}
 
 
-async def answer_api_error(request: Request, error: Exception) -> Response:
-    """Exception handler of ApiError."""
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler of the framework's errors: unknown path or method."""
     status = getattr(error, "status_code", 500)

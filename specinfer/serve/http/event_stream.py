@@ -93,16 +93,9 @@ class _Events(StreamingResponse):
             await send_text(error.event)
         finally:
             if pinging is not None:
-                await _cancel(pinging)
+                pinging.cancel()
+                await asyncio.gather(pinging, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait for its end."""
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # marks the exception as retrieved
 
 
 async def body_of(request: Request) -> bytes:
