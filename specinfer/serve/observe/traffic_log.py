@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -26,11 +25,9 @@ from specinfer.tokenizer import Tokenizer
 
 _PRIVATE: Final = 0o600
 _OPEN_FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAITING: Final = 1024  # completions queued for the file; more are dropped
-_RETRY_SECONDS: Final = 5.0  # between attempts to write after a failure
 _CLOSE_SECONDS: Final = 10.0  # that a closing server waits for the disk
 _FINISHED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 # Parameters left out: they do not affect the text, or (cache_salt) are private to a caller.
@@ -43,22 +40,20 @@ _ALWAYS_LOGGED: Final = frozenset({"temperature", "seed", "max_tokens"})
 class PrivateLines:
     """Appends lines to the file `path`, which is renamed to PATH.1 before it exceeds `max_bytes` bytes.
 
-    A torn line of a killed process stays, and the next line starts on a new one. If the file is moved or
-    removed, the next line creates a new file. The file is locked against other servers if its
-    file system has locks. A symbolic link is refused, since its target may belong to another user.
-    All methods raise OSError on failure.
+    A torn line of a killed process or a full disk stays, and the next line starts on a new one. If the file
+    is moved or removed, the next line creates a new file. A symbolic link is refused, since its target may
+    belong to another user. All methods raise OSError on failure.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Open the file; create it if it is missing."""
         self._path = path
         self._max_bytes = max_bytes
-        self._whole = True  # whether the file ends with a whole line
         self._number: int | None = None  # file descriptor; None: the next line opens the file
         self._open()
 
     def append(self, line: bytes) -> None:
-        """Write a line; if the disk is full, remove its written part and raise."""
+        """Write a line."""
         number = self._open()
         data = line + b"\n"
         size = os.fstat(number).st_size
@@ -66,16 +61,10 @@ class PrivateLines:
             self.close()
             os.replace(self._path, f"{self._path}.1")
             number, size = self._open(), 0
-        left = memoryview(data if self._whole else b"\n" + data)
-        try:
-            while left:
-                left = left[os.write(number, left) :]
-        except OSError:
-            with suppress(OSError):  # `_open` then checks for a torn line
-                os.ftruncate(number, size)
-            self.close()
-            raise
-        self._whole = True
+        if size and os.pread(number, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        while data:
+            data = data[os.write(number, data) :]
 
     def close(self) -> None:
         """Close the file; the next line reopens it."""
@@ -85,8 +74,9 @@ class PrivateLines:
 
     def _open(self) -> int:
         if self._number is not None:
-            if self._is_there(self._number):
-                return self._number
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._number), os.lstat(self._path)):
+                    return self._number
             self.close()
         try:
             number = os.open(self._path, _OPEN_FLAGS, _PRIVATE)
@@ -100,31 +90,11 @@ class PrivateLines:
                 raise OSError(errno.EINVAL, "it is not a regular file")
             if stat.S_IMODE(found.st_mode) != _PRIVATE:
                 os.fchmod(number, _PRIVATE)
-            _lock(number)
-            self._whole = not found.st_size or os.pread(number, 1, found.st_size - 1) == b"\n"
         except BaseException:
             os.close(number)
             raise
         self._number = number
         return number
-
-    def _is_there(self, number: int) -> bool:
-        """True if the path still names the open file."""
-        try:
-            return os.path.samestat(os.fstat(number), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
-
-
-def _lock(number: int) -> None:
-    """Lock the file against other servers, which would rotate it; raises OSError if it is locked."""
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(errno.EBUSY, "another server writes to it") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 class TrafficLog:
@@ -132,8 +102,8 @@ class TrafficLog:
 
     Only the file's owner may read it. Before it exceeds `max_bytes` bytes it is renamed to PATH.1, which
     replaces an earlier one. Serving never waits: if the disk is full or slow, lines are dropped, and `lost`
-    is called for each. The server's log reports the first one and, later, their number. Raises ConfigError if
-    the file cannot be opened.
+    is called for each. The server's log reports the first one, and the next line that is written. Raises
+    ConfigError if the file cannot be opened.
     """
 
     def __init__(
@@ -144,7 +114,6 @@ class TrafficLog:
         model: str,
         tokenizer: Tokenizer,
         lost: Callable[[], None],
-        retry: float = _RETRY_SECONDS,
     ) -> None:
         try:
             self._lines = PrivateLines(path, max_bytes)
@@ -156,10 +125,7 @@ class TrafficLog:
         self._model = model
         self._tokenizer = tokenizer
         self._on_lost = lost
-        self._retry = retry
-        self._next_try = 0.0  # seconds of the monotonic clock; no line is written before
-        self._lost = 0  # completions dropped since the last written line
-        self._counting = threading.Lock()
+        self._failing = False  # whether completions have been dropped since the last written line
         self._waiting: queue.Queue[LoggedCompletion | None] = queue.Queue(_MAX_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="traffic-log", daemon=True)
         self._writer.start()
@@ -170,18 +136,13 @@ class TrafficLog:
 
     def close(self) -> None:
         """Write the queued lines and close the file; waits at most 20 seconds."""
-        try:
+        with suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_SECONDS)
-        except queue.Full:
-            pass
-        else:
             self._writer.join(_CLOSE_SECONDS)
         if self._writer.is_alive():
             _LOG.warning("%s: the disk does not respond; the last completions are missing", self._path)
-            return
-        self._lines.close()
-        if self._lost:
-            _LOG.warning("%s is closed; the last %d completions are missing", self._path, self._lost)
+        else:
+            self._lines.close()
 
     def _put(self, traffic: LoggedCompletion) -> None:
         try:
@@ -190,31 +151,24 @@ class TrafficLog:
             self._lose("completions finish faster than the disk writes them")
 
     def _lose(self, reason: str) -> None:
-        with self._counting:
-            self._lost += 1
-            first = self._lost == 1
-        if first:
+        if not self._failing:
+            self._failing = True
             _LOG.warning("cannot write %s: %s; completions are dropped meanwhile", self._path, reason)
         self._on_lost()
 
     def _write_all(self) -> None:
         while (traffic := self._waiting.get()) is not None:
-            if time.monotonic() < self._next_try:
-                self._lose("waiting to retry")
-                continue
             try:
                 self._lines.append(self._line(traffic))
             except OSError as error:
-                self._next_try = time.monotonic() + self._retry
                 self._lose(error.strerror or type(error).__name__)
             except Exception as error:
                 # A bug; its message may contain text of a prompt, so only its type is logged.
                 self._lose(type(error).__name__)
             else:
-                with self._counting:
-                    lost, self._lost = self._lost, 0
-                if lost:
-                    _LOG.warning("%s is written again; %d completions were dropped", self._path, lost)
+                if self._failing:
+                    self._failing = False
+                    _LOG.warning("%s is written again", self._path)
 
     def _line(self, traffic: LoggedCompletion) -> bytes:
         work = traffic.work
