@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,14 +145,13 @@ def _first_engine(config: ServeConfig, engine: EngineConfig) -> Iterator[EngineC
     """Run the process of the first replica, in a Ray cluster if the config has one."""
     from specinfer.serve.backend.engine_child import EngineChild
 
-    with ExitStack() as stack:
-        cluster = None
-        if config.cluster == "ray":
-            from specinfer.serve.backend.cluster import Cluster
+    cluster = None
+    if config.cluster == "ray":
+        from specinfer.serve.backend.cluster import Cluster
 
-            cluster = stack.enter_context(Cluster(engine, config.replicas))
-        log = (config.log_level, config.log_format)
-        yield stack.enter_context(EngineChild(log, count=config.replicas, cluster=cluster))
+        cluster = Cluster(engine, config.replicas)
+    with EngineChild((config.log_level, config.log_format), count=config.replicas, cluster=cluster) as child:
+        yield child
 
 
 @contextmanager

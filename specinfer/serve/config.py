@@ -101,7 +101,7 @@ class ServeConfig:
     )
     cluster: ClusterKind = option(
         "none",
-        "ray: replicas are actors of a Ray cluster: RAY_ADDRESS, `ray start`, or else a new one.",
+        "ray: replicas are actors of the Ray cluster of RAY_ADDRESS or of `ray start`.",
         more="Needs `specinfer[cluster]` ([replicas.md](replicas.md#several-machines-ray)).",
     )
     session_header: str = option(

@@ -10,17 +10,16 @@ drivers when the cluster's head is lost, and must not end the server. The server
 with a new relay; Ray restarts none. The actor starts the ranks of its model on its own node.
 
     python -m specinfer.serve.backend.ray_relay FD LEVEL FORMAT NAME ADDRESS CPUS    relay to an actor
-    python -m specinfer.serve.backend.ray_relay FD ADDRESS                           query a cluster
-    python -m specinfer.serve.backend.ray_relay FD =FOLDER                           run one until FD closes
+    python -m specinfer.serve.backend.ray_relay ADDRESS                              query a cluster
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
-import shutil
 import socket
 import sys
 import threading
@@ -43,7 +42,6 @@ from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)
 _PLACING: Final = 30.0  # seconds to wait for CPUs that an ended actor returns
-_STORE: Final = 80 << 20  # bytes in Ray's object store; messages are too small to use it
 _CANNOT_START: Final = 2  # exit status of a relay that started nothing
 _LOST: Final = 75  # exit status of a relay whose actor has ended (EX_TEMPFAIL)
 _MAX_REASON: Final = 300  # characters of an error message of Ray
@@ -167,10 +165,8 @@ def _forward(connection: Connection, engine: Any, hung_up: threading.Event) -> N
 
 def connect(address: str) -> None:
     """Connect this process to the cluster at an address, as a driver."""
-    if not address:
-        raise ConnectionError("no Ray cluster is given any more; start one with `ray start --head`")
     reach(address)
-    ray.init(address=address, **_quiet())
+    ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
 
 
 def start_actor(kind: type, cpus: int) -> Any:
@@ -192,42 +188,19 @@ def start_actor(kind: type, cpus: int) -> Any:
     return made.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
 
 
-def keep(connection: Connection, where: str) -> int:
-    """Send a cluster's address and its nodes' free CPUs; run a private one until the server ends."""
-    own, folder = where.startswith("="), where[1:]
+def query(address: str) -> int:
+    """Print the free CPUs of a cluster's nodes as JSON, or why it cannot be used; returns the exit status."""
     try:
-        if own:
-            found = ray.init(
-                address="local",
-                num_cpus=usable_cores(),
-                object_store_memory=_STORE,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",  # also the address that it listens on
-                _temp_dir=folder,
-                **_quiet(),
-            )
-            where = found.address_info["address"]
-        else:
-            connect(where)
+        connect(address)
         # Ray has no public function that returns free CPUs by node.
         from ray._private.state import available_resources_per_node
 
         free = [float(node.get("CPU", 0)) for node in available_resources_per_node().values()]
     except Exception as error:
-        connection.send((f"the Ray cluster cannot be used: {_line(error)}", "", []))
+        print(f"the Ray cluster cannot be used: {_line(error)}", flush=True)
         return _CANNOT_START
-    with contextlib.suppress(EOFError, OSError):
-        connection.send(("", where, free))
-        if own:
-            connection.recv()  # the server sends nothing; this returns when it ends
-    ray.shutdown()
-    if own:
-        shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves it behind
+    print(json.dumps(free), flush=True)
     return 0
-
-
-def _quiet() -> dict[str, Any]:
-    return {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
 
 
 def _line(error: Exception) -> str:
@@ -240,17 +213,16 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run one of the three processes on an inherited socket."""
-    number, *rest = sys.argv[1:]
-    connection = Connection(socket.socket(fileno=int(number)).detach())
+    """Query a cluster, or relay messages on an inherited socket."""
     # Ray's processes and libraries write many lines to descriptor 2 at their end: keep them out of the log.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    if len(rest) == 1:
-        os._exit(keep(connection, rest[0]))
+    if len(sys.argv) == 2:
+        os._exit(query(sys.argv[1]))
+    number, level, form, name, address, cpus = sys.argv[1:]
+    connection = Connection(socket.socket(fileno=int(number)).detach())
     threading.Thread(target=engine_process.end_with, args=(os.getppid(),), daemon=True).start()
-    level, form, name, address, cpus = rest
     log = (form, level, name)
     configure(*log)
     os._exit(relay(connection, log, address, int(cpus)))  # ends Ray's threads as well

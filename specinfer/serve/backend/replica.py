@@ -95,9 +95,8 @@ class Replica:
 
     async def start(self) -> EngineInfo:
         """Start an engine; raises UserError with its message if it cannot serve, BackendError if it dies."""
-        if (cluster := self._cluster) is not None and self._child is None:
-            await asyncio.to_thread(cluster.revive)
-        engine, self._child = self._child or EngineChild(self._log, self.number, self._count, cluster), None
+        engine = self._child or EngineChild(self._log, self.number, self._count, self._cluster)
+        self._child = None
         try:
             self.facts = await engine.start(self._config, self._deliver, self._died)
         except BaseException:
