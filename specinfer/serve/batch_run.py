@@ -180,11 +180,6 @@ class BatchLine(Fields):
     url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
     body: dict[str, Any]
 
-    def check(self) -> None:
-        """Raise ApiError if the request cannot be part of a batch."""
-        if self.body.get("stream"):
-            raise ApiError("body.stream is true, but a batch has no streams; remove it", param="body.stream")
-
 
 class _Named(Fields):
     """The custom_id of a line that is not a valid request."""
@@ -239,7 +234,8 @@ class BatchInput:
     def _read(self, number: int, raw: bytes) -> _OpenLine:
         try:
             request = parse(BatchLine, raw, self._max_bytes)
-            request.check()
+            if request.body.get("stream"):
+                raise ApiError("body.stream is true, but a batch has no streams; remove it")
         except ApiError as error:
             try:
                 name = parse(_Named, raw, self._max_bytes).custom_id
