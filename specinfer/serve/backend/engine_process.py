@@ -86,7 +86,6 @@ class EngineProcess:
         self._linger = linger
         self._connection = connection
         self._answers: dict[str, _WorkInHand] = {}  # by work id, which is also the request id
-        self._ending = threading.Lock()  # taken for good by the thread that ends the process
         self._sending = threading.Lock()  # guards the connection and `_checked`
         self._checked: set[str] = set()  # works that the intake is checking
         self._stepped: list[str] = []  # requests in the last step that began
@@ -196,7 +195,6 @@ class EngineProcess:
 
     def _on_failed(self, error: BaseException, names: Sequence[str]) -> None:
         """Exit before any work fails; the server continues the texts, and suspects these works."""
-        self._ending.acquire()  # the loop and the group's watch both detect a loss; one of them logs it
         if isinstance(error, PeerLostError):
             _LOG.error("the engine process ends: %s", str(error))
             time.sleep(self._linger)
@@ -230,10 +228,7 @@ class EngineProcess:
         """Keep a step's tree; the loop calls this in the step, before `_receive`."""
         answer = self._answers.get(event.request_id)
         if answer is not None and answer.work.traced:
-            try:
-                answer.trees.append(event.to_json(self._llm.tokenizer))
-            except Exception:  # the loop would end the request
-                _LOG.exception("a tree of work %s could not be serialized", answer.work.id)
+            answer.trees.append(event.to_json(self._llm.tokenizer))
 
     def _abort(self, ids: Iterable[str]) -> None:
         for name in ids:

@@ -18,8 +18,6 @@ import pytest
 
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine.steps import TreeEvent
-from specinfer.errors import PeerLostError
 from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import engine_process
@@ -97,21 +95,6 @@ def test_busy_works_are_reported_before_anything_is_computed(folder: Path) -> No
     steps = [message[2].steps for message in (*of_a, *of_b) if message[0] == "deltas" and message[2]]
     assert steps == sorted(steps)
     assert steps[-1] == done
-
-
-def test_a_tree_that_cannot_be_serialized_ends_no_answer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(event: TreeEvent, tokenizer: Any) -> Any:
-        raise ValueError("a bug in reporting trees")
-
-    monkeypatch.setattr(TreeEvent, "to_json", broken)
-    with LLM(folder, **ENGINE) as llm, serving(llm) as server:
-        params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
-        server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
-        deltas = [delta for delta in deltas_until_end(server, "a") if delta.id == "a"]
-    assert [delta.finish_reason for delta in deltas][-1] == "length"
-    assert sum(len(delta.token_ids) for delta in deltas) == 20
 
 
 @pytest.fixture(scope="module")
@@ -275,28 +258,6 @@ def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_pa
     assert engine_process.run(engine, config, processes) == 2
     assert server.recv()[0] == "failed"
     assert follower.poll() is not None
-
-
-def test_a_loss_that_two_threads_detect_is_logged_once(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    process, ended, stay = EngineProcess(llm, Pipe()[1]), threading.Event(), threading.Event()
-
-    def end(status: int) -> None:  # no thread goes on after the real one
-        assert status == 75
-        ended.set()
-        stay.wait()
-
-    monkeypatch.setattr(os, "_exit", end)
-    lost = PeerLostError("rank 1 is lost", 1)
-    detecting = [threading.Thread(target=process._on_failed, args=(lost, ()), daemon=True) for _ in range(2)]
-    for one in detecting:
-        one.start()
-    assert ended.wait(10)
-    for one in detecting:
-        one.join(0.2)
-        assert one.is_alive()  # not back in the loop, which would end all requests
-    assert caplog.messages == ["the engine process ends: rank 1 is lost"]
 
 
 def test_a_step_that_fails_ends_the_process(
