@@ -33,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 SMOKES = {
     "a real answer with trees": "real/test_answer.py::test_trees_save_steps_and_leave_the_text",
     "a server with a client": "unit/serve/test_openai_client.py::test_chat_equals_offline[1.0]",
-    "a kill": "unit/serve/test_faults.py::test_streams_go_on_where_they_were_when_the_engine_is_killed",
+    "a kill": "unit/serve/backend/test_replicas.py"
+    "::test_texts_are_those_of_their_seeds_whichever_replica_is_killed",
     "two ranks": "unit/parallel/test_processes.py::test_two_processes_say_what_one_says_and_leave_nothing",
     "a streamed model": "unit/engine/test_offload.py::test_texts_with_every_draft[similar]",
     "a quantized folder": "unit/models/quantized/test_checkpoint.py"

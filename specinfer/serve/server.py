@@ -149,8 +149,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Drain on SIGTERM, SIGINT and SIGHUP, and exit with status 0; uvicorn's version raises them again.
 
-        The handlers are not the event loop's, which loses a signal while its wake-up pipe is full: an engine
-        that reports hundreds of steps between two passes fills it. A SIGHUP ignored by nohup stays ignored.
+        A SIGHUP that nohup ignores stays ignored.
         """
         caught = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
         earlier = {number: signal.signal(number, self.handle_exit) for number in caught}

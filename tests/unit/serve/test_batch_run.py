@@ -151,15 +151,6 @@ def test_a_run_continues_an_existing_file(tokenizer: Tokenizer, tmp_path: Path) 
     assert first.items() <= {name: record["id"] for name, record in batch.by_name.items()}.items()
 
 
-def test_half_a_line_is_cut_in_place_as_the_disk_may_be_full(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    batch = Batch(tmp_path, ask("0"), ask("1"))
-    batch.run(tokenizer, says("a"), says("b"))
-    whole, file = batch.target.read_bytes(), batch.target.stat().st_ino
-    batch.target.write_bytes(whole + b'{"id": "batch_req_torn", "cust')
-    assert batch.run(tokenizer, says("c")).works == []
-    assert (batch.target.read_bytes(), batch.target.stat().st_ino) == (whole, file)
-
-
 def test_the_number_of_concurrent_requests_is_limited(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(tmp_path, *(ask(str(i)) for i in range(40)))
     most = 0

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
-from specinfer.serve.backend.work import BackendError, Work
+from specinfer.serve.backend.work import BackendError
 from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce, engines
 
 # It is ready at once, and the first time it does something else then.
@@ -263,42 +259,3 @@ async def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
         handles[1].says("deltas", [Delta("w", "x", (7,))], None)
         assert (await received).text == "x"
     assert "step 7 of the engine has made no progress for 120 seconds" in caplog.text
-
-
-@pytest.mark.thorough
-async def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
-    options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": True}
-    config = EngineConfig.from_options(str(folder), options)
-    works = [
-        Work(f"w{i}", (65, 66, 67 + i), SamplingParams(seed=i, max_tokens=300, ignore_eos=True))
-        for i in range(6)
-    ]
-
-    async def hear(backend: ReplicaBackend, work: Work, until_tokens: int) -> list[int]:
-        tokens: list[int] = []
-        async with aclosing(backend.generate([work])) as deltas:
-            async for delta in deltas:
-                tokens += delta.token_ids
-                if len(tokens) >= until_tokens:
-                    break
-        return tokens
-
-    backend = ReplicaBackend(config)
-    await backend.start()
-    try:
-        expected = [await hear(backend, work, 300) for work in works[:3]]
-        again = [replace(work, id=f"again {work.id}") for work in works[:3]]
-        received = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
-        gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
-        await asyncio.gather(*gone)
-        pid = backend._replicas[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        assert await asyncio.gather(*received) == expected
-        await until(lambda: restarts(backend) == 1)
-        await asyncio.sleep(0.5)  # the last step sends its tokens before it frees their blocks
-        health = await backend.health()
-        assert health.state is not None
-        assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)
-    finally:
-        await backend.close()

@@ -137,28 +137,6 @@ def test_with_the_last_suspect_gone_all_that_is_held_is_sent() -> None:
     assert books.due(0) == "bc"
 
 
-def test_unsent_works_are_never_blamed() -> None:
-    books = Books("abc")
-    for _ in range(2):
-        books.give(0, "a")
-        books.dies(0, None)
-    assert books.give(0, "abc") == "a"
-    books.dies(0, None)
-    assert list(books.failed) == ["a"]
-    assert [books.works[name].deaths for name in "bc"] == [0, 0]
-
-
-def test_works_with_a_token_in_between_and_waiting_works_are_not_blamed() -> None:
-    books = Books("ab")
-    for replica in range(6):
-        books.give(replica, "ab")
-        books.says(replica, "a", replica)
-        books.says(replica, "a", replica)
-        books.dies(replica, "a")
-    assert not books.failed
-    assert (books.works["a"].deaths, books.works["b"].deaths) == (1, 0)
-
-
 def test_a_work_that_kills_behind_its_first_tokens_is_found_and_one_that_kills_now_and_then_ends() -> None:
     books = Books("ab")
     for replica in range(3):

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
-from specinfer.sampling_params import SamplingParams
-from specinfer.serve.backend.work import CompletionObserver, Work
 
 PROMPT = (None, {9: Logprob(-2.0, 1, "x")})
 FIRST = Delta(
@@ -30,13 +28,3 @@ def test_several_deltas_are_one_with_everything_in_order() -> None:
         prompt_logprobs=PROMPT,
         cached_tokens=4,
     )
-
-
-def test_an_observer_counts_its_deltas() -> None:
-    observer = CompletionObserver(Work("w", (1,), SamplingParams()), arrived=10.0)
-    observer.delta(Delta("w", started=True), now=11.0)
-    assert (observer.first, observer.tokens, observer.finish_reason) == (None, 0, FinishReason.ABORT)
-    for now, delta in ((12.0, FIRST), (13.0, MIDDLE), (14.0, LAST)):
-        observer.delta(delta, now)
-    assert (observer.first, observer.tokens, observer.cached_tokens) == (12.0, 4, 4)
-    assert observer.finish_reason is FinishReason.STOP

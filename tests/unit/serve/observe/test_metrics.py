@@ -44,17 +44,6 @@ def test_verified_and_accepted_tokens_are_counted_by_speculator() -> None:
     }
 
 
-def test_proposed_tokens_and_speculation_state_come_from_the_engine() -> None:
-    metrics = Metrics("tiny")
-    for on, guessed in ((True, 5), (False, 7), (True, 7)):
-        found = samples(
-            metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0})
-        )
-        assert found["speculation_on",] == on
-        assert found["guessed_tokens", "draft"] == 0
-        assert found["guessed_tokens", "lookup"] == guessed
-
-
 def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
     metrics = Metrics("tiny")
     one, other, never = (metrics.observe(WORK, 10.0) for _ in range(3))
