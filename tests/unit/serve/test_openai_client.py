@@ -109,23 +109,7 @@ def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
     assert cut.choices[0].text in ("ab", "abc", "abcc", "abccc")
 
 
-def test_speculation_options_of_requests(client: openai.OpenAI) -> None:
-    def ask(**more: object) -> tuple[str, int]:
-        answer = client.chat.completions.create(
-            model="tiny", messages=HI, temperature=1, seed=3, max_tokens=40, extra_body=more
-        )
-        figures = answer.model_extra["metrics"]["speculative_decoding"]
-        return answer.choices[0].message.content, figures["num_draft_tokens"]
-
-    text, drafted = ask()
-    assert drafted > 0
-    assert ask(speculation=False) == (text, 0)
-    assert ask(speculation={"speculators": ["lookup"], "max_nodes": 2})[0] == text
-
-
-def test_models_tokens_and_unsupported_endpoints(client: openai.OpenAI, served: Served) -> None:
-    assert [card.id for card in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+def test_tokens_and_models_that_are_not_served(client: openai.OpenAI, served: Served) -> None:
     reply = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
     assert reply["tokens"] == [97, 98, 99]
     assert (reply["count"], reply["max_model_len"]) == (3, 2048)

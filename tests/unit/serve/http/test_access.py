@@ -16,6 +16,8 @@ from specinfer.serve.http.access import Access, Keys
 from specinfer.serve.http.api_error import CALLER
 from tests.virtual_time import run_virtual
 
+SCOPE: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """An application that answers with the size of the body."""
@@ -47,16 +49,10 @@ def ask(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "client": ("10.0.0.1", 1),
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
-    }
+    given = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
     if twice is not None:
-        scope["headers"] += [(twice[0].encode(), twice[1].encode())] * 2
-
+        given += [(twice[0].encode(), twice[1].encode())] * 2
+    scope = {**SCOPE, "method": method, "path": path, "client": ("10.0.0.1", 1), "headers": given}
     asyncio.run(access(scope, receive, send))
     start, *bodies = sent
     headers_by_name = {k.decode(): v.decode() for k, v in start["headers"]}
@@ -163,8 +159,7 @@ async def test_bodies_together_have_a_bound_and_the_largest_incomplete_one_is_re
     class Client:
         def __init__(self, name: str) -> None:
             self.name, self.pieces = name, asyncio.Queue[tuple[bytes, bool]]()
-            scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
-            self.task = asyncio.ensure_future(access(scope, self.receive, self.send))
+            self.task = asyncio.ensure_future(access(SCOPE, self.receive, self.send))
 
         async def receive(self) -> Message:
             body, more = await self.pieces.get()
@@ -227,8 +222,7 @@ def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: floa
         async def send(message: Message) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
-        await access(scope, receive, send)
+        await access(SCOPE, receive, send)
         return loop.time()
 
     ended = run_virtual(run())
@@ -243,8 +237,7 @@ def test_a_reader_that_takes_nothing_is_let_go() -> None:
     async def nothing() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    scope = {"type": "http", "method": "GET", "path": "/", "client": None, "headers": []}
-    asyncio.run(guarded(idle_timeout=0.05)(scope, nothing, never))
+    asyncio.run(guarded(idle_timeout=0.05)(SCOPE, nothing, never))
 
 
 def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(
@@ -304,8 +297,7 @@ def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCap
     async def never(message: Message) -> None:
         raise AssertionError("no answer may be sent")
 
-    scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
-    asyncio.run(failing(ClientDisconnect())(scope, nothing, never))
+    asyncio.run(failing(ClientDisconnect())(SCOPE, nothing, never))
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import nullcontext
 
 import pytest
 from starlette.types import Message
@@ -39,24 +40,8 @@ async def stay() -> Message:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-async def test_dropping_the_response_closes_its_events(taken: int) -> None:
-    closed: list[str] = []
-    left = taken
-
-    async def send(message: Message) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise TimeoutError
-
-    response = await stream(endless(closed))
-    with pytest.raises(TimeoutError):
-        await response(SCOPE, stay, send)
-    assert closed == ["closed"]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-async def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> None:
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_client_that_does_not_read_or_goes_closes_the_events(taken: int, *, stays: bool) -> None:
     closed: list[str] = []
     left, stuck = taken, asyncio.Event()
 
@@ -64,15 +49,18 @@ async def test_a_disconnect_while_not_reading_closes_the_events(taken: int) -> N
         nonlocal left
         left -= 1
         if left < 0:
+            if stays:
+                raise TimeoutError
             stuck.set()
-            await asyncio.Event().wait()
+            await stay()
 
-    async def go() -> Message:
-        await stuck.wait()
+    async def receive() -> Message:
+        await (stay() if stays else stuck.wait())
         return {"type": "http.disconnect"}
 
     response = await stream(endless(closed))
-    await response(SCOPE, go, send)
+    with pytest.raises(TimeoutError) if stays else nullcontext():
+        await response(SCOPE, receive, send)
     assert closed == ["closed"]
 
 
