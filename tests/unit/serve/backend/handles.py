@@ -79,12 +79,11 @@ class Handle:
         self._died(self)
 
 
-class StartsOnce(Handle):
-    """Only the first one starts."""
+class Late(Handle):
+    """An engine that takes 10 seconds to start."""
 
     async def start(self, *given: Any) -> EngineInfo:
-        if len(self.made) > 1:
-            raise UserError("the model is gone")
+        await asyncio.sleep(10)
         return await super().start(*given)
 
 

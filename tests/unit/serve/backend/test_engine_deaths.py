@@ -15,12 +15,13 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
+from specinfer.errors import UserError
 from specinfer.request import Delta
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError
-from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce, engines
+from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, engines
 
 # It is ready at once, and the first time it does something else then.
 ENGINE = """#!{python}
@@ -191,17 +192,12 @@ async def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handl
 async def test_requests_fail_if_no_engine_can_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "EngineChild", StartsOnce)
-
-    async def ask(backend: ReplicaBackend) -> None:
-        async for _ in backend.generate([WORK]):
-            raise AssertionError("no answer is possible")
-
     async with engines() as backend:
+        monkeypatch.setattr(replica, "EngineChild", cannot_start(0, 10_000, UserError("the model is gone")))
         handles[0].dies()
         for _ in range(2):  # works from before and after the replica was given up
             with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
-                await asyncio.wait_for(ask(backend), 300)
+                await asyncio.wait_for(Answering(backend, "w").task, 300)
             await asyncio.sleep(1000)
         await asyncio.sleep(2000 * 60)  # it is tried again, however often
         tried = len(handles)

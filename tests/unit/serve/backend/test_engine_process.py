@@ -190,13 +190,20 @@ def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: P
         with LLM(model, **given) as llm:
             return fingerprint(llm)
 
+    def copy_of(path: Path) -> Path:  # another machine's
+        return Path(shutil.copytree(path, tmp_path / f"copy of {path.name}"))
+
     usual = mark_of()
     assert mark_of(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
-    assert mark_of(Path(shutil.copytree(folder, tmp_path / "copy"))) == usual  # another machine's
+    assert mark_of(copy_of(folder)) == usual
+    adapter, stranger = (write_adapter(tmp_path / f"{seed}", folder, seed=seed) for seed in (4, 5))
+    adapted = mark_of(lora={"sql": adapter})
+    assert mark_of(lora={"sql": copy_of(adapter)}, max_loras=2) == adapted
     others = [mark_of(dtype="bfloat16"), mark_of(quantization="int8"), mark_of(kernels="torch")]
+    others += [adapted, mark_of(lora={"sql": stranger}), mark_of(lora={"poems": adapter})]
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")  # another file of that name and size
-    assert len({usual, *others, mark_of()}) == 5
+    assert len({usual, *others, mark_of()}) == 8
 
 
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
@@ -229,21 +236,6 @@ def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> N
     assert want[0] != want[1]
     [refused] = [one for one in deltas if one.id == "c" and one.finish_reason is not None]
     assert (refused.parameter, refused.internal_error) == ("model", False)
-
-
-def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tmp_path: Path) -> None:
-    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 20}
-
-    def mark_of(**more: Any) -> str:
-        with LLM(folder, **options, **more) as llm:
-            return fingerprint(llm)
-
-    adapter = write_adapter(tmp_path / "sql", folder)
-    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
-    other = write_adapter(tmp_path / "other", folder, seed=5)
-    usual = mark_of(lora={"sql": adapter})
-    assert mark_of(lora={"sql": copy}, max_loras=2) == usual
-    assert len({usual, mark_of(), mark_of(lora={"sql": other}), mark_of(lora={"poems": adapter})}) == 4
 
 
 def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_path: Path) -> None:

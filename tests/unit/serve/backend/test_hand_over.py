@@ -13,9 +13,18 @@ from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.serve.backend import replica, replica_backend
-from specinfer.serve.backend.work import BackendError, EngineInfo
+from specinfer.serve.backend.work import BackendError
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, engines, given, replicas
+from tests.unit.serve.backend.handles import (
+    WORK,
+    Answering,
+    Handle,
+    Late,
+    cannot_start,
+    engines,
+    given,
+    replicas,
+)
 
 
 async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
@@ -71,11 +80,6 @@ async def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
 async def test_a_suspect_waits_for_an_engine_without_others(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Late(Handle):
-        async def start(self, *given: Any) -> EngineInfo:
-            await asyncio.sleep(10)
-            return await super().start(*given)
-
     async with replicas(3) as backend:
         monkeypatch.setattr(replica, "EngineChild", Late)
         works = [Answering(backend, name, session=name) for name in "abcdefghi"]

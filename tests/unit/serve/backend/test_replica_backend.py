@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,9 @@ from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.replica_backend import ReplicaBackend
-from specinfer.serve.backend.work import EngineInfo, UnavailableError
+from specinfer.serve.backend.work import UnavailableError
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import WORK, Handle, engines
+from tests.unit.serve.backend.handles import WORK, Answering, Handle, Late, engines
 
 
 async def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Handle]) -> None:
@@ -150,14 +149,6 @@ async def test_while_no_engine_runs_all_requests_wait(
             task.cancel()
 
 
-class Late(Handle):
-    """An engine that takes a second to start."""
-
-    async def start(self, *given: Any) -> EngineInfo:
-        await asyncio.sleep(1)
-        return await super().start(*given)
-
-
 REFUSED = "the request has waited for 5 seconds (--max-wait) and has not started; try again later"
 
 
@@ -192,16 +183,11 @@ async def test_max_wait_ends_only_requests_without_a_started_step(handles: list[
 
 
 async def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle]) -> None:
-    async def ask(backend: ReplicaBackend, name: str) -> str:
-        async for _ in backend.generate([replace(WORK, id=name)]):
-            pass
-        return "whole"
-
     async with engines() as backend:
-        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
+        asked = [Answering(backend, name).task for name in "abc"]
         await asyncio.sleep(1)
         handles[0].says("deltas", [Delta("a", "x", (7,), finish_reason=FinishReason.LENGTH)], None)
-        assert await asked[0] == "whole"
+        assert await asked[0] == [7]
         assert backend.cut("it is over") == 2
         for one in asked[1:]:
             with pytest.raises(UnavailableError, match="it is over"):
