@@ -173,7 +173,7 @@ class Replica:
         if self.draining:
             trouble = trouble or f"{self.name} is being replaced"
         state = answer or self._state.after(self._counted)
-        return ReplicaHealth(state, self.restarts, trouble, runs=self.runs, answers=answer is not None)
+        return ReplicaHealth(state, self.restarts, trouble)
 
     async def _read_statistics(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
         """Query the statistics, summed with earlier engines'; None if no reply comes in `timeout` seconds."""

@@ -165,9 +165,8 @@ class ReplicaBackend:
         found = await asyncio.gather(*(one.health() for one in self._replicas))
         state = combined([one.state for one in found])
         state = replace(state, waiting=state.waiting + len(self._ledger.of(None)))
-        no_reply = not any(one.answers for one in found) and any(one.runs for one in found)
         return Health(
-            None if no_reply else state,
+            state,
             sum(one.restarts for one in found),
             "" if any(one.takes_work for one in found) else "; ".join(one.trouble for one in found),
             tuple(found),

@@ -141,8 +141,6 @@ class ReplicaHealth:
     state: Statistics  # summed over its engines; the last known one if none answers
     restarts: int = 0
     trouble: str = ""  # reason that it takes no work now
-    runs: bool = True  # whether an engine runs
-    answers: bool = True  # whether it replied with its statistics
 
     @property
     def takes_work(self) -> bool:
@@ -154,7 +152,7 @@ class ReplicaHealth:
 class Health:
     """Health of all replicas together."""
 
-    state: Statistics | None  # None if engines run but none answers
+    state: Statistics  # with the last known one of each replica that does not answer
     restarts: int = 0
     trouble: str = ""  # reason that no replica takes work now
     replicas: tuple[ReplicaHealth, ...] = ()

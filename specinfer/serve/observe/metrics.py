@@ -149,18 +149,17 @@ class Metrics:
             for name, seconds in done.rank_seconds.items():
                 self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
             self._last_by_replica[number] = replica.state
-        if state is not None:
-            for gauge, of in self._of_engines:
-                gauge.set(getattr(state, of))
-            for gauge, of in self._by_label:
-                for label, number in getattr(state, of).items():
-                    gauge.labels(self.model, label).set(number)
-            if state.prefix_queries:
-                self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-            done = state.since(self._last)  # since the last scrape
-            self.streamed_bytes.inc(done.streamed_bytes)
-            self.stream_waits.inc(done.stream_wait_seconds)
-            self._last = state
+        for gauge, of in self._of_engines:
+            gauge.set(getattr(state, of))
+        for gauge, of in self._by_label:
+            for label, number in getattr(state, of).items():
+                gauge.labels(self.model, label).set(number)
+        if state.prefix_queries:
+            self.hit_rate.set(state.prefix_hits / state.prefix_queries)
+        done = state.since(self._last)  # since the last scrape
+        self.streamed_bytes.inc(done.streamed_bytes)
+        self.stream_waits.inc(done.stream_wait_seconds)
+        self._last = state
         return generate_latest(self.registry)
 
     def speculation(self, figures: SpeculationFigures) -> None:

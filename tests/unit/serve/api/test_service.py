@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob
 from specinfer.serve.api.chat import Chat, ChatFields
 from specinfer.serve.api.completions import CompletionFields, Completions
@@ -56,7 +57,7 @@ class Slow:
         self.gone += ids
 
     async def health(self) -> Health:
-        return Health(None)
+        return Health(Statistics())
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from specinfer.serve.observe.metrics import Metrics
 WORK = Work("a", (1, 2, 3), SamplingParams())
 
 
-def samples(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Every metric by its name and its labels but the model's."""
-    text = metrics.text(Health(state)).decode()
+    text = metrics.text(Health(Statistics())).decode()
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

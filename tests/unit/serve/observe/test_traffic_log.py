@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specinfer.engine.steps import Statistics
 from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
@@ -197,7 +198,7 @@ def test_the_option_opens_the_log_and_metrics_count_lost_lines(tmp_path: Path, t
         assert isinstance(log, TrafficLog)
         log._lose("a reason")
     assert path.exists()
-    exposition = metrics.text(Health(None)).decode()
+    exposition = metrics.text(Health(Statistics())).decode()
     assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in exposition
     with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
         assert found == []
