@@ -6,9 +6,8 @@ import asyncio
 import hmac
 import logging
 import re
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -109,7 +108,6 @@ class Access:
         origins: Sequence[str] = (),
         hosts: Hosts | None = None,
         session_header: str = "x-session-id",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -120,14 +118,14 @@ class Access:
         self._origins = origins  # origins whose pages may call; "*": any
         self._hosts = hosts  # accepted Host headers; None: any
         self._session_header = session_header.lower().encode()
-        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name, started, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
+        clock = asyncio.get_running_loop().time
+        name, started, status = f"req-{uuid.uuid4().hex}", clock(), 0
         given = _caller(name, scope, self._keys, self._session_header)
         caller, body = CALLER.set(given), _Body()
         self._bodies.add(body)
@@ -162,7 +160,7 @@ class Access:
             CALLER.reset(caller)
             self._bodies.discard(body)
             client = scope["client"][0] if scope.get("client") else "-"
-            took = self._clock() - started
+            took = clock() - started
             line = {
                 "request_id": name,
                 "client": client,
@@ -235,7 +233,8 @@ class Access:
 
     def _bounded(self, receive: Receive, body: _Body) -> Receive:
         """Wrap `receive`: it raises ApiError if the body is too large or too slow, or if memory is short."""
-        whole, started = False, self._clock()
+        clock = asyncio.get_running_loop().time
+        whole, started = False, clock()
 
         async def bounded() -> Message:
             nonlocal whole
@@ -243,7 +242,7 @@ class Access:
                 return await receive()
             # Without a minimum rate, a client that sends single bytes could hold its connection for days.
             expected = started + self._idle_timeout + body.size / _MIN_BODY_RATE
-            seconds = min(self._idle_timeout, max(expected - self._clock(), 0.0))
+            seconds = min(self._idle_timeout, max(expected - clock(), 0.0))
             try:
                 async with asyncio.timeout(seconds) as body.wait:
                     message = await receive()

@@ -211,7 +211,7 @@ def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: floa
 
     async def run() -> float:
         loop = asyncio.get_running_loop()
-        access = guarded(max_body=16 << 20, max_bodies=32 << 20, idle_timeout=75.0, clock=loop.time)
+        access = guarded(max_body=16 << 20, max_bodies=32 << 20, idle_timeout=75.0)
 
         async def receive() -> Message:
             nonlocal count
