@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
-from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
 
 MODEL = "smollm2-135m"
 
 
-def application() -> FastAPI:
+def application() -> Starlette:
     """Return the server's application; its engine lives as long."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         from specinfer.config import EngineConfig
         from specinfer.hub.resolution import resolve
         from specinfer.serve.app import build_app
@@ -37,7 +37,7 @@ def application() -> FastAPI:
                 app.mount("/", build_app(service, Keys([])))
                 yield
 
-    return FastAPI(lifespan=lifespan)
+    return Starlette(lifespan=lifespan)
 
 
 @serve.deployment(

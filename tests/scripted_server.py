@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
@@ -180,7 +180,7 @@ def scripted_app(
     models: Sequence[str] = (MODEL,),
     adapters: Sequence[str] = (),
     **options: Any,
-) -> FastAPI:
+) -> Starlette:
     """Return the server's application over that backend, with options of ServeConfig."""
     service = scripted_service(tokenizer, backend, observers, models, sampling, adapters, **options)
     return build_app(service, Keys(list(keys)))
@@ -211,7 +211,7 @@ def scripted_service(
     )
 
 
-def http_client(app: FastAPI) -> httpx.AsyncClient:
+def http_client(app: Starlette) -> httpx.AsyncClient:
     """Return a client that calls the application directly."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/v1")
 

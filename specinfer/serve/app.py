@@ -8,14 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
-from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from specinfer.serve.api.answer import EndpointAnswer
@@ -49,24 +52,60 @@ _PAGE_HEADERS: Final = {
 }
 
 
-def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Paths:
+    """The server's paths, and the OpenAPI document that describes them."""
+
+    def __init__(self) -> None:
+        self.routes: list[BaseRoute] = []
+        self._operations: dict[str, dict[str, Any]] = {}  # by path, then by method
+        self._bodies: list[type[BaseModel]] = []
+
+    def add(
+        self, path: str, handler: Handler, method: str = "GET", body: type[BaseModel] | None = None
+    ) -> None:
+        """Add a path, whose handler may read a JSON body of that kind."""
+        self.routes.append(Route(path, handler, methods=[method]))
+        shown = path.replace(":path}", "}")
+        operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}}}
+        if "{name" in path:
+            operation["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        if body is not None:
+            self._bodies.append(body)
+            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+            operation["requestBody"] = {"content": {"application/json": {"schema": schema}}, "required": True}
+            fault = "The request cannot be served; `error.param` is the field at fault."
+            operation["responses"]["400"] = {"description": fault}
+        self._operations.setdefault(shown, {})[method.lower()] = operation
+
+    def document(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        _, schemas = models_json_schema(
+            [(kind, "validation") for kind in self._bodies], ref_template="#/components/schemas/{model}"
+        )
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "specinfer", "version": VERSION},
+            "paths": self._operations,
+            "components": {"schemas": schemas["$defs"]},
+        }
+
+
+def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> Starlette:
     """Build the server's application; `hosts` are the accepted Host headers, None for any."""
-    config = service.config
-    app = FastAPI(
-        title="specinfer",
-        version=VERSION,
-        docs_url=None,  # its page would load scripts from another host
-        redoc_url=None,
-        redirect_slashes=False,  # behind a proxy the redirect would name the wrong host
-    )
-    app.add_exception_handler(HTTPException, answer_http_error)
-    _add_answers(app, service)
-    _add_models(app, service)
-    _add_server_paths(app, service)
-    if config.page:
-        _add_page(app)
-    # The middleware added last runs first.
-    app.add_middleware(
+    config, paths = service.config, _Paths()
+    _add_answers(paths, service)
+    _add_models(paths, service)
+    _add_server_paths(paths, service)
+
+    async def document(_: Request) -> Response:
+        return JSONResponse(paths.document())
+
+    access = Middleware(
         Access,
         keys=keys,
         max_body=config.max_body,
@@ -76,43 +115,32 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
         hosts=hosts,
         session_header=config.session_header,
     )
-    if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # client libraries add their own headers
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(config.cors_origin),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],  # client libraries add their own headers
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+    app = Starlette(
+        routes=[*paths.routes, Route("/openapi.json", document), *(_page() if config.page else ())],
+        middleware=[*([cors] if config.cors_origin else []), access],
+        exception_handlers={HTTPException: answer_http_error},
+    )
+    app.router.redirect_slashes = False  # behind a proxy the redirect would name the wrong host
     return app
 
 
-def _add_answers(app: FastAPI, service: Service) -> None:
-    """Add the POST paths, with our own body parser, and their bodies to the OpenAPI document.
-
-    An answer is one JSON object, or a stream if the body sets `stream`. The framework would parse bodies with
-    Python's `json`, which accepts NaN and fails on deep nesting.
-    """
-    config, kinds = service.config, list[type[BaseModel]]()
+def _add_answers(paths: _Paths, service: Service) -> None:
+    """Add the POST paths; an answer is one JSON object, or a stream if the body sets `stream`."""
+    config = service.config
 
     def add(path: str, kind: type[BaseModel], answer: Callable[[Request, Any], Awaitable[Response]]) -> None:
         async def endpoint(request: Request) -> Response:
             body = await body_of(request)
             return await answer(request, parse(kind, body, config.max_body, service.field_policy))
 
-        kinds.append(kind)
-        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            openapi_extra={
-                "requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}
-            },
-            responses={
-                400: {"description": "The request cannot be served; `error.param` is the field at fault."}
-            },
-        )
+        paths.add(path, endpoint, "POST", kind)
 
     def generated(
         path: str, kind: type[BaseModel], make: Callable[[Service, Any], EndpointAnswer[Any]], done: str = ""
@@ -137,26 +165,15 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     generated("/v1/chat/completions", ChatFields, Chat, _DONE)
     # Streams of the other APIs end with an event of their last type.
     generated("/v1/responses", ResponseFields, partial(Responses, store=store))
-    _add_stored_responses(app, store)
+    _add_stored_responses(paths, store)
     generated("/v1/messages", MessageFields, Messages)
     generated("/infill", InfillFields, Infill)
     computed("/tokenize", TokenizeFields, tokenize)
     computed("/detokenize", DetokenizeFields, detokenize)
     computed("/v1/messages/count_tokens", MessageFields, count_tokens)
-    usual = app.openapi
-
-    def document() -> dict[str, Any]:
-        found = usual()
-        _, schemas = models_json_schema(
-            [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
-        )
-        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return found
-
-    app.openapi = document  # type: ignore[method-assign]
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
+def _add_models(paths: _Paths, service: Service) -> None:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -174,57 +191,59 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "speculation": _speculation(service.facts),
         }
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in (*service.models, *service.adapters)]}
+    async def models(_: Request) -> Response:
+        cards = [card(name) for name in (*service.models, *service.adapters)]
+        return JSONResponse({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return card(service.check_model(name, listed=True))
+    async def model(request: Request) -> Response:
+        return JSONResponse(card(service.check_model(request.path_params["name"], listed=True)))
 
-    @app.post("/v1/embeddings")
-    async def embeddings() -> None:
+    async def embeddings(_: Request) -> Response:
         raise ApiError(
             "embeddings are not supported; use a server with an embedding model",
             status=404,
             code="not_offered",
         )
 
+    paths.add("/v1/models", models)
+    paths.add("/v1/models/{name:path}", model)
+    paths.add("/v1/embeddings", embeddings, "POST")
 
-def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
-    @app.get("/v1/responses/{name}")
-    async def response(name: str, request: Request) -> Response:
+
+def _add_stored_responses(paths: _Paths, store: ResponseStore) -> None:
+    async def response(request: Request) -> Response:
         """Return a stored response as one object."""
         for param in request.query_params:
             raise ApiError(
                 f"{param[:100]} is not a query parameter of this path; remove it", param=param[:100]
             )
-        return Response(store.get(name).body, media_type="application/json")
+        return Response(store.get(request.path_params["name"]).body, media_type="application/json")
 
-    @app.delete("/v1/responses/{name}")
-    async def forget(name: str) -> dict[str, Any]:
+    async def forget(request: Request) -> Response:
         """Delete a response; later responses that continue it stay."""
+        name = request.path_params["name"]
         store.forget(name)
-        return {"id": name, "object": "response", "deleted": True}
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    @app.post("/v1/responses/{name}/cancel")
-    async def cancel(name: str) -> None:
+    async def cancel(request: Request) -> Response:
         """Refuse to cancel: only finished responses are stored."""
-        store.get(name)
+        store.get(request.path_params["name"])
         raise ApiError(
             "only background responses can be cancelled, and this server has none; "
             "close the connection to end a response"
         )
 
+    paths.add("/v1/responses/{name}", response)
+    paths.add("/v1/responses/{name}", forget, "DELETE")
+    paths.add("/v1/responses/{name}/cancel", cancel, "POST")
 
-def _add_server_paths(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> Response:
+
+def _add_server_paths(paths: _Paths, service: Service) -> None:
+    async def health(_: Request) -> Response:
         """Liveness: 200 while this process answers; restart it if it does not."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         """Readiness: 503 while no engine accepts requests, or while the server drains."""
         health = await service.backend.health()
         trouble = "the server is shutting down" if service.draining else health.trouble
@@ -234,13 +253,16 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
         counts = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
         return JSONResponse({"status": "ready", **counts})
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": VERSION}
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(service.metrics.text(await service.backend.health()), media_type=CONTENT_TYPE_LATEST)
+
+    paths.add("/health", health)
+    paths.add("/ready", ready)
+    paths.add("/version", version)
+    paths.add("/metrics", metrics)
 
 
 class _PageFiles(StaticFiles):
@@ -252,14 +274,13 @@ class _PageFiles(StaticFiles):
         return found
 
 
-def _add_page(app: FastAPI) -> None:
+def _page() -> list[BaseRoute]:
     files = _PageFiles(directory=Path(__file__).with_name("page"))
 
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 
-    app.add_route("/", page, include_in_schema=False)
-    app.mount("/page", files)
+    return [Route("/", page), Mount("/page", files)]
 
 
 def _speculation(facts: EngineInfo) -> dict[str, Any]:

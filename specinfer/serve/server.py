@@ -24,7 +24,7 @@ from specinfer.serve.http.access import Hosts, Keys
 from specinfer.serve.startup import open_service
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 _LOG = logging.getLogger(__name__)
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -118,7 +118,7 @@ def listen(config: ServeConfig) -> socket.socket:
     return bound
 
 
-def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+def _uvicorn_config(config: ServeConfig, app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="h11",  # bounds heads; the other protocol does not

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from specinfer.errors import ConfigError
@@ -176,7 +176,7 @@ def test_the_client_address_of_a_trusted_proxy_is_used(trusted: tuple[str, ...],
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope["client"][0])
 
-    config = _uvicorn_config(ServeConfig(trusted_proxy=trusted), cast(FastAPI, app))
+    config = _uvicorn_config(ServeConfig(trusted_proxy=trusted), cast(Starlette, app))
     config.load()
     headers = [(b"x-forwarded-for", b"192.0.2.7")]
     scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers, "scheme": "http"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from specinfer import SamplingParams
 from specinfer.serve.api.chat import ChatFields
@@ -220,7 +221,8 @@ def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
 
 
 def test_the_documentation_names_every_field_of_every_endpoint(tmp_path: Path) -> None:
-    document = scripted_app(byte_tokenizer(tmp_path), ScriptedBackend()).openapi()
+    app = scripted_app(byte_tokenizer(tmp_path), ScriptedBackend())
+    document = TestClient(app).get("/openapi.json").json()
     bodies = {
         path: operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         for path, operations in document["paths"].items()

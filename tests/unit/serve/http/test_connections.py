@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from specinfer.serve.config import ServeConfig
@@ -50,7 +50,7 @@ class Client:
 def run(test: Callable[[Callable[[], Awaitable[Client]], _Server], Awaitable[None]], **options: Any) -> None:
     config = ServeConfig(port=0, grace=0.1, **options)
     listener = listen(config)
-    made = _uvicorn_config(config, cast(FastAPI, answer))
+    made = _uvicorn_config(config, cast(Starlette, answer))
     service = SimpleNamespace(config=config, draining=False, backend=SimpleNamespace(cut=lambda _: 0))
     server = _Server(made, cast(Any, service))
 
