@@ -13,7 +13,7 @@ level. The others run with these cases:
 Tests that run only at the best level use no register, or not the library: choices in float64 after a read,
 arbitrary rows, blocks of a cache, refusals, and PyTorch references.
 
-If registers are as wide as at the next lesser level, only tests of quantized products run.
+If registers are as wide as at the next lesser level, only tests of products and layers run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from specinfer.kernels.choice import Kernels, native_kernels
 from specinfer.kernels.library import load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
+from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.sampling import NativeScan
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.switched import SWITCHED
@@ -37,13 +38,11 @@ from tests.unit.attention import test_backends, test_independence
 from tests.unit.attention.paths import Layer
 from tests.unit.kernels import (
     test_changed_rows,
-    test_file_blocks,
-    test_floats,
     test_layers,
     test_ops,
     test_partials,
     test_parts,
-    test_quantized,
+    test_products,
     test_sampling,
     test_scans,
     test_stored_blocks,
@@ -61,36 +60,27 @@ NONE: Final = ([NAN], [1.0, NAN], [INFINITY, 0.0], [-INFINITY], [INFINITY, NAN])
 AROUND_BLOCKS: Final = (12, 52, 60, 63, 64, 121, 500, 508, 512, 601)  # rows of a text
 
 
-def float_products(native: Kernels, folder: Path) -> None:
-    for dtype in DTYPES:
-        test_floats.test_products_are_near_the_real_ones_and_know_no_other_row(dtype)
-        test_floats.test_what_is_not_finite_stays_so(dtype)
-    test_floats.test_512_rows_are_what_each_is_alone()
-
-
-def quantized_products(native: Kernels, folder: Path) -> None:
-    products = native.products
-    for kind in test_quantized.NOISE:
-        test_quantized.test_native_products_and_twins_give_the_same_bits(products, kind)
-        test_quantized.test_products_are_near_the_real_ones(products, kind)
-        test_quantized.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind)
-        test_quantized.test_one_large_activation_leaves_the_others_their_bits(products, kind)
-        test_quantized.test_what_is_not_finite_stays_so(products, kind)
-    test_quantized.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins()
-    for kind in (*test_quantized.NOISE, "bfloat16", "float32"):
-        test_quantized.test_weights_that_are_read_past_the_caches_are_the_same_weights(products, kind)
+def products(native: Kernels, folder: Path) -> None:
+    own = native.products
+    assert isinstance(own, NativeProducts)
+    for kind in test_products.KINDS:
+        test_products.test_a_row_does_not_depend_on_the_rows_beside_it(own, kind)
+        test_products.test_what_is_not_finite_stays_so(own, kind)
+    for kind in test_products.NOISE:
+        test_products.test_products_are_near_the_real_ones(own, kind)
+    for kind in test_products.INTEGERS:
+        test_products.test_native_products_and_twins_give_the_same_bits(own, kind)
+        test_products.test_one_large_activation_leaves_the_others_their_bits(own, kind)
     for kind in FILE_BLOCKS:
-        test_file_blocks.test_native_products_and_twins_give_the_same_bits(products, kind)
-        test_file_blocks.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind)
-    assert products.library is not None
-    test_stored_blocks.check_all_kinds(products.library, folder)
-    test_file_blocks.test_sums_of_parts_are_those_of_the_twin(products)
+        test_products.test_blocks_and_their_twins_give_the_same_bits(own, kind)
+    test_products.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(own)
+    test_products.test_sums_of_parts_of_blocks_are_added_by_the_tree(own)
+    test_stored_blocks.check_all_kinds(own.library, folder)
     for kind in test_parts.KINDS:
-        test_parts.check_order(native.products, kind)
-        test_parts.check_shares(native.products, kind)
-    test_partials.test_parts_add_up_to_the_whole("native")
-    test_partials.test_a_part_has_the_bits_of_its_twin()
-    test_partials.test_what_is_not_finite_ends_its_own_row_alone("native")
+        test_parts.check_order(own, kind)
+        test_parts.check_shares(own, kind)
+    test_partials.test_parts_add_up_to_the_whole()
+    test_partials.test_what_is_not_finite_ends_its_own_row_alone()
 
 
 def ops(native: Kernels, folder: Path) -> None:
@@ -177,10 +167,10 @@ def layers(native: Kernels, folder: Path) -> None:
 
 Part = Callable[[Kernels, Path], None]
 ALL: Final[tuple[Part, ...]] = (
-    *(float_products, quantized_products, ops),
+    *(products, ops),
     *(reads_of_logits, attention, rows_of_a_model, layers),
 )
-ONLY: Final[dict[str, tuple[Part, ...]]] = {"avxvnni": (quantized_products, layers)}
+ONLY: Final[dict[str, tuple[Part, ...]]] = {"avxvnni": (products, layers)}
 
 
 def test_every_test_that_runs_again_exists() -> None:
