@@ -15,6 +15,7 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded, quantize_int8
+from specinfer.kernels.library import Library
 from specinfer.kernels.product import NativeProduct
 from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import library_or_skip
@@ -45,10 +46,12 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 class Parts:
     """A matrix as one product has it, and as the products of several processes do."""
 
-    def __init__(self, channels: int, inner: int, starts: Sequence[int]) -> None:
+    def __init__(
+        self, channels: int, inner: int, starts: Sequence[int], library: Library | None = None
+    ) -> None:
         self._bias = random(channels, seed=2) if inner != 64 else None
         self._weight = quantize_int8(random(channels, inner))
-        products = NativeProducts(library_or_skip())
+        products = NativeProducts(library or library_or_skip())
         self.whole = products.laid_out(self._weight, self._bias, inner, channels)
         values, scales = int8_matrix(self._weight, channels, padded(inner))
         self._ranges = list(pairwise([*(GROUP * start for start in starts), inner]))
