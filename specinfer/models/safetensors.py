@@ -178,9 +178,9 @@ def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor])
         return tensor  # quantized tensors are matrices already
     if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
         return _transposed(tensor, last)
-    if len(tensor.shape) == 2 and name.endswith(tuple(n for n in names.expert_stacks if n.endswith("bias"))):
-        return tensor.joined()
-    return tensor.stacked()
+    biases = tuple(stack for stack in names.expert_stacks if stack.endswith("bias"))
+    least = 2 if name.endswith(biases) else 3  # dimensions of a stack
+    return tensor.joined() if len(tensor.shape) >= least else tensor
 
 
 def head_kind(names: Collection[str]) -> str | None:

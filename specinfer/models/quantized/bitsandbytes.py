@@ -6,9 +6,7 @@ Source: bitsandbytes' QuantState and its default dequantization.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from specinfer.models.fields import Fields, count, number
 from specinfer.models.quantized.pieces import FLOATS, MadeTensor, Pieces, StoredTensor, TensorEntry, whole
 from specinfer.models.quantized.scaled import scaled_by
 
-BlockScales = Callable[[int, int], Tensor]
 _STATE: Final = ".quant_state.bitsandbytes__"
 _BYTES: Final = (torch.uint8,)
 _WHOLE_ROWS: Final = 0  # weight_format of int8 with contiguous rows
@@ -46,46 +43,12 @@ def bitsandbytes(fields: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     return found
 
 
-def _coded(
-    packed: TensorEntry, inner: int, code: Tensor, scales: BlockScales, size: int, start: int, stop: int
-) -> Tensor:
-    """Rows of 4-bit codes, two per byte, times the scale of their block.
-
-    Blocks have `size` elements, over consecutive rows of the matrix; `scales` reads the scales of a range.
-    """
-    begin, end = start * inner, stop * inner
-    first = begin // 2
-    octets = _octets(packed, first, -(-end // 2))
-    codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
-    block = begin // size
-    of_each = scales(block, -(-end // size)).repeat_interleave(size)
-    within = slice(begin - block * size, end - block * size)
-    return (code[codes.int()] * of_each[within]).view(stop - start, inner)
-
-
 def _octets(packed: TensorEntry, first: int, behind: int) -> Tensor:
     """These bytes, which are stored as elements of any type."""
     per = packed.dtype.itemsize
     begin = first // per
     octets = packed.read_rows(begin, -(-behind // per)).contiguous().view(torch.uint8).flatten()
     return octets[first - begin * per : behind - begin * per]
-
-
-class NestedScales(NamedTuple):
-    """The meaning of 8-bit scales: code[scale] times the scale of its block, plus an offset."""
-
-    code: Tensor
-    scales: Tensor  # scales for blocks of `size` scales
-    size: int
-    offset: float
-
-
-def _block_scales(stored: StoredTensor, nested: NestedScales | None, start: int, stop: int) -> Tensor:
-    scales = stored.read_rows(start, stop)
-    if nested is None:
-        return scales.float()
-    of_blocks = nested.scales[torch.arange(start, stop) // nested.size]
-    return nested.code[scales.int()] * of_blocks + nested.offset
 
 
 def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> MadeTensor:
@@ -108,15 +71,30 @@ def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> MadeTensor:
     code = whole(pieces.take(f"{name}.quant_map", FLOATS, (16,))).float()
     blocks = -(-elements // size)
     scales = pieces.take(f"{name}.absmax", (*_BYTES, *FLOATS), (blocks,))
-    nested = None
-    if scales.dtype is torch.uint8:
+    nested = scales.dtype is torch.uint8
+    if nested:  # a scale is book[scale] times the scale of its block of `each` scales, plus an offset
         each = count(fields, "nested_blocksize")
-        of_scales = pieces.take(f"{name}.nested_absmax", FLOATS, (-(-blocks // each),))
-        book = pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))
+        outer = whole(pieces.take(f"{name}.nested_absmax", FLOATS, (-(-blocks // each),))).float()
+        book = whole(pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))).float()
         offset = number(fields, "nested_offset")
-        nested = NestedScales(whole(book).float(), whole(of_scales).float(), each, offset)
-    of_blocks = partial(_block_scales, scales, nested)
-    return MadeTensor(packed.path, (channels, inner), partial(_coded, packed, inner, code, of_blocks, size))
+
+    def scales_of(start: int, stop: int) -> Tensor:
+        found = scales.read_rows(start, stop)
+        if not nested:
+            return found.float()
+        return book[found.int()] * outer[torch.arange(start, stop) // each] + offset
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        """Rows of codes, two per byte, times the scale of their block, over consecutive rows."""
+        begin, end = start * inner, stop * inner
+        first, block = begin // 2, begin // size
+        octets = _octets(packed, first, -(-end // 2))
+        codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
+        of_each = scales_of(block, -(-end // size)).repeat_interleave(size)
+        within = slice(begin - block * size, end - block * size)
+        return (code[codes.int()] * of_each[within]).view(stop - start, inner)
+
+    return MadeTensor(packed.path, (channels, inner), read_rows)
 
 
 def _state(state: StoredTensor) -> Fields:

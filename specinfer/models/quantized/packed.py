@@ -18,11 +18,10 @@ from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.models.fields import Fields, boolean, integer, mapping
-from specinfer.models.quantized.pieces import FLOATS, LastFew, Pieces, StoredTensor, whole
+from specinfer.models.quantized.pieces import FLOATS, LastFew, Pieces, StoredTensor, TensorEntry, whole
 from specinfer.models.quantized.scaled import (
     IntegerMatrix,
     LevelRows,
-    TransposedTensor,
     block_of,
     order_of_groups,
     scaled,
@@ -74,8 +73,9 @@ def _transposed(
     in the word are `places`. Words of zero points have those of adjacent rows. `offset` is added to these.
     """
     acts = places is None and boolean(settings, "desc_act", False)
-    found, last, per = dict[str, StoredTensor](), LastFew[Tensor](_KEPT), 32 // bits
-    for stem in pieces.stems(".qweight"):
+    last, per = LastFew[Tensor](_KEPT), 32 // bits
+
+    def matrix(stem: str) -> IntegerMatrix:
         words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
         inner, channels = words.shape
         inner, channels = (inner * per, channels) if places is None else (inner, channels * per)
@@ -88,33 +88,33 @@ def _transposed(
                 f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
                 "columns; the model is incomplete, get it again"
             )
-        turned, factors, offsets = (TransposedTensor(one, last) for one in (words, scales, zeros))
-        read = partial(_transposed_rows, turned, factors, offsets, bits, offset, places)
-        found[f"{stem}.weight"] = IntegerMatrix(
-            *(words.path, (channels, inner), bits, scales, read),
-            groups=groups,
-            group_of=None if index is None else order_of_groups(f"{stem}.g_idx", index, groups),
-        )
-    return found
+        turned, factors, offsets = (partial(_columns, one, last) for one in (words, scales, zeros))
+
+        def read(start: int, stop: int) -> LevelRows:
+            """Read words, and scales and words of zeros by group."""
+            of_zero = _unpacked_rows(offsets, bits, start, stop, places).add(offset)
+            if places is None:
+                levels = unpacked(turned(start, stop), bits)
+            else:
+                levels = _unpacked_rows(turned, bits, start, stop, places)
+            return LevelRows(levels, factors(start, stop), of_zero.bitwise_and_((1 << bits) - 1))
+
+        group_of = None if index is None else order_of_groups(f"{stem}.g_idx", index, groups)
+        shape = channels, inner
+        return IntegerMatrix(words.path, shape, bits, scales, read, groups=groups, group_of=group_of)
+
+    return {f"{stem}.weight": matrix(stem) for stem in pieces.stems(".qweight")}
 
 
-def _transposed_rows(
-    words: TransposedTensor,
-    scales: TransposedTensor,
-    zeros: TransposedTensor,
-    bits: int,
-    offset: int,
-    places: Sequence[int] | None,
-    start: int,
-    stop: int,
-) -> LevelRows:
-    """Read words, and scales and words of zeros by group; see `_transposed`."""
-    found = _unpacked_rows(zeros.rows, bits, start, stop, places).add(offset).bitwise_and_((1 << bits) - 1)
-    if places is None:
-        levels = unpacked(words.rows(start, stop), bits)
-    else:
-        levels = _unpacked_rows(words.rows, bits, start, stop, places)
-    return LevelRows(levels, scales.rows(start, stop), found)
+def _columns(tensor: TensorEntry, last: LastFew[Tensor], start: int, stop: int) -> Tensor:
+    """Columns start..stop of a file's matrix, as rows.
+
+    The whole matrix is in memory while it is read, in `last`, the folder's cache.
+    """
+    transposed = last.get(tensor, lambda: whole(tensor).T.contiguous())
+    if stop == len(transposed):
+        last.drop(tensor)
+    return transposed[start:stop]
 
 
 def _unpacked_rows(
@@ -206,43 +206,31 @@ def _packed(pieces: Pieces, stem: str, asymmetric: bool) -> IntegerMatrix:
         )
     take = pieces.take if asymmetric else pieces.optional
     zeros = take(f"{stem}.weight_zero_point", (torch.int32, torch.int8))
-    if zeros is not None and zeros.shape != _zeros_shape(zeros.dtype, channels, groups, bits):
+    rows_of_zeros = -(-channels * bits // 32) if zeros is None or zeros.dtype is not torch.int8 else channels
+    if zeros is not None and zeros.shape != (rows_of_zeros, groups):
         raise ModelFileError(
             f"{words.path}: tensor '{stem}.weight_zero_point' has shape {list(zeros.shape)} for "
             f"{channels} rows of {groups} groups; get the model again"
         )
     index = pieces.optional(f"{stem}.weight_g_idx", _INTEGERS, (inner,))
-    read = partial(_packed_rows, words, scales, zeros, bits, inner)
+
+    def read(start: int, stop: int) -> LevelRows:
+        """Read [channels, words of a row], scales [channels, groups] and zeros [words of channels, groups].
+
+        Levels and zero points are stored with half the number of levels added.
+        """
+        levels, half = unpacked(words.read_rows(start, stop), bits)[:, :inner], 1 << (bits - 1)
+        factors = scales.read_rows(start, stop)
+        if zeros is None:
+            of_zero = torch.full(factors.shape, half, dtype=torch.uint8)
+        elif zeros.dtype is torch.int8:
+            of_zero = (zeros.read_rows(start, stop).short() + half).to(torch.uint8)
+        else:
+            of_zero = _unpacked_rows(zeros.read_rows, bits, start, stop)
+        return LevelRows(levels.contiguous(), factors, of_zero)
+
     group_of = None if index is None else order_of_groups(f"{stem}.weight_g_idx", index, groups)
     return IntegerMatrix(words.path, (channels, inner), bits, scales, read, groups=groups, group_of=group_of)
-
-
-def _packed_rows(
-    words: StoredTensor,
-    scales: StoredTensor,
-    zeros: StoredTensor | None,
-    bits: int,
-    inner: int,
-    start: int,
-    stop: int,
-) -> LevelRows:
-    """Read [channels, words of a row], scales [channels, groups] and zeros [words of channels, groups].
-
-    Levels and zero points are stored with half the number of levels added.
-    """
-    levels, half = unpacked(words.read_rows(start, stop), bits)[:, :inner], 1 << (bits - 1)
-    factors = scales.read_rows(start, stop)
-    if zeros is None:
-        of_zero = torch.full(factors.shape, half, dtype=torch.uint8)
-    elif zeros.dtype is torch.int8:
-        of_zero = (zeros.read_rows(start, stop).short() + half).to(torch.uint8)
-    else:
-        of_zero = _unpacked_rows(zeros.read_rows, bits, start, stop)
-    return LevelRows(levels.contiguous(), factors, of_zero)
-
-
-def _zeros_shape(dtype: torch.dtype | None, channels: int, groups: int, bits: int) -> tuple[int, int]:
-    return (channels if dtype is torch.int8 else -(-channels * bits // 32)), groups
 
 
 def _weights(settings: Fields) -> Iterator[Fields]:

@@ -60,12 +60,8 @@ class TensorEntry:
     offset: int  # bytes from the start of the file
     row_bytes: int
 
-    def stacked(self) -> TensorEntry:
-        """The tensor with matrices of several experts concatenated by rows."""
-        return self.joined() if len(self.shape) > 2 else self
-
     def joined(self) -> TensorEntry:
-        """The tensor with its first two dimensions merged."""
+        """The tensor with its first two dimensions merged: matrices of experts concatenated by rows."""
         experts, rows, *rest = self.shape
         return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.kernels.layout import GROUP, int4_rows
 from specinfer.models.fields import Fields
-from specinfer.models.quantized.pieces import FLOATS, LastFew, MadeTensor, Pieces, StoredTensor, whole
+from specinfer.models.quantized.pieces import FLOATS, MadeTensor, Pieces, StoredTensor, whole
 
 _FLOAT8: Final = (torch.float8_e4m3fn,)
 _SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
@@ -131,7 +131,7 @@ def mxfp4(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     for stem in pieces.stems("_blocks"):
         blocks = pieces.take(f"{stem}_blocks", _BYTES, (None, None, None, _PER_GROUP))
         scales = pieces.take(f"{stem}_scales", _BYTES, blocks.shape[:3])
-        bytes_, exponents = blocks.stacked(), scales.stacked()
+        bytes_, exponents = blocks.joined(), scales.joined()
         shape = bytes_.shape[0], bytes_.shape[1] * 2 * _PER_GROUP
         read_rows = partial(_microscaled, bytes_, exponents)
         found[f"{stem}.weight"] = MadeTensor(blocks.path, shape, read_rows)
@@ -216,21 +216,6 @@ class IntegerMatrix:
             )
 
         return read
-
-
-class TransposedTensor:
-    """A transposed matrix of a file, which is in memory as a whole while it is read."""
-
-    def __init__(self, tensor: StoredTensor, last: LastFew[Tensor]) -> None:
-        """`last` caches the folder's matrices in memory."""
-        self._tensor, self._last = tensor, last
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Columns start..stop of the file's matrix, as rows."""
-        transposed = self._last.get(id(self), lambda: whole(self._tensor).T.contiguous())
-        if stop == len(transposed):
-            self._last.drop(id(self))
-        return transposed[start:stop]
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
