@@ -207,9 +207,9 @@ class StreamedWeights(Weights):
         self._buffer = self._record = self._largest = None
         return made
 
-    def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
+    def _filled(self, matrices: Sequence[str], weight: Weight) -> Weight:
         if self._buffer is None or self._record is None:
-            return super()._filled(matrices, weight, rows)
+            return super()._filled(matrices, weight)
         name = "+".join(matrices)
         self._largest = self._file.largest.get(name)
         views = [tensor_in(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from specinfer.kernels.layout import (
     FloatTable,
     Int4Weight,
     Weight,
+    choose_rows,
     cut,
     empty_floats,
     empty_int4,
@@ -111,6 +112,7 @@ class Weights:
         columns: range | None = None,
         parts: SumParts | None = None,
         precise: bool = False,
+        memory: Weight | None = None,
     ) -> Product:
         """The product with the matrix `name`.weight, and with `name`.bias if `bias`; several are stacked.
 
@@ -118,7 +120,7 @@ class Weights:
         part of the product has `rows` of each matrix, or `columns` of one; None is all. With `columns` it
         takes rows of that length, and returns the sum over all ranks. `parts` define the order in which sums
         of floats are added, on one rank or several. A `precise` product has float32 rows, weights and bias
-        for any dtype of the model, and is whole on every rank.
+        for any dtype of the model, and is whole on every rank. `memory` is for the matrix, if it has a place.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -127,25 +129,25 @@ class Weights:
         channels, inner = self._reader.shape(matrices)
         if precise:
             b = torch.cat([self.exact(f"{name}.bias") for name in names]) if bias else None
-            return self._product(
-                self._filled(matrices, self._precise(channels, inner), None), b, inner, channels
-            )
+            return self._product(self._filled(matrices, self._precise(channels, inner)), b, inner, channels)
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         if columns is not None or any(one is not None for one in rows):
             return self._part(matrices, b, rows, columns, parts, output_layer)
-        chosen = None
-        if output_layer and self._logit_ids is not None:
-            chosen, channels = self._logit_ids, len(self._logit_ids)
+        chosen = self._logit_ids if output_layer else None
         library = self.kernels.products.library
-        if self._plain(matrices):
+        if memory is not None:
+            weight = self._filled(matrices, memory)
+        elif self._plain(matrices):
             whole = None if tied is None else tied.whole
             whole = self.tensor(*matrices) if whole is None else whole
-            weight: Weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
+            weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
+        elif chosen is None:
+            weight = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, library))
         else:
-            weight = self._filled(
-                matrices, self._empty(matrices, channels, inner, output_layer, library), chosen
-            )
-        return self._product(weight, b, inner, channels, parts=parts)
+            all_rows = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, None))
+            weight = self._empty(matrices, len(chosen), inner, output_layer, library)
+            choose_rows(all_rows, chosen, weight)
+        return self._product(weight, b, inner, channels if chosen is None else len(chosen), parts=parts)
 
     def gated(
         self,
@@ -161,29 +163,21 @@ class Weights:
         how sums over all of them are added, as with `linear`. With `bias` each product has one.
         """
         names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
-        if columns is not None or self._reader.quantization == "gguf":  # their blocks differ
-            return [
-                (
-                    self.linear(*both, bias=bias, rows=[columns, columns]),
-                    self.linear(down, bias=bias, columns=columns, parts=parts),
-                )
-                for both, down in names
+        memory: Iterable[tuple[Weight | None, Weight | None]] = repeat((None, None), len(names))
+        if columns is None and self._reader.quantization != "gguf":  # whose blocks differ
+            shapes = [
+                self._reader.shape([f"{name}.weight" for name in matrices])
+                for matrices in (names[0][0], [names[0][1]])
             ]
-        shapes = [
-            self._reader.shape([f"{name}.weight" for name in matrices])
-            for matrices in (names[0][0], [names[0][1]])
-        ]
-        memory = zip(*(self._side_by_side(len(names), *shape) for shape in shapes), strict=True)
-        found = list[tuple[Product, Product]]()
+            memory = zip(*(self._side_by_side(len(names), *shape) for shape in shapes), strict=True)
         # An expert's matrices are read in sequence, which is their order in a prepared file.
-        for (both, down), (first, last) in zip(names, memory, strict=True):
-            b = self.tensor(*(f"{name}.bias" for name in both)) if bias else None
-            gate_up = self._filled([f"{name}.weight" for name in both], first, None)
-            made = self._product(gate_up, b, shapes[0][1], shapes[0][0])
-            b = self.tensor(f"{down}.bias") if bias else None
-            last = self._filled([f"{down}.weight"], last, None)
-            found.append((made, self._product(last, b, shapes[1][1], shapes[1][0], parts=parts)))
-        return found
+        return [
+            (
+                self.linear(*both, bias=bias, rows=[columns, columns], memory=first),
+                self.linear(down, bias=bias, columns=columns, parts=parts, memory=last),
+            )
+            for (both, down), (first, last) in zip(names, memory, strict=True)
+        ]
 
     def _part(
         self,
@@ -203,7 +197,7 @@ class Weights:
             stacked.append(range(first + own.start, first + own.stop))
             first += count
         within = range(inner) if columns is None else columns
-        whole = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, None), None)
+        whole = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, None))
         largest = float(whole.scales.max()) if isinstance(whole, Int4Weight) else None
         channels = sum(map(len, stacked))
         weight = self._empty(matrices, channels, len(within), output_layer, self.kernels.products.library)
@@ -263,17 +257,14 @@ class Weights:
         parts = (slice(number * blocks, (number + 1) * blocks) for number in range(count))
         return [type(whole)(*(tensor[part] for tensor in whole)) for part in parts]
 
-    def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
-        """These matrices, stacked, or some of their rows; `weight` is memory of their kind and shapes."""
+    def _filled(self, matrices: Sequence[str], weight: Weight) -> Weight:
+        """These matrices, stacked; `weight` is memory of their kind and shapes."""
         draft_memory = self._shared.memory
-        if (
-            draft_memory is not None
-            and rows is None
-            and (there := draft_memory.weight("+".join(matrices), type(weight)))
-        ):
+        there = None if draft_memory is None else draft_memory.weight("+".join(matrices), type(weight))
+        if there is not None:
             self._reader.mark_read(matrices)
             return there
-        self._reader.read(matrices, weight, rows)
+        self._reader.read(matrices, weight)
         return weight
 
     def _product(

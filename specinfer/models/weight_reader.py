@@ -28,7 +28,6 @@ from specinfer.kernels.file_blocks import (
     BlockForm,
     StoredRows,
     block_elements,
-    empty_blocks,
     lay_out_blocks,
     one_form,
     read_stored,
@@ -38,11 +37,7 @@ from specinfer.kernels.layout import (
     FloatTable,
     FloatWeight,
     Int4Weight,
-    Int8Weight,
     Weight,
-    choose_rows,
-    empty_floats,
-    empty_int8,
     lay_out_floats,
     lay_out_int4,
     quantize_int4,
@@ -164,19 +159,13 @@ class WeightReader:
         """The shape of these tensors, stacked along the first dimension."""
         return (sum(self._shapes[name][0] for name in names), *self._shapes[names[0]][1:])
 
-    def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
-        """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in order.
+    def read(self, names: Sequence[str], into: Weight) -> None:
+        """Fill `into` with these tensors, stacked; its type is the precision.
 
-        The type of `into` is the precision; rows may be chosen for FloatWeights, Int8Weights and
-        BlocksWeights. A FloatTable may be on any device, the others are on the CPU. Raises DamagedFileError
-        if a prepared matrix does not match its checksum, and ModelFileError if a router's tensor has a value
-        that is not finite.
+        A FloatTable may be on any device, the others are on the CPU. Raises DamagedFileError if a prepared
+        matrix does not match its checksum, and ModelFileError if a router's tensor has a value that is not
+        finite.
         """
-        if rows is not None:
-            whole = self._whole(names, into)
-            self.read(names, whole)
-            choose_rows(whole, rows, into)
-            return
         key = "+".join(names)
         fresh = key not in self._counted
         self._counted.add(key)
@@ -210,11 +199,6 @@ class WeightReader:
             return self.block_form(names) is None
         return self.quantization == "none"
 
-    def _form(self, names: Sequence[str]) -> BlockForm:
-        form = self.block_form(names)
-        assert form is not None, "floats are no blocks"
-        return form
-
     def table_on_disk(self, name: str) -> TableOnDisk | None:
         """The embeddings of a model in its file's blocks, which stay there; None for other tables."""
         stored = None if self.keeps else table_in_file(self._file, self.quantization, name)
@@ -229,15 +213,6 @@ class WeightReader:
             return block_elements(self._library, stored.kind, octets_NB, inner, self.dtype)
 
         return TableOnDisk(stored.path, stored.offset, len(stored.rows), stored.row_bytes, decode)
-
-    def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight | BlocksWeight:
-        """Memory for all rows of these tensors."""
-        channels, inner = self.shape(names)
-        if isinstance(like, BlocksWeight):
-            return empty_blocks(channels, inner, self._form(names))
-        if isinstance(like, FloatWeight):
-            return empty_floats(channels, inner, like.values.dtype)
-        return empty_int8(channels, inner)
 
     def _make(self, names: Sequence[str], into: Weight, fresh: bool) -> None:
         """Fill `into` with tensors of the file; raises ModelFileError if a router is not finite."""
@@ -273,9 +248,9 @@ class WeightReader:
     ) -> tuple[Callable[[Tensor], Weight], Sequence[_Reader]]:
         """A converter of whole blocks of rows to that kind of weight, and a reader of rows per matrix."""
         if isinstance(into, BlocksWeight):
-            file = blocks_file(self._file)
-            make = partial(lay_out_blocks, form=self._form(names))
-            return make, [file.block_reader(name) for name in names]
+            file, form = blocks_file(self._file), self.block_form(names)
+            assert form is not None, "floats are no blocks"
+            return partial(lay_out_blocks, form=form), [file.block_reader(name) for name in names]
         floats = [partial(self._read_floats_of, name) for name in names]
         if not isinstance(into, Int4Weight):
             return quantize_int8, floats

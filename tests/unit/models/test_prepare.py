@@ -125,12 +125,10 @@ def test_no_more_than_one_matrix_is_in_memory(
     seen: list[weakref.ref[Tensor]] = []
     read = WeightReader.read
 
-    def watched(
-        self: WeightReader, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None
-    ) -> None:
+    def watched(self: WeightReader, names: Sequence[str], into: Weight) -> None:
         assert [tensor for tensor in seen if tensor() is not None] == []
         seen.extend(map(weakref.ref, into))
-        read(self, names, into, rows)
+        read(self, names, into)
 
     monkeypatch.setattr(WeightReader, "read", watched)
     prepared(folder, quantization)
