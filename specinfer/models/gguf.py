@@ -41,12 +41,9 @@ class _Placed:
 
     def as_matrix(self, name: str) -> _Placed:
         """Concatenate matrices and biases of several experts, and make a shared expert's gate one row."""
-        if len(self.shape) == 3:
-            experts, rows, columns = self.shape
-            return replace(self, shape=(experts * rows, columns), row_bytes=self.row_bytes // rows)
-        if name.endswith("_exps.bias") and len(self.shape) == 2:
-            experts, rows = self.shape
-            return replace(self, shape=(experts * rows,), row_bytes=self.row_bytes // rows)
+        if len(self.shape) == (2 if name.endswith("_exps.bias") else 3):
+            experts, rows, *rest = self.shape
+            return replace(self, shape=(experts * rows, *rest), row_bytes=self.row_bytes // rows)
         if name.endswith("ffn_gate_inp_shexp.weight") and len(self.shape) == 1:
             return replace(self, shape=(1, *self.shape), row_bytes=self.row_bytes * self.shape[0])
         return self
@@ -73,15 +70,13 @@ class GGUFFile:
         self._tensors = {name: tensor.as_matrix(name) for name, tensor in self._tensors.items()}
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         family = gguf_family(header.metadata)
-        numbers: dict[str, tuple[float, ...]] = {name: self._numbers(tensor) for name, tensor in rope.items()}
+        numbers = {
+            name: tuple(self._read(one, 0, one.shape[0]).float().tolist()) for name, one in rope.items()
+        }
         head = GgufHead(family.architecture, header.metadata, shapes, numbers)
         self.config = family.config(head)
         self._sources = Sources(self.path, family.names(head), shapes, self.config)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by the decoder's name."""
-        return self._sources.shapes
+        self.shapes = self._sources.shapes  # of every tensor, by the decoder's name
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in the file; None if it is quantized."""
@@ -153,9 +148,6 @@ class GGUFFile:
         return (
             (scale.kind.name, scale.shape) == ("F32", (1,)) and beside is not None and len(beside.shape) == 2
         )
-
-    def _numbers(self, tensor: _Placed) -> tuple[float, ...]:
-        return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
 
 
 def elements_of(kind: str, octets: NDArray[np.uint8]) -> Tensor:

@@ -109,15 +109,11 @@ class SafetensorsFolder:
         self._entries = {name: _stack(name, one, family.names, last) for name, one in bare.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
+        self.shapes = self._sources.shapes  # of every tensor, by the decoder's name
         # As in transformers: the config can tie embeddings and output layer, unless the files have both. If
         # the two are equal, only memory use differs.
         both = "lm_head.weight" in self._sources
         self.config = replace(config, tie_embeddings=config.tie_embeddings and not both)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by the decoder's name."""
-        return self._sources.shapes
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in the file; None if it is quantized."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.models.config import Experts, ModelConfig, QkNorm
+from specinfer.models.quantized.pieces import LastFew
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
@@ -151,7 +152,7 @@ class Sources:
         """`shapes` are the file's tensors; `path` is for messages."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._sources: dict[str, Source] = {}
-        self._turned: tuple[str, Tensor] | None = None
+        self._turned = LastFew[Tensor](1)  # the transpose of a tensor, for its next rows
         for there, shape in shapes.items():
             found = names.sources(there, config)
             if any(source.transposed for source in found.values()):
@@ -190,7 +191,8 @@ class Sources:
         there, rows = source.name, source.rows
         if source.transposed:
             chosen = range(self.shapes[name][0]) if rows is None else rows
-            return self._turn(there, self.shapes[name][1], read)[torch.tensor(chosen[start:stop])]
+            turned = self._turned.get(there, lambda: read(there, 0, self.shapes[name][1]).T)
+            return turned[torch.tensor(chosen[start:stop])]
         if rows is None:
             return read(there, start, stop)
         wanted = rows[start:stop]
@@ -198,13 +200,6 @@ class Sources:
             return read(there, wanted.start, wanted.stop)
         first = min(wanted)
         return read(there, first, max(wanted) + 1)[torch.tensor(wanted) - first]
-
-    def _turn(self, there: str, rows: int, read: Callable[[str, int, int], Tensor]) -> Tensor:
-        """The transpose of a file's tensor; the last one is cached for its next rows."""
-        kept = self._turned
-        if kept is None or kept[0] != there:
-            self._turned = kept = (there, read(there, 0, rows).T)
-        return kept[1]
 
 
 def _head_order(size: int, rotated: int | None, neighbours: bool) -> tuple[int, ...] | None:
