@@ -26,8 +26,9 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
+from specinfer.models.decoder import Decoder
 from specinfer.models.draft_memory import DraftMemory
-from specinfer.models.language_model import LanguageModel, LayeredModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.shard import Shard
 from specinfer.models.streamed import layer_records, table_on_disk
@@ -220,7 +221,7 @@ class Loader:
         self, found: FoundHead, target: FoundModel, model: LanguageModel, quantization: Quantization
     ) -> AnyHeadModel:
         """Load a head on the target `model`."""
-        assert isinstance(model, LayeredModel), "heads of others were refused when they were found"
+        assert isinstance(model, Decoder), "heads of others were refused when they were found"
         return load_head(
             found.head,
             target.model,

@@ -36,7 +36,6 @@ from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.models.decoder import Decoder, DecoderLayer
-from specinfer.models.language_model import LayeredModel
 from specinfer.models.layers import RotaryEmbedding, RowNorm, rotations
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights
@@ -185,7 +184,7 @@ class BlockText:
 class BlockModel(HeadModel[BlockConfig, BlockText]):
     """A block head computed with the kernels; one native call computes a pass where it is available."""
 
-    def __init__(self, head: BlockConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
+    def __init__(self, head: BlockConfig, weights: Weights, target: Decoder, ids: Sequence[int]) -> None:
         """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
@@ -206,7 +205,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         self.native: NativeBlockHead | None = None
         if native is not None and self._embedding_VD is not None:
             self.native = NativeBlockHead(self._parts(self._embedding_VD, 1.0), native)
-        elif native is not None and isinstance(target, Decoder):
+        elif native is not None:
             self.native = NativeBlockHead(self._parts(*target.embedding), native)
         if head.markov_rank:
             before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))

@@ -28,9 +28,9 @@ from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
+from specinfer.models.decoder import Decoder
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
-from specinfer.models.language_model import LayeredModel
 from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
@@ -261,7 +261,7 @@ class _Tensors:
 def load_head(
     head: HeadFolder,
     target_files: OpenModel,
-    target: LayeredModel,
+    target: Decoder,
     *,
     progress: Progress | None = None,
     name: str | None = None,

@@ -26,8 +26,7 @@ from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary
-from specinfer.models.decoder import DecoderLayer
-from specinfer.models.language_model import LayeredModel
+from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
@@ -148,7 +147,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
     The q, k and v projections of the first layer read a token's embedding and the hidden state, concatenated.
     """
 
-    def __init__(self, head: EagleConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
+    def __init__(self, head: EagleConfig, weights: Weights, target: Decoder, ids: Sequence[int]) -> None:
         """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body

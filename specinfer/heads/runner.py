@@ -21,7 +21,7 @@ from specinfer.errors import ensure
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import LayeredModel
+from specinfer.models.decoder import Decoder
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import inference
@@ -72,7 +72,7 @@ class HeadCache:
 class HeadModel(ABC, Generic[Config, Text]):
     """A head computed with the kernels; independent of requests and of the cache's owner."""
 
-    def __init__(self, head: Config, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
+    def __init__(self, head: Config, weights: Weights, target: Decoder, ids: Sequence[int]) -> None:
         """`target` embeds tokens if the head has no embeddings. `ids` is the draft vocabulary."""
         self.head: Config = head
         self.config: ModelConfig = head.body

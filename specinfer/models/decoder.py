@@ -21,7 +21,7 @@ from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import Mixture, expert_matrices, mixture
-from specinfer.models.language_model import LayeredModel, PassContext, PassOutput, Residual, Taps, check_taps
+from specinfer.models.language_model import LanguageModel, PassContext, PassOutput, Residual, check_taps
 from specinfer.models.layers import (
     MLP,
     Attention,
@@ -35,8 +35,11 @@ from specinfer.models.shared_sums import TableOnDisk
 from specinfer.models.weight_memory import Weights
 
 
-class Decoder(LayeredModel):
-    """A decoder-only transformer."""
+class Decoder(LanguageModel):
+    """A decoder-only transformer, whose hidden states heads can read.
+
+    A native call computes a pass, with the bits of `embed`, `run_layers` and `final_norm`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -97,7 +100,7 @@ class Decoder(LayeredModel):
         """A whole pass up to the head; see LanguageModel."""
         attend, stage = context.attend, self.config.stage
         if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
-            return super().read(token_ids_T, context, rows, stage_input_TD=stage_input_TD)
+            return self.read_by_layers(token_ids_T, context, rows, stage_input_TD)
         check_taps(context.taps, stage)
         if self._changes_logits:
             max_logits = 0  # the native call computes the product alone
@@ -120,8 +123,26 @@ class Decoder(LayeredModel):
         tapped_TND = tapped_TND[:, :-1].contiguous() if context.taps else None
         return PassOutput(hidden_RD, tapped_TND, stage_output_TD=stage_output_TD)
 
+    def read_by_layers(
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None, stage_input_TD: Tensor | None
+    ) -> PassOutput:
+        """As `read`, without the native call."""
+        residual = (
+            self.embed(token_ids_T, context.positions_T)
+            if stage_input_TD is None
+            else Residual(stage_input_TD)
+        )
+        residual, tapped_TND = self.run_layers(residual, context)
+        if self.config.stage.ends:
+            return PassOutput(self.final_norm(residual, rows), tapped_TND)
+        stage_output_TD = residual.summed()
+        return PassOutput(stage_output_TD[:0], tapped_TND, stage_output_TD=stage_output_TD)
+
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
-        """The input of the first layer; see LanguageModel."""
+        """The input of the first layer.
+
+        Both are int64 [T]; a position is the token's place in its text.
+        """
         rows_ND, places_T = self.table.rows(token_ids_T)
         x_TD = self.kernels.ops.embed(places_T, rows_ND, self._embedding_scale)
         if self._places is not None:
@@ -129,24 +150,36 @@ class Decoder(LayeredModel):
         return Residual(x_TD)
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
-        """The output of the layers, and their tapped inputs; see LanguageModel."""
-        stage = self.config.stage
-        check_taps(context.taps, stage)
+        """The output of the layers for `residual`, and the inputs of tapped layers, [T, N, D].
+
+        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; the number of layers
+        means the last layer's output. Layers of a stage are numbered as in the whole model. Overwrites the
+        tensors of `residual`.
+        """
+        stage, taps = self.config.stage, context.taps
+        check_taps(taps, stage)
+        tapped_TND = residual.x_TD.new_empty(len(residual.x_TD), len(taps), residual.x_TD.shape[1])
+
+        def see(layer: int, residual: Residual) -> None:
+            """Copy the input of a tapped layer."""
+            for place, wanted in enumerate(taps):
+                if wanted == layer:
+                    tapped_TND[:, place] = residual.summed()
+
         turns: dict[str, Rotation | None] = {"none": None}
         if self._ropes:
             turned = [rope.at(context.positions_T) for rope in self._ropes]
             turns |= {"global": turned[0], "local": turned[-1]}
-        seen = Taps(context.taps, residual.x_TD)
         for i, layer in enumerate(self._layers, start=stage.first):
-            seen.see(i, residual)
+            see(i, residual)
             adapted = AdaptedLayer.of(context.adapted, i - stage.first)
             y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend, adapted)
             residual = Residual(residual.x_TD, y_TD)
-        seen.see(stage.end, residual)
-        return residual, seen.tapped_TND
+        see(stage.end, residual)
+        return residual, tapped_TND if taps else None
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
-        """The head's input for these rows (None: all), [R, D]; see LanguageModel."""
+        """The head's input for these rows (int64; None: all), [R, D]; `residual` is unchanged."""
         return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
 
     def logits(self, h_RD: Tensor) -> Tensor:
@@ -314,7 +347,12 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     q, kv = config.num_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {}
     if config.stage.begins:
-        shapes |= _embedding_shapes(config)
+        shapes["model.embed_tokens.weight"] = config.vocab_size, hidden
+        if not config.tie_embeddings:
+            shapes["lm_head.weight"] = config.vocab_size, hidden
+        if config.learned_positions:
+            positions = config.max_context + config.position_offset
+            shapes["model.embed_positions.weight"] = positions, hidden
     norms = ["model.norm"]
     matrices = [
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
@@ -349,16 +387,4 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = (hidden,)
         if config.norm_bias:
             shapes[f"{name}.bias"] = (hidden,)
-    return shapes
-
-
-def _embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of embeddings, positions and the output layer."""
-    size = config.vocab_size, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": size}
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = size
-    if config.learned_positions:
-        positions = config.max_context + config.position_offset
-        shapes["model.embed_positions.weight"] = (positions, config.hidden_size)
     return shapes

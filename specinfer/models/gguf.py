@@ -59,7 +59,9 @@ class GGUFFile:
         """`header` is that of complete files (`check_complete`)."""
         self.path = header.path
         self._tensors = _read_table(header)
-        rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
+        rope: dict[str, _Placed] = {
+            name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors
+        }
         self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file
         for name in [*self._tensors]:
             stem, _, end = name.rpartition(".")
@@ -70,7 +72,7 @@ class GGUFFile:
         self._tensors = {name: tensor.as_matrix(name) for name, tensor in self._tensors.items()}
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         family = gguf_family(header.metadata)
-        numbers = {
+        numbers: dict[str, tuple[float, ...]] = {
             name: tuple(self._read(one, 0, one.shape[0]).float().tolist()) for name, one in rope.items()
         }
         head = GgufHead(family.architecture, header.metadata, shapes, numbers)

@@ -22,7 +22,8 @@ from specinfer.config import EngineConfig
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.errors import TuneError
 from specinfer.llm import LLM
-from specinfer.models.language_model import LayeredModel, Residual
+from specinfer.models.decoder import Decoder
+from specinfer.models.language_model import Residual
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.request import Delta, FinishReason
@@ -232,7 +233,7 @@ class Collector:
             return None
         states = states[: len(tokens) - 1]
         target = self._llm.models.target
-        assert isinstance(target, LayeredModel), "only a LayeredModel has taps"
+        assert isinstance(target, Decoder), "only a Decoder has taps"
         labels = _labels(target, states[len(ids) - 1 :, -1])
         taps = states[:, :-1].cpu().contiguous()
         one = running.one
@@ -265,7 +266,7 @@ def in_order(prompts: Sequence[TuningPrompt], seed: int) -> list[TuningPrompt]:
 
 
 @torch.inference_mode()
-def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+def _labels(target: Decoder, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     """The target's likeliest next tokens, and their log-probabilities, for rows of hidden states, [R, K]."""
     vocab = target.config.vocab_size
     count = min(LABELS, vocab)

@@ -15,7 +15,7 @@ from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder
-from specinfer.models.language_model import LayeredModel, PassContext, PassOutput
+from specinfer.models.language_model import PassContext, PassOutput
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
@@ -29,7 +29,7 @@ TREE = Rows([54, 7, 20, 8, 8], 3, [4, 0], 0, [-1, 0, 0, 1, 2])
 
 def load(
     name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: Quantization = "none"
-) -> LayeredModel:
+) -> Decoder:
     save_random(name, folder, tied=True)
     cpu, native, cache = torch.device("cpu"), kernels("native"), folder / "q"
     model = load_model(
@@ -39,12 +39,12 @@ def load(
     return model
 
 
-def cache_of(model: LayeredModel, num_blocks: int = 6) -> KvCache:
+def cache_of(model: Decoder, num_blocks: int = 6) -> KvCache:
     return KvCache(model.config, num_blocks * BLOCK, model.dtype, model.device)
 
 
 def read(
-    model: LayeredModel,
+    model: Decoder,
     cache: KvCache,
     rows: Sequence[Rows],
     taps: Sequence[int] = (),
@@ -57,7 +57,7 @@ def read(
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     context = PassContext(batch.positions_T, attend, taps)
     if steps:
-        return LayeredModel.read(model, batch.token_ids_T, context, batch.logit_rows)
+        return model.read_by_layers(batch.token_ids_T, context, batch.logit_rows, None)
     return model.read(batch.token_ids_T, context, batch.logit_rows, max_logits=max_logits)
 
 
@@ -181,7 +181,7 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
         exchange.close()
 
 
-def join(model: LayeredModel, exchange: SharedExchange) -> None:
+def join(model: Decoder, exchange: SharedExchange) -> None:
     """Let the products join that add up over heads and over the inside of an MLP."""
     assert isinstance(model, Decoder)
     assert model._native is not None
