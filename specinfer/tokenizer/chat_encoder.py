@@ -264,15 +264,9 @@ class SpecialNames:
             renamed.pre_tokenizer = self._backend.pre_tokenizer
         ids: dict[int, int] = {}
         for token_id, token in sorted(self._added.items()):
-            new = AddedToken(
-                prefix + token.content if token_id in self._special else token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-                special=token.special,
-            )
-            (renamed.add_special_tokens if token.special else renamed.add_tokens)([new])
+            name = prefix + token.content if token_id in self._special else token.content
+            new = AddedToken(**{**token.__getstate__(), "content": name})
+            renamed.add_tokens([new])
             its_id = renamed.token_to_id(new.content)
             # If a vocabulary has gaps, the library assigns ids that other tokens have already.
             if its_id is not None and self._backend.model.id_to_token(its_id) in (None, new.content):

@@ -306,20 +306,15 @@ def _merges_by_score(
 def _add_tokens(
     backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, normalized: bool
 ) -> None:
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, UNKNOWN)
-        ]
-    )
-    backend.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=normalized)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind == USER_DEFINED
-        ]
-    )
+    """Add the special tokens, then the user's."""
+    for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
+        backend.add_tokens(
+            [
+                AddedToken(token, special=special, normalized=normalized and not special)
+                for token, kind in zip(tokens, types, strict=True)
+                if kind in kinds
+            ]
+        )
 
 
 def write_tokenizer(source: ModelFiles, folder: Path) -> None:
