@@ -10,6 +10,7 @@ metadata; each part has some of the tensors.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -148,10 +149,7 @@ def check_complete(header: GgufHeader) -> None:
         end = 0
         for tensor in part.tensors:
             _, block, block_bytes = tensor_kind(part.path, tensor)
-            elements = 1
-            for length in tensor.shape:
-                elements *= length
-            end = max(end, tensor.offset + elements // block * block_bytes)
+            end = max(end, tensor.offset + math.prod(tensor.shape) // block * block_bytes)
         size = part.path.stat().st_size
         if size < part.data_offset + end:
             raise ModelFileError(
@@ -194,7 +192,7 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
             key = cursor.string()
             metadata[key] = cursor.value(cursor.scalar("I"))
         tensors = tuple(cursor.tensor() for _ in range(num_tensors))
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, KeyError) as error:
         raise ModelFileError(_cut_short(path, len(buffer))) from error
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
@@ -205,30 +203,27 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
 class _Cursor:
     """A position in the header.
 
-    Reads advance it; a read past the end raises IndexError or struct.error.
+    Reads advance it; one past the end raises IndexError or struct.error, an unknown kind of value KeyError.
     """
 
     def __init__(self, buffer: mmap.mmap, position: int) -> None:
         self.buffer = buffer
         self.position = position
-        self.size = len(buffer)
 
     def scalar(self, code: str) -> Any:
         return self.scalars(code, 1)[0]
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
-        length = struct.calcsize("<" + code) * count
-        if length > self.size - self.position:
-            raise IndexError("past the end")
-        values = struct.unpack_from(f"<{count}{code}", self.buffer, self.position)
-        self.position += length
+        form = f"<{count}{code}"
+        values = struct.unpack_from(form, self.buffer, self.position)
+        self.position += struct.calcsize(form)
         return values
 
     def string(self) -> str:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> Strings:
-        buffer, position, size, length = self.buffer, self.position, self.size, _LENGTH.unpack_from
+        buffer, position, size, length = self.buffer, self.position, len(self.buffer), _LENGTH.unpack_from
         for _ in range(count):
             position += 8 + length(buffer, position)[0]
             if position > size:
@@ -241,21 +236,16 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            return self.scalar(self._code(kind))
+            return self.scalar(_SCALARS[kind])
         element, count = self.scalar("I"), self.scalar("Q")
         if element == _STRING:
             return self.strings(count)
-        return list(self.scalars(self._code(element), count))
+        return list(self.scalars(_SCALARS[element], count))
 
     def tensor(self) -> TensorInfo:
         name = self.string()
         shape = self.scalars("Q", self.scalar("I"))
         return TensorInfo(name, shape, self.scalar("I"), self.scalar("Q"))
-
-    def _code(self, kind: int) -> str:
-        if kind not in _SCALARS:
-            raise IndexError(f"unknown value type {kind}")
-        return _SCALARS[kind]
 
 
 def part_names(name: str) -> list[str]:
