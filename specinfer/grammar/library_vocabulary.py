@@ -6,10 +6,10 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -77,9 +77,9 @@ class LibraryVocabulary:
         self.size = vocab_size
         self.end_ids = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
         self._tokens = [self._bytes_of(i) for i in range(vocab_size)]
-        self.text_bits = _packed([bool(token) for token in self._tokens])
-        self.end_bits = _packed([i in self.end_ids for i in range(vocab_size)])
-        self._library: tuple[LLTokenizer, LLParserLimits] | None = None
+        # The lowest bit is first, as in the library's masks.
+        self.text_bits = np.packbits([bool(token) for token in self._tokens], bitorder="little")
+        self.end_bits = np.packbits([i in self.end_ids for i in range(vocab_size)], bitorder="little")
 
     def is_text(self, token: int) -> bool:
         """True if a grammar can require the id: it has bytes, or is a special token with a name."""
@@ -95,25 +95,23 @@ class LibraryVocabulary:
     def _matcher(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        tokenizer, limits = self._prepared()
+        tokenizer, limits = self._library
         return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
 
-    def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
-        if self._library is None:
-            from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+    @cached_property
+    def _library(self) -> tuple[LLTokenizer, LLParserLimits]:
+        from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
-            # About 0.1 s of work when a grammar is compiled, a few milliseconds per node.
-            limits = LLParserLimits(
-                initial_lexer_fuel=200_000,
-                step_lexer_fuel=50_000,
-                max_lexer_states=20_000,
-                max_grammar_size=100_000,
-                verbose_errors=False,
-            )
-            wrapped = TokenizerWrapper(_Encoder(self.tokenizer, [*self._tokens, b""]))
-            tokens = LLTokenizer(wrapped, n_vocab=self.size + 1, eos_token=self.size, slices=_SLICES)
-            self._library = tokens, limits
-        return self._library
+        # About 0.1 s of work when a grammar is compiled, a few milliseconds per node.
+        limits = LLParserLimits(
+            initial_lexer_fuel=200_000,
+            step_lexer_fuel=50_000,
+            max_lexer_states=20_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
+        wrapped = TokenizerWrapper(_Encoder(self.tokenizer, [*self._tokens, b""]))
+        return LLTokenizer(wrapped, n_vocab=self.size + 1, eos_token=self.size, slices=_SLICES), limits
 
     def _bytes_of(self, token: int) -> bytes:
         if token in self.end_ids:
@@ -136,11 +134,6 @@ def fault_and_warnings(grammar: str) -> tuple[str, list[str]]:
         lambda: LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
     )
     return (without_positions(_in_one_line(found[0])), []) if is_error else ("", found)
-
-
-def _packed(flags: list[bool]) -> NDArray[np.uint8]:
-    """One bit per token, lowest first, as in the library's masks."""
-    return np.packbits(flags, bitorder="little")
 
 
 class _Encoder:
