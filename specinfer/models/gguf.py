@@ -59,9 +59,7 @@ class GGUFFile:
         """`header` is that of complete files (`check_complete`)."""
         self.path = header.path
         self._tensors = _read_table(header)
-        rope: dict[str, _Placed] = {
-            name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors
-        }
+        rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
         self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file
         for name in [*self._tensors]:
             stem, _, end = name.rpartition(".")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from specinfer.errors import ModelError
@@ -248,14 +249,6 @@ def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool) 
     return _mixture(config, experts)
 
 
-def _qwen2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
-    return with_gguf_experts(config, head, normalized=False)
-
-
-def _qwen3_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
-    return with_gguf_experts(config, head, normalized=True)
-
-
 def _olmoe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     if head.fields.get("attention.clamp_kqv"):
         raise ModelError("the GGUF file clips queries after their norm, which is not supported")
@@ -279,8 +272,8 @@ def _gpt_oss_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 
 
 GGUF: Final = (
-    GgufFamily("qwen2moe", Family.QWEN2_MOE, _qwen2_from_gguf),
-    GgufFamily("qwen3moe", Family.QWEN3_MOE, _qwen3_from_gguf),
+    GgufFamily("qwen2moe", Family.QWEN2_MOE, partial(with_gguf_experts, normalized=False)),
+    GgufFamily("qwen3moe", Family.QWEN3_MOE, partial(with_gguf_experts, normalized=True)),
     GgufFamily("olmoe", Family.OLMOE, _olmoe_from_gguf, _WHOLE_NORM),
     GgufFamily("granitemoe", Family.GRANITE_MOE, _granite_from_gguf, neighbours=True),
     GgufFamily(
