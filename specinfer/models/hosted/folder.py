@@ -67,7 +67,7 @@ class HostedFolder:
         self.path = path
         fields = read_json(path / "config.json")
         quantized = quantization_of(fields)
-        self._make = self._maker(fields, trust_remote_code)
+        self.made = self._maker(fields, trust_remote_code)  # makes its skeleton with weights of a dtype
         self.skeleton = skeleton = self.made(torch.float32)
         model = skeleton.model
         stored = read_entries(weights, _KINDS if quantized is None else _ALL)
@@ -82,15 +82,11 @@ class HostedFolder:
         self._checkpoint = ParameterFiles(path, entries, model)
         self.tied = skeleton.head_is_tied and f"{skeleton.head_path}.weight" not in self._checkpoint.shapes
         self._tensors = dict(_tensors(skeleton, self.tied))
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._check()
         generation = path / "generation_config.json"
         texts = (fields, read_json(generation) if generation.is_file() else {})
         self.config = self._config(texts)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor of the modules."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def architecture(self) -> str:
@@ -117,10 +113,6 @@ class HostedFolder:
             return hasattr(type(self.skeleton.model.config)(), key)
         except Exception:  # a class with required arguments, for example
             return False
-
-    def made(self, dtype: torch.dtype) -> Skeleton:
-        """A skeleton of this model with weights in `dtype`."""
-        return self._make(dtype)
 
     def has(self, name: str) -> bool:
         """True if the files have that tensor."""

@@ -28,7 +28,6 @@ from specinfer.models.hosted.attention import ATTENTION, EXPERTS, PassAttention,
 from specinfer.models.hosted.folder import HostedFolder, experts_of, own_tensors
 from specinfer.models.hosted.modules import (
     VECTOR,
-    Expert,
     PassRows,
     ProductExperts,
     ProductLinear,
@@ -164,11 +163,13 @@ class HostedModel(LanguageModel):
                     ]
                     for number in range(module.num_experts)
                 ]
-                setattr(module, EXPERTS, ProductExperts([Expert(*one) for one in made]))
+                setattr(module, EXPERTS, ProductExperts(made))
             for name, kept in own_tensors(module):
                 if name not in done:
                     full = f"{path}.{name}" if path else name
-                    self._put(module, name, self._tensor(folder, weights, full, kept))
+                    found = self._tensor(folder, weights, full, kept)
+                    is_buffer = name in module._buffers
+                    setattr(module, name, found if is_buffer else nn.Parameter(found, requires_grad=False))
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     raise UnhostedError(f"computes {path}.{name} from nothing in the files")
@@ -198,7 +199,7 @@ class HostedModel(LanguageModel):
             if isinstance(module, ProductLinear):
                 yield module.product if module.stack is None else module.stack.product
             for expert in getattr(getattr(module, EXPERTS, None), "experts", ()):
-                yield from (expert.first, expert.down)
+                yield from expert
 
     def _tensor(self, folder: HostedFolder, weights: Weights, name: str, kept: Tensor) -> Tensor:
         """A module's tensor; files may lack one that is computed."""
@@ -213,13 +214,6 @@ class HostedModel(LanguageModel):
             return folder.read_rows(name, 0, rows).view(kept.shape).to(self.device, kept.dtype)
         exact = kept.dtype is torch.float32 or keeps_float32(self._model, name)
         return weights.exact(name) if exact else weights.tensor(name)
-
-    @staticmethod
-    def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-        if name in module._buffers:
-            module._buffers[name] = tensor
-        else:
-            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _is_uneven(self, module: Any, whole: int) -> bool:
         """True if a module may pass PyTorch rows that are not whole vectors.

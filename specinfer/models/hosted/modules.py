@@ -98,18 +98,10 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
-    """The products of one expert."""
-
-    first: Product  # gate and up, or up alone
-    down: Product
-
-
-@dataclass(frozen=True, slots=True)
 class ProductExperts:
     """Experts as products, in the order of their numbers; empty in a trial pass, which returns zeros."""
 
-    experts: Sequence[Expert]
+    experts: Sequence[Sequence[Product]]  # for gate and up, or up alone, and for down
 
     def __call__(self, module: nn.Module, x_TD: Tensor, chosen_TS: Tensor, weights_TS: Tensor) -> Tensor:
         """The forward of a module of experts, [T, D].
@@ -127,10 +119,10 @@ class ProductExperts:
             if number >= len(self.experts):
                 continue  # in a trial, or no expert
             rows, slots = torch.tensor(places[number], device=x_TD.device).T
-            expert = self.experts[number]
-            y = expert.first(x_TD[rows])
+            first, down = self.experts[number]
+            y = first(x_TD[rows])
             y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
-            y = expert.down(y.contiguous())
+            y = down(y.contiguous())
             if own.has_post_expert_norm:
                 y = own.post_expert_norm(y)
             y = y * weights_TS[rows, slots, None]

@@ -10,6 +10,7 @@ Shapes: T rows of a step, D hidden size, F MLP size, H head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,49 +26,39 @@ Forward = Callable[..., Any]
 _SIZES: Final = (1e-3, 1.0, 1e3)  # rows: small show an epsilon, large a clamp
 
 
-class NativeNorm:
-    """The forward of an RMSNorm."""
-
-    def __init__(self, norm: NormParts, forward: Forward, ops: Ops) -> None:
-        self._norm, self._forward, self._ops = norm, forward, ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x / rms(x) * weight."""
-        if x.dtype is not self._norm.weight_D.dtype:
-            made: Tensor = self._forward(x)
-            return made
-        return self._ops.norm_of_sum(_rows(x), None, self._norm).view(x.shape)
+def native_norm(norm: NormParts, forward: Forward, ops: Ops, x: Tensor) -> Tensor:
+    """The forward of an RMSNorm: x / rms(x) * weight."""
+    if x.dtype is not norm.weight_D.dtype:
+        made: Tensor = forward(x)
+        return made
+    return ops.norm_of_sum(_rows(x), None, norm).view(x.shape)
 
 
-class NativeGatedMLP:
-    """The forward of a gated MLP, with one product for gate and up."""
-
-    def __init__(self, gate_up: Product, activation: str, down: Product, ops: Ops) -> None:
-        self._gate_up, self._activation, self._down, self._ops = gate_up, activation, down, ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """down(act(gate(x)) * up(x))."""
-        gate_up_T2F = self._gate_up(_rows(x))
-        return self._down(self._ops.gate(gate_up_T2F, self._activation)).view(x.shape)
+def native_gated_mlp(gate_up: Product, activation: str, down: Product, ops: Ops, x: Tensor) -> Tensor:
+    """The forward of a gated MLP, down(act(gate(x)) * up(x)), with one product for gate and up."""
+    return down(ops.gate(gate_up(_rows(x)), activation)).view(x.shape)
 
 
-class NativeSelfAttention:
-    """The forward of attention, with one product for q, k and v; the attention backend rotates them."""
+def native_self_attention(
+    qkv: Product,
+    output: Product,
+    attention: PassAttention,
+    forward: Forward,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    *given: Any,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """The forward of attention, with one product for q, k and v; the attention backend rotates them.
 
-    def __init__(self, qkv: Product, output: Product, attention: PassAttention, forward: Forward) -> None:
-        """`forward` is the module's forward method."""
-        self._qkv, self._output, self._attention, self._forward = qkv, output, attention, forward
-
-    def __call__(
-        self, hidden_states: Tensor, position_embeddings: Any = None, *given: Any, **named: Any
-    ) -> tuple[Tensor, None]:
-        """The module's forward; both tensors of `position_embeddings` are [1, T, H]."""
-        rotation = self._attention.rotation_of(*position_embeddings)
-        if rotation is None:
-            made: tuple[Tensor, None] = self._forward(hidden_states, position_embeddings, *given, **named)
-            return made
-        out_TC = self._attention.attend_rotated(self._qkv(_rows(hidden_states)), rotation)
-        return self._output(out_TC).view(*hidden_states.shape[:-1], -1), None
+    `forward` is the module's own. Both tensors of `position_embeddings` are [1, T, H].
+    """
+    rotation = attention.rotation_of(*position_embeddings)
+    if rotation is None:
+        made: tuple[Tensor, None] = forward(hidden_states, position_embeddings, *given, **named)
+        return made
+    out_TC = attention.attend_rotated(qkv(_rows(hidden_states)), rotation)
+    return output(out_TC).view(*hidden_states.shape[:-1], -1), None
 
 
 @torch.inference_mode()
@@ -80,17 +71,17 @@ def native_forward(
     """
     children: Any = module._modules
     if (norm := _norm_of(module)) is not None:
-        return NativeNorm(norm, module.forward, ops)
+        return partial(native_norm, norm, module.forward, ops)
     gate_up, down = _stacked(children, ("gate_proj", "up_proj")), _alone(children, "down_proj")
     activation = activation_of(children["act_fn"]) if "act_fn" in children else None
     if gate_up is not None and down is not None and activation is not None and _is_gated_mlp(module, device):
-        return NativeGatedMLP(gate_up, activation, down, ops)
+        return partial(native_gated_mlp, gate_up, activation, down, ops)
     qkv, output = _stacked(children, ("q_proj", "k_proj", "v_proj")), _alone(children, "o_proj")
     own = [call for call in calls if call.module is module]
     size = attention.specs[0].head_dim
     sized = own and all(call.key_size == call.value_size == size for call in own)
     if qkv is not None and output is not None and sized and _rotates_halves(module, size, device):
-        return NativeSelfAttention(qkv, output, attention, module.forward)
+        return partial(native_self_attention, qkv, output, attention, module.forward)
     return None
 
 
