@@ -141,7 +141,7 @@ def _plan(found: FoundModels, show: Progress) -> _LoadPlan:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {config.kind, *found.kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    needs = found.memory_needs(adapters.max_bytes)
+    needs = found.memory_needs(adapters.max_bytes())
     layout = _layout(found) if config.ranks > 1 else None
     if layout is not None and config.master is not None:  # memory for the ranks of this host
         parts = [
@@ -200,7 +200,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
     if adapters.names:
         count = f"{len(adapters.names)} named, at most {config.max_loras} in memory"
         report(
-            f"{short_name(target)}: adapters take up to {gib(adapters.max_bytes)} of memory ({count})", show
+            f"{short_name(target)}: adapters take up to {gib(adapters.max_bytes())} of memory ({count})", show
         )
     origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(

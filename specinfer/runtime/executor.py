@@ -78,7 +78,7 @@ class Executor:
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
-        missing, where = 0 if adapters is None else adapters.missing_bytes, str(target.device)
+        missing, where = 0 if adapters is None else adapters.missing_bytes(), str(target.device)
         if missing:
             where += f" (beside {gib(missing)} for adapters, see max_loras)"
         free = max(0, free_bytes(target.device, memory) - missing)

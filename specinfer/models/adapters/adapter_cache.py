@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from heapq import nlargest
 from pathlib import Path
 from typing import Final
 
@@ -74,23 +75,15 @@ class AdapterCache:
         """Hashes of their files, by name."""
         return {name: folder.digest() for name, folder in self._folders.items()}
 
-    @property
-    def max_bytes(self) -> int:
-        """The maximum bytes of the registered adapters in memory."""
-        return self._max_bytes(self._folders.values())
+    def max_bytes(self, *more: PeftFolder) -> int:
+        """The maximum bytes of the registered adapters, and of these, in memory."""
+        folders = (*self._folders.values(), *more)
+        return sum(nlargest(self._limit, (folder.bytes(self._weights) for folder in folders)))
 
-    @property
-    def missing_bytes(self) -> int:
-        """Memory that registered adapters may still take."""
-        return self._missing_bytes(self._folders.values())
-
-    def _max_bytes(self, folders: Iterable[PeftFolder]) -> int:
-        return sum(sorted((folder.bytes(self._weights) for folder in folders), reverse=True)[: self._limit])
-
-    def _missing_bytes(self, folders: Iterable[PeftFolder]) -> int:
-        """Memory that these adapters may take in addition to those in memory."""
+    def missing_bytes(self, *more: PeftFolder) -> int:
+        """Memory that the registered adapters, and these, may take in addition to those in memory."""
         there = sum(self._folders[name].bytes(self._weights) for name in [*self._resident])
-        return max(0, self._max_bytes(folders) - there)
+        return max(0, self.max_bytes(*more) - there)
 
     def register(self, name: str, path: Path) -> None:
         """Check an adapter and register it; `load` reads it.
@@ -120,7 +113,7 @@ class AdapterCache:
             if known is not None:
                 return
             folder = self._checked(name, path)
-            lacking, free = self._missing_bytes([*self._folders.values(), folder]), self._free()
+            lacking, free = self.missing_bytes(folder), self._free()
             if lacking > free:
                 raise CapacityError(
                     f"adapter {name!r} ({path}): adapters may then take {lacking / _MIB:.2f} MiB more, and "

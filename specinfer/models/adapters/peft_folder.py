@@ -37,7 +37,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import read_entries
-from specinfer.models.sources import Names, Rows
+from specinfer.models.sources import Rows
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -94,31 +94,18 @@ def modules(config: ModelConfig) -> dict[str, AdaptedModule]:
     """The linear modules of a model that may have adapters, by their names in Hugging Face files."""
     names, there = HF_FAMILIES[config.family.value].names, slots(config)
     kinds = dict.fromkeys(name.split(".", 3)[3] for name in there)
-    stacked = {part for inside in names.inside.values() for part in _several(inside)}
+    stacked = {part for one in names.inside.values() for part in ((one,) if isinstance(one, str) else one)}
     own = [*names.inside, *(kind for kind in kinds if kind not in stacked)]
     found: dict[str, AdaptedModule] = {}
     for layer in range(config.num_layers):
         for kind in own:
             name = f"{names.layers}{layer}.{kind}"
-            matrices = _matrices(names, name, there, config)
-            if matrices:
+            sources = names.sources(f"{name}.weight", config)
+            rows = {one.removesuffix(".weight"): source.rows for one, source in sources.items()}
+            if rows.keys() <= there.keys():
+                matrices = tuple(AdaptedMatrix(there[one], some) for one, some in rows.items())
                 found[name] = AdaptedModule(name, layer, matrices)
     return found
-
-
-def _several(inside: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (inside,) if isinstance(inside, str) else inside
-
-
-def _matrices(
-    names: Names, module: str, there: Mapping[str, Slot], config: ModelConfig
-) -> tuple[AdaptedMatrix, ...]:
-    sources = names.sources(f"{module}.weight", config)
-    if not all(name.removesuffix(".weight") in there for name in sources):
-        return ()
-    return tuple(
-        AdaptedMatrix(there[name.removesuffix(".weight")], source.rows) for name, source in sources.items()
-    )
 
 
 @dataclass(frozen=True, slots=True)

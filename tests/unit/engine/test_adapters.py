@@ -255,7 +255,7 @@ def test_the_plan_of_memory_has_the_largest_adapters(
             assert adapters is not None
             sizes = {name: one.bytes(weights) for name, one in adapters._folders.items()}
             assert sizes["one"] > sizes["third"] > sizes["other"]
-            missing = adapters.missing_bytes
+            missing = adapters.missing_bytes()
         needs = seen[-1]
         assert needs.adapters == sum(sorted(sizes.values())[-most:]) == needs.fixed(0)["adapters"]
         assert missing == {1: 0, 2: sizes["third"] - sizes["other"]}.get(most, 0)  # the first ones are loaded
@@ -289,7 +289,7 @@ def test_the_cache_leaves_memory_for_adapters(folder: Path, monkeypatch: pytest.
     options = {"lora": {"other": folder / "other", "one": folder / "one"}, "max_loras": 1}
     with open_llm(folder, **options) as llm:
         assert llm.models.adapters is not None
-        missing = llm.models.adapters.missing_bytes
+        missing = llm.models.adapters.missing_bytes()
     assert missing > 0
     room = [ENGINE["kv_cache_memory"] + missing]
     monkeypatch.setattr(executor, "free_bytes", lambda *_: room[0])
