@@ -48,13 +48,9 @@ def open_model(
             f"{files.name} is a GGUF file, which transformers' code cannot run here; give a folder with "
             "config.json and safetensors, or leave model_impl out"
         )
-    opened: OpenModel
-    if header is None:
-        opened = _folder(files, impl, trust_remote_code)
-        if isinstance(opened, HostedFolder):
-            return opened
-    else:
-        opened = GGUFFile(header)
+    opened = _folder(files, impl, trust_remote_code) if header is None else GGUFFile(header)
+    if isinstance(opened, HostedFolder):
+        return opened
     if max_context is not None:
         opened.config = opened.config.for_texts_of(max_context)
     _check(opened)
