@@ -25,12 +25,10 @@ from specinfer.kernels.ops import NativeOps, NormParts, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_tensor, product_args
 from specinfer.kernels.structures import (
     ACTIVATIONS,
-    FORMS,
     TYPES,
     DecoderArgs,
     DecoderRowsArgs,
     ExpertsArgs,
-    Form,
     LayerArgs,
     NormArgs,
     ProductArgs,
@@ -73,7 +71,7 @@ class LayerParts:
     products: tuple[Product, ...]
     experts: ExpertParts | None = None
     rope: Literal["global", "local", "none"]  # "local": the rotation of sliding-window layers
-    form: Form
+    parallel: bool  # x += attention + mlp, both of the same x
     activation: str
     gated: bool
     clip: float | None  # limit of the values of q, k and v
@@ -132,7 +130,7 @@ def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
         *products,
         *[ProductArgs()] * (4 - len(products)),
         _ROPES[layer.rope],
-        FORMS[layer.form],
+        layer.parallel,
         ACTIVATIONS[layer.activation],
         layer.gated,
         layer.clip or 0.0,

@@ -9,14 +9,12 @@ from typing import Any, Final, Literal
 
 Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks8"]
 FloatType = Literal["float32", "bfloat16"]
-Form = Literal["serial", "after sum", "parallel"]  # order of a layer; see cpu/layers.h
 KINDS: Final[dict[Kind, int]] = {
     **{"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3},
     **{"blocks4": 4, "blocks8": 5},  # blocks of GGUF files, unchanged
 }
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
-FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
 FILE_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
 FLOAT_KINDS: Final = {"F32": 8, "F16": 9, "BF16": 10}  # of files, as the blocks above
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
@@ -164,7 +162,7 @@ class LayerArgs(ctypes.Structure):
         *_alike(NormArgs, "before_attention", "before_mlp", "after_attention", "after_mlp"),
         ("heads", HeadsArgs),
         *_alike(ProductArgs, "qkv", "o", "up", "down"),
-        *_alike(c_int32, "rope", "form", "activation", "gated"),
+        *_alike(c_int32, "rope", "parallel", "activation", "gated"),
         *_alike(c_float, "clip", "scale"),
         ("experts", POINTER(ExpertsArgs)),
     )

@@ -312,7 +312,7 @@ class DecoderLayer:
             products=(attention.qkv, attention.o, *(() if isinstance(mlp, Mixture) else mlp.products)),
             experts=mlp.parts() if isinstance(mlp, Mixture) else None,
             rope=self.rope,
-            form="parallel" if config.parallel_block else "serial",
+            parallel=config.parallel_block,
             activation=config.activation.value,
             gated=config.gated_mlp,
             clip=attention.clip,

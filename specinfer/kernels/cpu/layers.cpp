@@ -24,7 +24,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     wide = std::max({wide, layers[i].qkv.channels, layers[i].up.channels});
     inside = std::max(inside, layers[i].down.inner);
     attended = std::max(attended, layers[i].o.inner);
-    if (layers[i].form == Form::kParallel) beside = size;
+    if (layers[i].parallel != 0) beside = size;
   }
   const auto buffer = [&](int64_t width) { return Scratch::get().take<char>(rows * width * element); };
   void* const normed = buffer(size);
@@ -46,12 +46,9 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
   // The term still to be added to x after a block has made `made`, which may be overwritten.
   const auto left = [&](const Layer& layer, void* made, const Norm& after) -> const void* {
     const Timed timed(Stage::kNorm);
-    const bool of_sum = layer.form == Form::kAfterSum;
-    if (after.weight != nullptr && !of_sum) add_norm(type, made, nullptr, after, made, nullptr, rows, size, true);
+    if (after.weight != nullptr) add_norm(type, made, nullptr, after, made, nullptr, rows, size, true);
     if (layer.scale != 1.0f) scale_rows(type, made, layer.scale, rows, size);
-    if (!of_sum) return made;
-    add_norm(type, x, made, after, x, nullptr, rows, size, true);
-    return nullptr;
+    return made;
   };
   const auto tap = [&](int64_t layer, const void* added) {
     const Timed timed(Stage::kNorm);
@@ -99,7 +96,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     const void* given = entered(added, layer.before_attention);
     tap(i, nullptr);  // everything has been added to x
     attend(i, given, y);
-    if (layer.form == Form::kParallel) {
+    if (layer.parallel != 0) {
       if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);
       think(i, given, other);
       const Timed timed(Stage::kNorm);

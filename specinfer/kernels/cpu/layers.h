@@ -10,20 +10,15 @@
 
 namespace specinfer {
 
-// How a layer adds its attention and its MLP to the residual stream x.
-enum class Form : int32_t {
-  kSerial,    // x += attention, then x += mlp; norms before them, after them, or both
-  kAfterSum,  // the same, and each norm after a block is of the sum: x = norm(x + attention)
-  kParallel,  // x += attention + mlp, both of the same x; without a norm before the MLP they share one
-};
-
 // As in kernels/structures.py; a norm without a weight is absent.
 struct Layer {
   Norm before_attention, before_mlp, after_attention, after_mlp;
   Heads heads;
   Product qkv, o, up, down;  // rows of `up` hold gate, then up, if the MLP is gated
   int32_t rope;              // 0: the first one, 1: that of sliding-window layers, 2: none
-  Form form;
+  // 0: x += attention, then x += mlp; norms before them, after them, or both. Else x += attention + mlp, both of the
+  // same x; without a norm before the MLP they share one.
+  int32_t parallel;
   Activation activation;
   int32_t gated;
   float clip;   // limit of the values of q, k and v; 0: none

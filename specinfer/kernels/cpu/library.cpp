@@ -235,8 +235,6 @@ void specinfer_index_figures(const void* index, int64_t* out) {
   std::copy(std::begin(figures), std::end(figures), out);
 }
 
-int32_t specinfer_index_sound(const void* index) { return static_cast<const TextIndex*>(index)->sound() ? 1 : 0; }
-
 int64_t specinfer_index_bytes_with(const void* index, int64_t count) {
   return static_cast<const TextIndex*>(index)->bytes_with(count);
 }
@@ -248,24 +246,6 @@ int64_t specinfer_index_tokens(const void* index, int64_t position, int64_t coun
   const int64_t there = std::min(count, texts.end() - position);
   std::copy_n(texts.at(position), there, out);
   return there;
-}
-
-// The positions where the last `length` of these tokens occur, newest first, at most `most`; returns their number, or
-// -1 if n-grams of this length are not indexed.
-int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t size, int64_t length, int64_t most,
-                               int64_t* out) {
-  const auto& texts = *static_cast<const TextIndex*>(index);
-  const auto& lengths = texts.lengths();
-  const auto which = std::find(lengths.begin(), lengths.end(), length);
-  if (which == lengths.end()) return -1;
-  if (length > size) return 0;
-  Places places(texts, which - lengths.begin(), tail + size - length);
-  int64_t count = 0;
-  for (; count < most; ++count) {
-    out[count] = places.next();
-    if (out[count] < 0) break;
-  }
-  return count;
 }
 
 int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupRequest* requests, int64_t count,

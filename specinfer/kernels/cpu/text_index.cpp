@@ -135,21 +135,6 @@ int64_t TextIndex::matched(int64_t position, const int32_t* tail, const int32_t*
   return count;
 }
 
-bool TextIndex::sound() const {
-  std::vector<int64_t> ends;
-  for (int64_t position = base_; position < end(); ++position) {
-    if (*at(position) == kSeparator) ends.push_back(position + 1);
-  }
-  if (!std::equal(ends.begin(), ends.end(), text_ends_.begin() + gone_, text_ends_.end())) return false;
-  if (text_start_ != (ends.empty() ? base_ : ends.back())) return false;
-  for (size_t i = 1; i < segments_.size(); ++i) {
-    if (segments_[i - 1].stop() != segments_[i].start) return false;
-  }
-  if (base_ == end()) return true;
-  if (segments_.empty() || segments_.front().start > base_ || base_ >= segments_.front().stop()) return false;
-  return segments_.back().start < end() && end() <= segments_.back().stop();
-}
-
 int64_t TextIndex::next_size(int64_t needed, int64_t held) const {
   return std::max({kShortest, needed, longest_ < 0 ? held : std::min(held, longest_)});
 }

@@ -65,8 +65,6 @@ class TextIndex {
   int64_t following(int64_t position, int64_t most) const;
   // The number of tokens before a position that equal the last of `tail`, which ends at `stop`.
   int64_t matched(int64_t position, const int32_t* tail, const int32_t* stop) const;
-  // True if texts, separators and segments are consistent.
-  bool sound() const;
 
  private:
   friend class Places;
