@@ -7,7 +7,6 @@ only at visited nodes (docs/losslessness.md, sampling parameters).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from specinfer.runtime.runner import Move
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
+from specinfer.tree.token_tree import child_of
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
@@ -63,6 +63,10 @@ class TargetLaws:
     def position(self, node: int) -> int:
         """Return the absolute position of the token after `node`."""
         return self._end + self._depths[node]
+
+    def sample_request(self, node: int) -> SampleRequest:
+        """Return the sampling request of the token after `node`."""
+        return sample_request(self.request.params, self.request.seed, self.position(node))
 
     def logits(self, node: int) -> NDArray[np.float32]:
         """Return the processed logits after `node`, [vocab]; raises RequestError if none is allowed."""
@@ -115,41 +119,6 @@ class TargetLaws:
         return node > 0 and enough and self.tree.token_ids[node] in self._ending
 
 
-@dataclass(slots=True)
-class _Walk:
-    """State of the verification of one request's tree."""
-
-    laws: TargetLaws
-    children: list[dict[int, int]]
-    path: list[int] = field(default_factory=list)
-    node: int = 0
-
-    def sample_request(self) -> SampleRequest:
-        """Return the sampling request of the present node."""
-        request = self.laws.request
-        return sample_request(request.params, request.seed, self.laws.position(self.node))
-
-    def follow(self, token: int) -> Acceptance | None:
-        """Move to the child with the target's choice; returns the Acceptance if there is none."""
-        child = self.children[self.node].get(token)
-        if child is None:
-            return Acceptance(tuple(self.path), token)
-        self.path.append(child)
-        self.node = child
-        return None
-
-    def error(self) -> UserError:
-        """Return the error of a request whose largest logit is not finite.
-
-        The cause is the model, or processors that exclude every token.
-        """
-        try:
-            self.laws.law(self.node)
-        except (LogitsError, RequestError) as error:
-            return error
-        raise IntegrityError(f"no choice was made at node {self.node}, whose logits are good")
-
-
 def accepted_moves(entry: PlanEntry, path: Sequence[int]) -> list[Move]:
     """Return the move of the accepted nodes' K and V to the end of the text; none if they are there."""
     if all(node == depth for depth, node in enumerate(path, start=1)):
@@ -168,46 +137,47 @@ def verify_trees(
     scan per level.
     """
     results: list[Acceptance | UserError | None] = [None] * len(laws)
-    together: dict[int, _Walk] = {}
+    nodes: dict[int, int] = {}  # the present node of each tree that is verified together with others
     for i, one in enumerate(laws):
         params = one.request.params
         if params.greedy or (params.speculation.verifier or verifier) == "coupled":
-            together[i] = _Walk(one, one.tree.children())
+            nodes[i] = 0
         else:
             results[i] = _verify(one)
-    while together:
-        for i, token in _choices(together, flight):
-            walk = together[i]
+    while nodes:
+        for i, token in _choices(laws, nodes, flight):
+            one, node = laws[i], nodes.pop(i)
             if isinstance(token, UserError):
-                result: Acceptance | UserError | None = _dead_end(walk.laws, walk.node, token)
+                results[i] = _dead_end(one, node, token)
             elif token == NO_TOKEN:
-                result = _dead_end(walk.laws, walk.node, walk.error())
+                results[i] = _dead_end(one, node, _error(one, node))
+            elif (child := child_of(one.tree.token_ids, one.tree.parents, node, token)) is None:
+                results[i] = Acceptance(one.tree.path_to(node), token)
             else:
-                result = walk.follow(token)
-            if result is not None:
-                results[i] = result
-                del together[i]
+                nodes[i] = child
     return [result for result in results if result is not None]
 
 
-def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | UserError]]:
-    """Return the target's choice after the present node of each walk, or an error.
+def _choices(
+    laws: Sequence[TargetLaws], nodes: dict[int, int], flight: Flight
+) -> list[tuple[int, int | UserError]]:
+    """Return the target's choice after the present node of each tree, or an error.
 
     The choice is NO_TOKEN if the largest logit is not finite.
     """
     found: list[tuple[int, int | UserError]] = []
     changes: dict[int, RowChanges] = {}
     whole: list[int] = []
-    for i, walk in walks.items():
-        if walk.laws.is_finished(walk.node):  # the choice after the end is not used
-            found.append((i, walk.laws.tree.token_ids[walk.node]))
-        elif (changed := walk.laws.changes(walk.node)) is not None:
+    for i, node in nodes.items():
+        if laws[i].is_finished(node):  # the choice after the end is not used
+            found.append((i, laws[i].tree.token_ids[node]))
+        elif (changed := laws[i].changes(node)) is not None:
             changes[i] = changed
         else:
             whole.append(i)
     if changes:
-        rows = [walks[i].laws.row(walks[i].node) for i in changes]
-        requests = [walks[i].sample_request() for i in changes]
+        rows = [laws[i].row(nodes[i]) for i in changes]
+        requests = [laws[i].sample_request(nodes[i]) for i in changes]
         tokens = flight.choices(rows, requests, list(changes.values()))
         found.extend(zip(changes, tokens, strict=True))
     if whole:  # masks over whole rows
@@ -215,13 +185,13 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
         there: list[int] = []
         for i in whole:
             try:
-                walks[i].laws.write_logits(walks[i].node, block_RV[len(there)])
+                laws[i].write_logits(nodes[i], block_RV[len(there)])
                 there.append(i)
             except PeerLostError:
                 raise
             except UserError as error:  # the parameters exclude every token
                 found.append((i, error))
-        request_array = np.array([walks[i].sample_request() for i in there], dtype=SAMPLE_REQUEST)
+        request_array = np.array([laws[i].sample_request(nodes[i]) for i in there], dtype=SAMPLE_REQUEST)
         chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), request_array)
         found.extend(zip(there, chosen.tolist(), strict=True))
     return found
@@ -238,6 +208,18 @@ def _verify(laws: TargetLaws) -> Acceptance | UserError:
         return error
     except UserError as error:  # no token is allowed, or logits are not finite
         return _dead_end(laws, laws.current, error)
+
+
+def _error(laws: TargetLaws, node: int) -> UserError:
+    """Return the error of a request whose largest logit at `node` is not finite.
+
+    The cause is the model, or processors that exclude every token.
+    """
+    try:
+        laws.law(node)
+    except (LogitsError, RequestError) as error:
+        return error
+    raise IntegrityError(f"no choice was made at node {node}, whose logits are good")
 
 
 def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | UserError:

@@ -100,58 +100,52 @@ class ReportTimes(NamedTuple):
 Command = Open | Close | Pass | Logits | Moves | ReportTimes
 
 
-class MessageWriter:
-    """Encodes commands as messages for MessageReader."""
+def opening_message(cache: int, model: int, blocks: int, block_size: int) -> bytes:
+    """OPEN: make a cache for a model."""
+    return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
 
-    @staticmethod
-    def opening(cache: int, model: int, blocks: int, block_size: int) -> bytes:
-        """OPEN: make a cache for a model."""
-        return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
 
-    @staticmethod
-    def closing(cache: int) -> bytes:
-        """CLOSE: drop a cache."""
-        return array("i", [_CLOSE, cache]).tobytes()
+def closing_message(cache: int) -> bytes:
+    """CLOSE: drop a cache."""
+    return array("i", [_CLOSE, cache]).tobytes()
 
-    @staticmethod
-    def passing(
-        cache: int,
-        rows: Sequence[Rows],
-        block_size: int,
-        *,
-        logits: bool,
-        more: bool = False,
-        taps: Sequence[int] = (),
-    ) -> bytes:
-        """PASS: run rows; includes the blocks of a table that the rows reach."""
-        words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
-        for part in rows:
-            n, parents = len(part.token_ids), part.parents
-            reached = -(-(part.start + n) // block_size)
-            table = part.block_table[:reached]
-            words.extend(
-                (part.start, n, part.logits_from, len(table), -1 if parents is None else len(parents))
-            )
-            words.extend(part.token_ids)
-            words.extend(table)
-            words.extend(parents or ())
-        return words.tobytes()
 
-    @staticmethod
-    def logits(cache: int, hidden_RD: Tensor) -> bytes:
-        """LOGITS: make the logits of rows of an earlier pass."""
-        bits = hidden_RD.contiguous().view(torch.int32).numpy().tobytes()
-        return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
+def passing_message(
+    cache: int,
+    rows: Sequence[Rows],
+    block_size: int,
+    *,
+    logits: bool,
+    more: bool = False,
+    taps: Sequence[int] = (),
+) -> bytes:
+    """PASS: run rows; includes the blocks of a table that the rows reach."""
+    words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
+    for part in rows:
+        n, parents = len(part.token_ids), part.parents
+        reached = -(-(part.start + n) // block_size)
+        table = part.block_table[:reached]
+        words.extend((part.start, n, part.logits_from, len(table), -1 if parents is None else len(parents)))
+        words.extend(part.token_ids)
+        words.extend(table)
+        words.extend(parents or ())
+    return words.tobytes()
 
-    @staticmethod
-    def moving(cache: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
-        """MOVE: copy K and V of slots."""
-        return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
 
-    @staticmethod
-    def reporting() -> bytes:
-        """TIMES: report the seconds of passes by activity."""
-        return array("i", [_TIMES, 0]).tobytes()
+def logits_message(cache: int, hidden_RD: Tensor) -> bytes:
+    """LOGITS: make the logits of rows of an earlier pass."""
+    bits = hidden_RD.contiguous().view(torch.int32).numpy().tobytes()
+    return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
+
+
+def moving_message(cache: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
+    """MOVE: copy K and V of slots."""
+    return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
+
+
+def reporting_message() -> bytes:
+    """TIMES: report the seconds of passes by activity."""
+    return array("i", [_TIMES, 0]).tobytes()
 
 
 class MessageReader:
@@ -256,7 +250,7 @@ class Leader:
         self._widths = widths_of(model, group)
         self._cache = next(group.cache_numbers)
         self._stages = passes.stages
-        self._send(MessageWriter.opening(self._cache, model.number, blocks, block_size))
+        self._send(opening_message(self._cache, model.number, blocks, block_size))
         # Only recorded, as a finalizer may run in any thread, in the middle of a message.
         weakref.finalize(self, group.dropped_caches.append, (self._cache, self._stages)).atexit = False
 
@@ -283,7 +277,7 @@ class Leader:
                 for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
                     how = {"logits": logits and not behind, "more": behind > 0}
                     self._send(
-                        MessageWriter.passing(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
+                        passing_message(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
                     )
                     found = self._passes.run(part, more=behind > 0)
                 if elsewhere:
@@ -293,7 +287,7 @@ class Leader:
                     found = found._replace(logits_RV=self._whole(found))
             # If rows came back, all stages have ended the pass; else an answer may take as long as the pass.
             if chosen and self._stages == group.stages and group.times.due:
-                group.broadcast(MessageWriter.reporting(), group.stages)
+                group.broadcast(reporting_message(), group.stages)
                 group.read_times()
             return found
 
@@ -311,7 +305,7 @@ class Leader:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the logits of rows of an earlier pass, [R, V]."""
-        message = MessageWriter.logits(self._cache, hidden_RD)
+        message = logits_message(self._cache, hidden_RD)
         with self._collective(), self._group.times.passing():
             self._send(message, stages=1)
             return self._whole(PassOutput(hidden_RD))
@@ -320,7 +314,7 @@ class Leader:
         """Make the other ranks copy K and V of these slots; the caller does so on this rank."""
         if sources:
             with self._collective(), self._group.times.passing():
-                self._send(MessageWriter.moving(self._cache, sources, targets))
+                self._send(moving_message(self._cache, sources, targets))
 
     def _whole(self, read: PassOutput) -> Tensor:
         own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
@@ -331,7 +325,7 @@ class Leader:
         with group.lock:
             while group.dropped_caches:
                 cache, among = group.dropped_caches.popleft()
-                group.broadcast(MessageWriter.closing(cache), among)
+                group.broadcast(closing_message(cache), among)
             group.broadcast(message, stages or self._stages)
 
     @contextmanager

@@ -17,11 +17,16 @@ from specinfer.runtime.sharded import (
     Close,
     Logits,
     MessageReader,
-    MessageWriter,
     Moves,
     Open,
     Pass,
     ReportTimes,
+    closing_message,
+    logits_message,
+    moving_message,
+    opening_message,
+    passing_message,
+    reporting_message,
 )
 from specinfer.transport.link import Link
 from tests.unit.models.test_shard import SMOL
@@ -41,23 +46,23 @@ def words(*numbers: int) -> bytes:
 
 def test_what_is_written_is_read() -> None:
     read = reader().read
-    assert read(MessageWriter.opening(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
-    assert read(MessageWriter.reporting(), {}) == ReportTimes()
-    assert read(MessageWriter.closing(3), CACHES) == Close(3)
-    message = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
+    assert read(opening_message(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
+    assert read(reporting_message(), {}) == ReportTimes()
+    assert read(closing_message(3), CACHES) == Close(3)
+    message = passing_message(3, [TEXT, TREE], 8, logits=True)
     rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
     assert read(message, CACHES) == Pass(3, True, False, [], rows)
-    message = MessageWriter.passing(3, [TEXT, TREE], 8, logits=False, more=True, taps=[2, 0])
+    message = passing_message(3, [TEXT, TREE], 8, logits=False, more=True, taps=[2, 0])
     assert read(message, CACHES) == Pass(3, False, True, [2, 0], rows)
-    assert read(MessageWriter.moving(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
+    assert read(moving_message(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
     hidden = torch.randn(2, 576).bfloat16()
-    found = read(MessageWriter.logits(3, hidden), CACHES)
+    found = read(logits_message(3, hidden), CACHES)
     assert isinstance(found, Logits)
     assert torch.equal(torch.from_numpy(found.bits.copy()).view(2, -1).view(torch.bfloat16), hidden)
 
 
 def passing(*rows: Rows, taps: Sequence[int] = ()) -> bytes:
-    return MessageWriter.passing(3, rows, 8, logits=False, taps=taps)
+    return passing_message(3, rows, 8, logits=False, taps=taps)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -66,13 +71,13 @@ def test_what_does_not_fit_is_refused() -> None:
         (b"\1\0\0", "whole words"),
         (words(9, 3), "9 where 1 to 6"),
         (words(3, 4, 0, 0), "no cache 4"),
-        (MessageWriter.opening(3, 0, 2, 2), "cache 3 is there"),
-        (MessageWriter.opening(4, 0, 0, 2), "0 where 1 to"),
-        (MessageWriter.opening(4, 1, 2, 2), "1 where 0 to 0"),
-        (MessageWriter.opening(4, 0, 1 << 20, 1 << 20), "where 1 to 2048"),
-        (MessageWriter.closing(3) + words(0), "has 1 trailing words"),
-        (MessageWriter.moving(3, [1, 32], [2, 3]), "0 .. 31"),
-        (MessageWriter.moving(3, [1], [-1]), "0 .. 31"),
+        (opening_message(3, 0, 2, 2), "cache 3 is there"),
+        (opening_message(4, 0, 0, 2), "0 where 1 to"),
+        (opening_message(4, 1, 2, 2), "1 where 0 to 0"),
+        (opening_message(4, 0, 1 << 20, 1 << 20), "where 1 to 2048"),
+        (closing_message(3) + words(0), "has 1 trailing words"),
+        (moving_message(3, [1, 32], [2, 3]), "0 .. 31"),
+        (moving_message(3, [1], [-1]), "0 .. 31"),
         (passing(Rows([5], 0, [4], 0)), "0 .. 3"),
         (passing(Rows([49152], 0, [1], 0)), "0 .. 49151"),
         (passing(Rows([-1], 0, [1], 0)), "0 .. 49151"),
@@ -84,7 +89,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (passing(TEXT)[:-4], "ends before"),
         (passing(TEXT, taps=[3]), "3 .. 3; allowed: 0 .. 2"),
         (passing(taps=[0] * 4), "4 where 0 to 3"),
-        (MessageWriter.logits(3, torch.zeros(2, 576).bfloat16())[:-8], "ends before"),
+        (logits_message(3, torch.zeros(2, 576).bfloat16())[:-8], "ends before"),
     ):
         with pytest.raises(ValueError, match=line):
             pytest.fail(f"{line!r}: {reader().read(message, CACHES)}")
@@ -96,9 +101,9 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     kind = data.draw(st.integers(0, 3))
     whole = [
-        MessageWriter.passing(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
-        MessageWriter.moving(3, [1, 2], [9, 10]),
-        MessageWriter.opening(7, 0, 2, 16),
+        passing_message(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
+        moving_message(3, [1, 2], [9, 10]),
+        opening_message(7, 0, 2, 16),
         data.draw(st.binary(max_size=64)),
     ][kind]
     message = bytearray(whole)

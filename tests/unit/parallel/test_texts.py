@@ -24,7 +24,7 @@ from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.runtime.sharded import MessageWriter
+from specinfer.runtime.sharded import passing_message
 from specinfer.speculation_config import Quantization
 from specinfer.transport.link import Link
 from tests.kernels import kernels
@@ -225,7 +225,7 @@ def test_a_rank_refuses_a_message_that_does_not_fit(llama: Path, tmp_path: Path)
 
     rows, head = [Rows([5], 0, [1 << 20], 0)], (0x53504331).to_bytes(4, "little")
     says: dict[str, Callable[[Link], object]] = {
-        "has 1048576": lambda link: link.send(MessageWriter.passing(0, rows, 16, logits=False)),
+        "has 1048576": lambda link: link.send(passing_message(0, rows, 16, logits=False)),
         "has 9 where": lambda link: link.send(array("i", [9, 9, 9]).tobytes()),
         "has 4294967295 bytes": lambda link: os.write(link.number, head + b"\xff\xff\xff\xff"),
     }
