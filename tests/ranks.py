@@ -75,7 +75,7 @@ def hurry(llm: LLM) -> None:
     assert group is not None
     group.limit = 1.0
     if group.exchange is not None:
-        group.exchange.limit = 1.0
+        group.exchange.wait_at_most(1.0)
 
 
 def parts_of(quantization: Quantization, width: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from specinfer.config import EngineConfig, ModelImpl
+from specinfer.engine.hardware import Hardware
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.runner import HeadModel
@@ -24,7 +25,9 @@ from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import OpenModel, open_model
+from specinfer.models.prepared import PreparedFile
 from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import Executor
@@ -63,6 +66,20 @@ class FoundModel:
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return estimate_bytes(self.model, dtype, kernels, quantization)
+
+    def prepare(
+        self, hardware: Hardware, quantization: Quantization, folder: Path | None, progress: Progress
+    ) -> PreparedFile:
+        """Return its prepared file in `folder` or the user's cache, and make it if it is missing."""
+        return prepare(
+            self.model,
+            dtype=hardware.dtype,
+            kernels=hardware.kernels,
+            quantization=quantization,
+            cache=folder,
+            progress=progress,
+            name=self.files.name,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class FoundModels:
         `adapters` is the maximum bytes of the target's adapters.
         """
         config, target, drafts, kinds = self.config, self.target, self.drafts, self.kinds
-        device, dtype, kernels, _ = self.hardware
+        _, dtype, kernels, _ = self.hardware
         of_adapters = {
             name: adapter.bytes(adapter_dtype(kinds[name], dtype)) for name, adapter in self.adapted.items()
         }
@@ -92,12 +92,9 @@ class FoundModels:
             for name, draft in drafts.items()
         }
         needs = MemoryNeeds(
-            name=target.files.name,
-            target=target.model,
+            target=target,
             quantization=config.kind,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
+            hardware=self.hardware,
             draft_weights={f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()},
             draft_sets=(),
             reads_table=self.reads_table,

@@ -34,7 +34,7 @@ from specinfer.models.shard import Shard
 from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weight_sizes import table_bytes
-from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.models.weights import load_model, load_streamed
 from specinfer.parallel.follower import SharedDraft
 from specinfer.progress import CheckedProgress, Progress
 from specinfer.speculation_config import Quantization
@@ -82,7 +82,7 @@ class Loader:
                 names.append(_OUTPUT)
             return DraftMemory(prepared, names, target, streamed, plan.disk)
 
-        make = partial(self._prepare, found, self.hardware.kernels, quantization)
+        make = partial(self._prepare, found, quantization)
         return _used(make(), read, make)
 
     def target(
@@ -119,7 +119,7 @@ class Loader:
                 part=part,
             )
 
-        return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
+        return _used(plan.prepared, stream, partial(self._prepare, found, quantization))
 
     def shared_out(
         self, ranks: Ranks, drafts: Mapping[str, tuple[FoundModel, Quantization]]
@@ -133,7 +133,7 @@ class Loader:
         # A file of a single stage's matrices is not written. A GGUF file's blocks need none.
         if ranks.layout.stages > 1 and quantization not in ("none", "gguf") and self.config.prepared:
             with contextlib.suppress(ModelError):  # else they are quantized at each start
-                self._prepare(ranks.found, kernels, quantization)
+                self._prepare(ranks.found, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}
         fitting = {
             name: draft_kernels(self._fitting(found, kind, ranks.layout.width))
@@ -186,7 +186,7 @@ class Loader:
         kernels = draft_kernels(self._fitting(found, quantization))
         shared: Shared | None = None
         if self.plan is not None and table_bytes(found.model, self.hardware.dtype, quantization) > 0:
-            make = partial(self._prepare, found, kernels, quantization)
+            make = partial(self._prepare, found, quantization)
             shared = Shared(_used(make(), table_on_disk, make))
         return self._load(found, kernels, quantization, logit_ids, shared)
 
@@ -206,11 +206,11 @@ class Loader:
         kernels = draft_kernels(self._fitting(found, quantization))
         shares_head = False
         if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
-            self._prepare(found, kernels, quantization)
+            self._prepare(found, quantization)
             shares_head = self.plan.drafts.shares_head and logit_ids is None
         elif quantization != "none" and self.config.prepared:
             with contextlib.suppress(ModelError):  # else it is quantized at each start
-                self._prepare(found, kernels, quantization)
+                self._prepare(found, quantization)
         shared = Shared(target.table, target.output if shares_head else None, draft_memory)
         loaded = self._load(found, kernels, quantization, logit_ids, shared)
         if draft_memory is not None:
@@ -254,16 +254,8 @@ class Loader:
         _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
         return replace(kernels, attention=SdpaAttention())
 
-    def _prepare(self, found: FoundModel, kernels: Kernels, quantization: Quantization) -> PreparedFile:
-        return prepare(
-            found.model,
-            dtype=self.hardware.dtype,
-            kernels=kernels,
-            quantization=quantization,
-            cache=self.folder,
-            progress=self.progress,
-            name=found.files.name,
-        )
+    def _prepare(self, found: FoundModel, quantization: Quantization) -> PreparedFile:
+        return found.prepare(self.hardware, quantization, self.folder, self.progress)
 
     def _load(
         self,
@@ -300,21 +292,19 @@ def _how(kernels: Kernels) -> tuple[bool, bool]:
 
 
 def _used(prepared: PreparedFile, use: Callable[[PreparedFile], _T], make: Callable[[], PreparedFile]) -> _T:
-    """Return `use(prepared)`, or `use(make())` if the prepared file is damaged."""
+    """Return `use(prepared)`, or `use(make())` if the prepared file is damaged, which is then removed.
+
+    Raises ModelFileError if it cannot be removed.
+    """
     try:
         return use(prepared)
     except DamagedFileError as error:
-        _remove(prepared.path, error)
+        _LOG.warning("a prepared model is made again: %s", str(error))
+        try:
+            prepared.path.unlink(missing_ok=True)
+        except OSError as failed:
+            raise ModelFileError(
+                f"{error}; and it cannot be removed ({failed.strerror}): remove it, or name another folder "
+                "with --offload-folder"
+            ) from failed
     return use(make())  # outside the handler, whose error keeps the loaded weights alive
-
-
-def _remove(path: Path, error: DamagedFileError) -> None:
-    """Remove a damaged prepared file; raises ModelFileError if that fails."""
-    _LOG.warning("a prepared model is made again: %s", str(error))
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as failed:
-        raise ModelFileError(
-            f"{error}; and it cannot be removed ({failed.strerror}): remove it, or name another folder with "
-            "--offload-folder"
-        ) from failed

@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 import torch
 
 from specinfer.config import EngineConfig
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.hardware import Hardware
 from specinfer.errors import CapacityError, ModelFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import Bandwidth, DiskRate, StreamSource, about, gigabytes, measure
@@ -30,7 +32,6 @@ from specinfer.models.placement import ExpertMemory, Placement
 from specinfer.models.prepared import PreparedFile, prepared_path
 from specinfer.models.streamed import layer_records
 from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_bytes, table_bytes
-from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import address_space_left, bytes_per_block, free_bytes, gib, process_bytes
@@ -128,12 +129,9 @@ class MemoryPlan:
 class MemoryNeeds:
     """The models to plan memory for, before any weight is read."""
 
-    name: str  # of the target
-    target: OpenModel
+    target: FoundModel
     quantization: Quantization
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Kernels
+    hardware: Hardware
     draft_weights: Mapping[str, int]  # bytes of the weights of named drafts
     draft_sets: Sequence[DraftSet]  # sets of drafts to choose from, if layers are streamed
     reads_table: bool  # True if a draft reads the target's embedding table
@@ -145,21 +143,21 @@ class MemoryNeeds:
         """Bytes of the target's weights."""
         if self.local_weights is not None:
             return self.local_weights
-        size = estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
+        size = self.target.weight_bytes(self.hardware.dtype, self.hardware.kernels, self.quantization)
         if self.reads_table:  # a head reads all of a table that passes leave in the file
-            size += self._table_bytes - table_bytes(self.target, self.dtype, self.quantization)
+            size += self._table_bytes - table_bytes(self.target.model, self.hardware.dtype, self.quantization)
         return size
 
     @property
     def _table_bytes(self) -> int:
-        return table_bytes(self.target, self.dtype, "none")
+        return table_bytes(self.target.model, self.hardware.dtype, "none")
 
     @property
     def output_bytes(self) -> int:
         """Bytes of the target's output layer."""
         config = self.target.config
         if self.quantization == "none":
-            return config.vocab_size * config.hidden_size * self.dtype.itemsize
+            return config.vocab_size * config.hidden_size * self.hardware.dtype.itemsize
         return int8_bytes(config.vocab_size, config.hidden_size)
 
     def self_drafts(self, adapter: int = 0) -> list[DraftSet]:
@@ -167,10 +165,10 @@ class MemoryNeeds:
 
         `adapter` is the bytes of the draft's adapter.
         """
-        own = draft_bytes(self.target, self.dtype, self.kernels, "int4") + adapter
+        own = draft_bytes(self.target.model, self.hardware.dtype, self.hardware.kernels, "int4") + adapter
         config = self.target.config
         layers = own - int8_bytes(config.vocab_size, config.hidden_size)
-        caches = [(config, self.dtype)]
+        caches = [(config, self.hardware.dtype)]
         return [
             DraftSet((SELF,), own, own, caches, _SELF_RATE),
             DraftSet((SELF,), layers, layers + self.output_bytes, caches, _SELF_RATE, shares_head=True),
@@ -181,38 +179,25 @@ class MemoryNeeds:
 
         `process` is the memory that this process has used so far.
         """
-        vectors = sum(math.prod(shape) for shape in self.target.shapes.values() if len(shape) == 1)
+        vectors = sum(math.prod(shape) for shape in self.target.model.shapes.values() if len(shape) == 1)
         return {
             "this process": process,
             "output layer": self.output_bytes,
             "embeddings": self._table_bytes if self.reads_table else 0,
-            "norms and biases": vectors * self.dtype.itemsize,
+            "norms and biases": vectors * self.hardware.dtype.itemsize,
             "adapters": self.adapters,
         }
 
-    def prepare(self, folder: Path | None, progress: Progress) -> PreparedFile:
-        """Return the target's prepared file in `folder` or the user's cache, and make it if it is missing."""
-        return prepare(
-            self.target,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            quantization=self.quantization,
-            cache=folder,
-            progress=progress,
-            name=self.name,
-        )
-
     def sizes(self, prepared: PreparedFile | None = None) -> Sizes:
         """Sizes of the target's layers, from its prepared file or estimated before there is one."""
+        experts = expert_sizes(self.target.model, self.hardware.dtype, self.quantization)
         if prepared is not None:
             layers = [prepared.records[name].length for name in layer_records(prepared)]
-            experts = expert_sizes(self.target, self.dtype, self.quantization)
             if experts is not None:
                 longest = max(prepared.records[name].length for name in expert_records(prepared))
                 experts = replace(experts, record=longest)
             return Sizes(layers, experts)
-        layers = layer_bytes(self.target, self.dtype, self.quantization)
-        experts = expert_sizes(self.target, self.dtype, self.quantization)
+        layers = layer_bytes(self.target.model, self.hardware.dtype, self.quantization)
         if experts is not None:
             dense, of_experts = experts.experts.dense_layers, experts.experts.count * experts.record
             layers = [size if n in dense else max(0, size - of_experts) for n, size in enumerate(layers)]
@@ -235,12 +220,12 @@ class MemoryNeeds:
                 if fits and limits is STREAM_LIMITS[-1]:
                     break
                 limits = limits._replace(rows=max(rows, limits.rows))
-                models = [(self.target.config, self.dtype), *drafts.caches]
+                models = [(self.target.config, self.hardware.dtype), *drafts.caches]
                 caches = config.cache.memory or cache_bytes(models, limits.positions)
                 parts = {
                     **fixed,
                     "drafts": drafts.weights,
-                    "activations": activation_bytes(self.target.config, self.dtype, limits.rows),
+                    "activations": activation_bytes(self.target.config, self.hardware.dtype, limits.rows),
                     "KV caches": caches,
                 }
                 try:
@@ -274,7 +259,8 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     Makes the prepared file if it is missing. Raises CapacityError if memory does not suffice, ConfigError if
     layers cannot be streamed, ModelError if the file cannot be made.
     """
-    memory, speculation = allowed_bytes(config.memory, needs.device), config.speculation
+    device, dtype, kernels, _ = needs.hardware
+    memory, speculation = allowed_bytes(config.memory, device), config.speculation
     # Measured now, so that a start that makes the file gets the same plan as later ones.
     process = process_bytes()
     free = memory - process
@@ -284,17 +270,18 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
             raise CapacityError(_lack_of_memory(needs, config, memory, free))
         return None
     limits = STREAM_LIMITS[2]  # for one or two requests
-    model = needs.target.config, needs.dtype
+    model = needs.target.config, dtype
     models = [model, *(needs.draft_sets[0].caches if speculation.drafts else ())]
     caches = config.cache.memory or cache_bytes(models, limits.positions)
     if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
-    library = needs.kernels.library
+    library = kernels.library
     if library is None:
-        check_support({Feature.STREAMED: f"{config.offload!r} and {needs.name}", Feature.TORCH: needs.device})
+        name = needs.target.files.name
+        check_support({Feature.STREAMED: f"{config.offload!r} and {name}", Feature.TORCH: device})
     # No file is written if no plan fits.
     needs.candidates(memory, process, needs.sizes(), config)
-    prepared = needs.prepare(offload_folder(config), progress)
+    prepared = needs.target.prepare(needs.hardware, needs.quantization, offload_folder(config), progress)
     disk = measure(StreamSource(prepared.path))
     assert library is not None, "streamed layers have native kernels"
     bandwidth = Bandwidth(library, _SAMPLE).median()
@@ -320,11 +307,13 @@ def offload_folder(config: EngineConfig) -> Path | None:
 
 def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free: int) -> str:
     """Return the message for a lack of memory, with the alternative of streaming."""
-    parts, advice = {needs.name: needs.weights, **needs.draft_weights}, "choose a smaller model, fewer drafts"
+    target, (device, dtype, kernels, _) = needs.target, needs.hardware
+    parts = {target.files.name: needs.weights, **needs.draft_weights}
+    advice = "choose a smaller model, fewer drafts"
     if needs.adapters:
         parts["adapters"] = needs.adapters
     if config.memory is not None:
-        model, (positions, rows, _) = (needs.target.config, needs.dtype), STREAM_LIMITS[-1]
+        model, (positions, rows, _) = (target.config, dtype), STREAM_LIMITS[-1]
         models = [model, *(needs.draft_sets[0].caches if needs.draft_sets else ())]
         parts["this process"] = memory - free
         parts["a small context"] = activation_bytes(*model, rows) + 2 * cache_bytes(models, positions)
@@ -336,11 +325,11 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
         limit = "" if address_space_left() is None else ", or raise the limit of `ulimit -v`"
         text = (
             f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
-            f"{needs.device}; {advice}, or free some memory{limit}"
+            f"{device}; {advice}, or free some memory{limit}"
         )
-    if needs.device.type != "cpu" or needs.kernels.library is None:
+    if device.type != "cpu" or kernels.library is None:
         return text
-    path = needs.target.path
+    path = target.model.path
     file = next(iter(sorted(path.glob("*.safetensors"))), path) if path.is_dir() else path
     try:
         candidates = needs.candidates(memory, memory - free, needs.sizes(), config)
@@ -348,7 +337,7 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
     except (CapacityError, ModelFileError):
         return text  # streaming would not fit, either
     placement = min((placement for *_, placement in candidates), key=lambda one: one.streamed_bytes)
-    folder = prepared_path(path, "", needs.dtype, offload_folder(config)).parent
+    folder = prepared_path(path, "", dtype, offload_folder(config)).parent
     return f"{text}; or --offload auto: {placement.summary(disk, folder)}"
 
 

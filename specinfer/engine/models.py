@@ -182,7 +182,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
         hosts = ranks.hosts
-        report(f"{short_name(target)}: {ranks}", show)
+        report(f"{short_name(target)}: {ranks.summary}", show)
     if memory is not None:
         report(f"{short_name(target)}: {memory}", show)
     for name, draft in drafts.items():

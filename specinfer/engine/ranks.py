@@ -67,7 +67,7 @@ class Ranks:
         self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
         self._processes = processes
-        self._summary = ""
+        self.summary = ""  # the division of the model among the ranks, in a line; set by `join`
 
     def start(self, library: Library | None, drafts: Sequence[SharedDraft], **settings: Any) -> None:
         """Start the followers, which load their parts.
@@ -196,7 +196,7 @@ class Ranks:
         if layout.stages > 1:
             micros = 1e6 * group.hop_seconds(size, model.dtype)
             summary.append(f"16 rows from stage to stage in {micros:.0f} us")
-        self._summary = ", ".join(summary)
+        self.summary = ", ".join(summary)
 
     def _host(self, address: str, addresses: Sequence[str], free: Sequence[int]) -> Host:
         """Return the host of an address, with its free memory after the last of its ranks has loaded."""
@@ -205,10 +205,6 @@ class Ranks:
         if not address:
             parts += (part for shards in self.drafts.values() for part in shards[1:])
         return Host(address, parts, min((free[rank - 1] for rank in ranks), default=0))
-
-    def __str__(self) -> str:
-        """Return the division of the model among the ranks, in a line."""
-        return self._summary
 
 
 def _sum(numbers: Sequence[int]) -> str:

@@ -69,15 +69,10 @@ class SharedExchange:
         self.ranks, self.rank, self.slot = ranks, rank, slot
         place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.address: int = library.exchange_new(place, ranks, rank, slot)
-        self.limit = limit
+        self.wait_at_most(limit)
 
-    @property
-    def limit(self) -> float:
-        """Seconds that a turn waits for another rank."""
-        return self._limit
-
-    @limit.setter
-    def limit(self, seconds: float) -> None:
+    def wait_at_most(self, seconds: float) -> None:
+        """Let each turn wait so long for another rank."""
         self._limit = seconds
         self._library.exchange_set_limit(self.address, seconds)
 

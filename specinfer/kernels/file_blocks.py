@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Final, Literal
 
@@ -96,14 +96,11 @@ def empty_blocks(channels: int, inner: int, form: BlockForm, library: Library | 
     )
 
 
+@cache
 def blocks_bytes(channels: int, inner: int, form: BlockForm) -> int:
     """The bytes of a matrix of blocks."""
-    groups = padded(inner) // GROUP
-    halves, spans = (1 if form.bits == 4 else 2), -(-groups // form.span)
-    row = groups * GROUP * form.bits // 8 + 2 * spans
-    row += groups * halves if form.steps else 1
-    row += groups + 2 * spans if form.mins else 3
-    return num_blocks(channels) * BLOCK * row
+    with torch.device("meta"):
+        return sum(part.nbytes for part in empty_blocks(channels, inner, form))
 
 
 def block_rows(

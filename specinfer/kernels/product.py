@@ -98,8 +98,8 @@ class NativeProduct:
 
         `bias` is float32 [channels]. `largest` bounds the scales of an int4 weight; for columns of a matrix,
         those of the whole matrix. `parts` determines the order of sums. `blocks` is the whole of a block
-        weight. Raises ValueError if a tensor is not contiguous or has a wrong size, TypeError for parts with
-        int8, whose sums are exact.
+        weight. Raises ValueError if a tensor is not contiguous or has a wrong size. Sums of int8 are
+        exact and have no parts.
         """
         rows, padded = num_blocks(channels) * BLOCK, padded_inner(kind, inner)
         elements = rows * padded
@@ -143,8 +143,6 @@ class NativeProduct:
             )
         self.parts = parts
         if parts is not None:
-            if kind == "int8":
-                raise TypeError("a product with int8 weights is exact, and needs no parts")
             parts.check(inner)
             numbers = (c_int64 * len(parts.ends))(*parts.ends), (c_int64 * len(parts.shares))(*parts.shares)
             self._kept_parts = numbers
@@ -175,22 +173,17 @@ class NativeProduct:
         """Multiply together with the other ranks from now on; each has some of the inner elements.
 
         All ranks multiply the same rows at once; create layers afterwards. A product then raises
-        PeerLostError. Raises TypeError unless the weight is int8, or has parts for that number of ranks.
+        PeerLostError. The weight is int8, or has parts for that number of ranks.
         """
-        if self.kind != "int8" and (self.parts is None or self.parts.ranks != exchange.ranks):
-            raise TypeError(
-                f"a product with {self.kind} weights needs parts for {exchange.ranks} ranks to add up with "
-                "other ranks"
-            )
+        fits = self.kind == "int8" or (self.parts is not None and self.parts.ranks == exchange.ranks)
+        assert fits, f"a product with {self.kind} weights has parts for {exchange.ranks} ranks"
         self.exchange = exchange
         self.args.exchange = exchange.address
 
     def branches(self, x: Tensor) -> Tensor:
-        """Sums over complete branches of this rank's parts, float32 [its branches, rows, channels].
-
-        Raises ValueError unless the product has parts.
-        """
-        parts = self._check_parts()
+        """Sums over complete branches of this rank's parts, float32 [its branches, rows, channels]."""
+        parts = self.parts
+        assert parts is not None, "a product without parts has no branches"
         code, found = self._check_rows(x), torch.empty(len(parts.branches(parts.rank)), len(x), self.channels)
         self._library.add_branches(
             *(ctypes.byref(self.args), code, x.data_ptr(), len(x), found.data_ptr()),
@@ -201,11 +194,12 @@ class NativeProduct:
         """Results [rows, channels] in `dtype` from the branches of all ranks, in order.
 
         The bits are the same however the ranks divide the parts. Raises ValueError unless the product has
-        parts with these branches.
+        these branches.
         """
+        assert self.parts is not None, "a product without parts has no branches"
         check_tensor(
             *("branches", branches, torch.float32),
-            *(len(self._check_parts().all_branches), branches.shape[1], self.channels),
+            *(len(self.parts.all_branches), branches.shape[1], self.channels),
         )
         out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
         self._library.finish_branches(
@@ -216,20 +210,15 @@ class NativeProduct:
     def maxima(self, x: Tensor) -> Tensor:
         """The largest absolute values of rotated rows, float32 [rows].
 
-        Their bits, as int32, have the same order as their values, with NaN above all. Raises TypeError unless
-        the weight is int8.
+        Their bits, as int32, have the same order as their values, with NaN above all.
         """
-        self._check_exact()
+        assert self.kind == "int8", "other weights have no exact sums"
         code, maxima = check_rows(x, self.inner), torch.empty(len(x))
         self._library.find_maxima(ctypes.byref(self.args), code, x.data_ptr(), len(x), maxima.data_ptr())
         return maxima
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows.
-
-        Raises TypeError unless the weight is int8.
-        """
-        self._check_exact()
+        """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows."""
         code, sums = check_rows(x, self.inner), torch.empty(len(x), self.channels, dtype=torch.int32)
         check_tensor("maxima", maxima, torch.float32, len(x))
         self._library.add_up(
@@ -242,10 +231,8 @@ class NativeProduct:
         """Results [rows, channels] in `dtype` from the sums of whole rows.
 
         From the largest `maxima` and the sum of the `partials` of all ranks it computes the bits of the whole
-        product. A rank's inner elements start at a multiple of 32 (`GROUP`). Raises TypeError unless the
-        weight is int8.
+        product. A rank's inner elements start at a multiple of 32 (`GROUP`).
         """
-        self._check_exact()
         check_tensor("sums", sums, torch.int32, len(sums), self.channels)
         check_tensor("maxima", maxima, torch.float32, len(sums))
         out = torch.empty(len(sums), self.channels, dtype=dtype)
@@ -255,20 +242,11 @@ class NativeProduct:
         )
         return out
 
-    def _check_parts(self) -> SumParts:
-        if self.parts is None:
-            raise ValueError("this product's sums have no parts, hence no branches")
-        return self.parts
-
     def _check_rows(self, x: Tensor) -> int:
         code = check_rows(x, self.inner)
         if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
             raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; the dtypes must be equal")
         return code
-
-    def _check_exact(self) -> None:
-        if self.kind != "int8":
-            raise TypeError(f"a product with {self.kind} weights has no exact sums; use int8")
 
 
 def product_args(product: Product) -> ProductArgs:

@@ -73,25 +73,10 @@ def never(_: float) -> bool:
 class TimedModel(Protocol):
     """A model whose passes are timed."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """The model's config."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and logits."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """Kernels that compute the layers' operations and attention."""
-        ...
+    config: ModelConfig
+    dtype: torch.dtype  # of weights, activations and logits
+    device: torch.device  # of the weights
+    kernels: Kernels  # that compute the layers' operations and attention
 
 
 class Timed(Protocol):

@@ -54,7 +54,7 @@ class CostModel:
         self._rows, self._curve = curve.corners()
         self._unit = float(curve.seconds([1])[0])
         self._terms = list(_FIRST)
-        self._covariance = _initial_covariance()
+        self._covariance: list[list[float]] = np.diag(np.square(_DEVIATIONS)).tolist()
         self._context = 0.0  # mean context of the step's rows, in its unit
         self._corrected_at = 0.0  # the context for which `_corners` hold
         self._corners = list(self._curve)  # present seconds at the curve's corners
@@ -189,9 +189,3 @@ class CostModel:
         self._seconds = None
         self._table = []
         self._corrected_at = self._context
-
-
-def _initial_covariance() -> list[list[float]]:
-    """Return the initial covariance of the terms."""
-    size = len(_DEVIATIONS)
-    return [[_DEVIATIONS[i] ** 2 if i == j else 0.0 for j in range(size)] for i in range(size)]

@@ -37,7 +37,7 @@ class Planned:
     slots: int = 0  # for experts of a mixture, all of whose layers stay
 
     def __call__(self, needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
-        prepared = needs.prepare(offload_folder(config), progress)
+        prepared = needs.target.prepare(needs.hardware, needs.quantization, offload_folder(config), progress)
         sizes = [prepared.records[name].length for name in layer_records(prepared)]
         layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)

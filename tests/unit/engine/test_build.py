@@ -52,7 +52,7 @@ def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
     checked: list[dict[str, int]] = []
 
     def note(needs: MemoryNeeds, *_: object) -> None:
-        checked.append({needs.name: needs.weights, **needs.draft_weights})
+        checked.append({needs.target.files.name: needs.weights, **needs.draft_weights})
 
     monkeypatch.setattr(loading, "plan_memory", note)
     target = str(folder / "target")

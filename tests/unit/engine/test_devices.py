@@ -12,8 +12,11 @@ import torch
 from specinfer import LLM
 from specinfer.config import EngineConfig
 from specinfer.engine import found_models, memory
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.hardware import Hardware
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, KernelBuildError
+from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
@@ -101,12 +104,9 @@ def accept_on_gpu(model: Path, options: dict[str, Any], patch: pytest.MonkeyPatc
     if "offload" in options:
         patch.setattr(memory, "allowed_bytes", lambda limit, device: memory.process_bytes() + 1)
         needs = memory.MemoryNeeds(
-            name="large",
-            target=open_model(model),
+            target=FoundModel(ModelFiles("large", model, ()), open_model(model)),
             quantization="none",
-            dtype=torch.bfloat16,
-            device=torch.device("cuda"),
-            kernels=TORCH,
+            hardware=Hardware(torch.device("cuda"), torch.bfloat16, TORCH),
             draft_weights={},
             draft_sets=(memory.DraftSet(),),
             reads_table=False,

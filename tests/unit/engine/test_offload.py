@@ -12,6 +12,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
+from specinfer.engine import drafts as found_drafts
 from specinfer.engine import memory
 from specinfer.engine import models as loading
 from specinfer.engine.memory import MemoryNeeds, MemoryPlan
@@ -244,7 +245,7 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
     model, plans = write_large(tmp_path / "large"), list[str]()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "prepare", heavy)
+            patch.setattr(found_drafts, "prepare", heavy)
             taken[0] = 0
             with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
                 plan = llm.models.plan

@@ -199,7 +199,7 @@ def test_what_one_rank_has_lost_the_others_know(library: Library) -> None:
     def work(exchange: SharedExchange) -> float:
         if exchange.rank == 1:
             time.sleep(60)
-        exchange.limit = 60.0 if exchange.rank == 2 else 0.1
+        exchange.wait_at_most(60.0 if exchange.rank == 2 else 0.1)
         began = time.monotonic()
         with pytest.raises(PeerLostError, match=r"^rank 1 of 3 (did not respond|has ended)"):
             add(exchange)

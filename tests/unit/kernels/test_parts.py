@@ -169,6 +169,3 @@ def test_other_parts_are_refused(native: NativeProducts) -> None:
     two = parted(native, "bfloat16", SHARES[1])[0]
     with pytest.raises(ValueError, match=r"^branches must be contiguous torch.float32 \[3, 2, 49\]"):
         two.joined(torch.zeros(2, 2, CHANNELS), torch.bfloat16)
-    plain = native.floats(random(16, 64), None)
-    with pytest.raises(ValueError, match=r"^this product\'s sums have no parts, hence no branches$"):
-        plain.branches(random(1, 64))

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.hardware import Hardware
 from specinfer.engine.memory import MemoryNeeds, draft_bytes
 from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import GROUP
@@ -133,9 +136,11 @@ def test_memory_is_planned_for_what_is_in_memory(tmp_path: Path) -> None:
         sizes = {name: tensor.nbytes for name, tensor in kept.items() if "padding" not in name}
         vectors = sum(math.prod(shape) * 4 for shape in model.shapes.values() if len(shape) == 1)
         assert sizes["model.embed_tokens.weight.rows"] == table
-        needs = MemoryNeeds(
-            *("m", model), **how, device=CPU, draft_weights={}, draft_sets=(), reads_table=False
+        found, hardware = (
+            FoundModel(ModelFiles("m", model.path, ()), model),
+            Hardware(CPU, torch.float32, TORCH),
         )
+        needs = MemoryNeeds(found, "gguf", hardware, draft_weights={}, draft_sets=(), reads_table=False)
         assert needs.weights == sum(sizes.values()) - table + vectors, kind
         assert draft_bytes(model, torch.float32, TORCH, "gguf") == needs.weights, kind
         assert replace(needs, reads_table=True).weights == needs.weights + table, kind
