@@ -32,9 +32,11 @@ from specinfer.heads.layers import HeadLayer, HeadNorm, TokenTable, rotation_at,
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary
 from specinfer.kernels.attention import NativeCache
-from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
+from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
+from specinfer.kernels.product import product_args
+from specinfer.kernels.structures import BlockHeadArgs
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm, rotations
 from specinfer.models.shared_sums import EmbeddingTable
@@ -204,9 +206,9 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self.native: NativeBlockHead | None = None
         if native is not None and self._embedding_VD is not None:
-            self.native = NativeBlockHead(self._parts(self._embedding_VD, 1.0), native)
+            self.native = self._native(native, self._embedding_VD, 1.0)
         elif native is not None:
-            self.native = NativeBlockHead(self._parts(*target.embedding), native)
+            self.native = self._native(native, *target.embedding)
         if head.markov_rank:
             before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
             named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
@@ -314,25 +316,28 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         text = BlockText(table, 0, begin=0, states=states, count=2, rows=self.head.block_size)
         return [text] * -(-rows // 2)
 
-    def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
-        """Return the parts of the native call."""
+    def _native(self, layers: NativeLayers, embedding_VD: Tensor, scale: float) -> NativeBlockHead:
+        """Return the head's native calls; its parts are native."""
         head = self.head
-        return BlockHeadParts(
-            fc=self._fc,
-            hidden_norm=self._hidden_norm.parts,
-            context=self._context,
-            entry=self._entry if head.reads_last else None,
-            entry_norm=self._entry_norm.parts if head.reads_last else None,
-            layers=[layer.parts() for layer in self._layers],
-            norm=self._norm.parts,
-            output=self._head,
-            embedding_VD=embedding_VD,
-            embedding_scale=scale,
-            mask_token_id=head.mask_token_id,
+        kept = [embedding_VD, self._fc, self._context, self._head, self._hidden_norm.parts, self._norm.parts]
+        args = BlockHeadArgs(
+            fc=product_args(self._fc),
+            context=product_args(self._context),
+            output=product_args(self._head),
+            hidden_norm=self._hidden_norm.parts.args,
+            norm=self._norm.parts.args,
+            scale=scale,
             causal=head.causal,
             skipped=head.skipped,
-            rotations=partial(rotations, [self._rope], self.config.max_context),
+            embedding=embedding_VD.data_ptr(),
+            tokens=len(embedding_VD),
+            mask=head.mask_token_id,
         )
+        if head.reads_last:
+            args.entry, args.entry_norm = product_args(self._entry), self._entry_norm.parts.args
+            kept += [self._entry, self._entry_norm.parts]
+        make = partial(rotations, [self._rope], self.config.max_context)
+        return NativeBlockHead(args, kept, layers, make, self.dtype)
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """Fuse the target's hidden states, [T, D]."""

@@ -9,39 +9,17 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from specinfer.kernels.attention import NativeCache
-from specinfer.kernels.decoder import LayerParts, MakeRotations, NativeLayers, RotationTables
-from specinfer.kernels.ops import NormParts
-from specinfer.kernels.product import FLOATS, Product, product_args
+from specinfer.kernels.decoder import MakeRotations, NativeLayers, RotationTables
+from specinfer.kernels.product import FLOATS
 from specinfer.kernels.structures import TYPES, BlockHeadArgs, BlockStepArgs
 
 _NUMBERS: Final = 8  # numbers per text in a call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockHeadParts:
-    """The parts of a block head; heads/block.py describes each."""
-
-    fc: Product
-    hidden_norm: NormParts
-    context: Product
-    entry: Product | None
-    entry_norm: NormParts | None
-    layers: Sequence[LayerParts]
-    norm: NormParts
-    output: Product
-    embedding_VD: Tensor
-    embedding_scale: float
-    mask_token_id: int
-    causal: bool
-    skipped: int  # leading rows of a block that guess nothing
-    rotations: MakeRotations
 
 
 class NativeBlockHead:
@@ -52,33 +30,23 @@ class NativeBlockHead:
 
     __slots__ = ("_args", "_kept", "_layers", "_library", "_named", "_rotations", "_size", "_type")
 
-    def __init__(self, parts: BlockHeadParts, layers: NativeLayers) -> None:
-        """All products are native, and `layers` are made from `parts.layers`."""
-        fc, context, output = (product_args(product) for product in (parts.fc, parts.context, parts.output))
+    def __init__(
+        self,
+        args: BlockHeadArgs,
+        kept: Sequence[object],
+        layers: NativeLayers,
+        rotations: MakeRotations,
+        dtype: torch.dtype,
+    ) -> None:
+        """`args` lack the type, the layers and the rotations; `kept` owns the memory that they point to."""
         self._library = layers.library
         self._layers = layers
-        self._kept = parts  # owns the memory that the arguments point to
-        self._type = parts.norm.weight_D.dtype
-        self._size, self._named = fc.channels, output.channels
-        self._args = BlockHeadArgs(
-            type=TYPES[FLOATS[self._type]],
-            fc=fc,
-            context=context,
-            output=output,
-            hidden_norm=parts.hidden_norm.args,
-            norm=parts.norm.args,
-            layers=layers.args,
-            num_layers=len(layers.args),
-            scale=parts.embedding_scale,
-            causal=parts.causal,
-            skipped=parts.skipped,
-            embedding=parts.embedding_VD.data_ptr(),
-            tokens=len(parts.embedding_VD),
-            mask=parts.mask_token_id,
-        )
-        if parts.entry is not None and parts.entry_norm is not None:
-            self._args.entry, self._args.entry_norm = product_args(parts.entry), parts.entry_norm.args
-        self._rotations = RotationTables([self._args.rotations], parts.rotations)
+        self._kept = kept
+        self._type = dtype
+        self._size, self._named = args.fc.channels, args.output.channels
+        args.type, args.layers, args.num_layers = TYPES[FLOATS[dtype]], layers.args, len(layers.args)
+        self._args = args
+        self._rotations = RotationTables([args.rotations], rotations)
 
     def reach(self, positions: int) -> None:
         """Extend the rotation tables to at least `positions` positions."""
@@ -110,7 +78,6 @@ class NativeBlockHead:
         position or token.
         """
         self._layers.check(cache, self._type)
-        kept = self._kept
         count = len(texts) // _NUMBERS
         last_ND = torch.empty(count, self._size, dtype=self._type)
         read_RD = torch.empty(guesses, self._size, dtype=self._type)
@@ -121,7 +88,7 @@ class NativeBlockHead:
         at = numbers.buffer_info()[0]
         behind = at + 8 * (len(texts) + len(taps))
         step = BlockStepArgs(at, count, at + 8 * len(texts), behind, len(tables), block_size)
-        guessed = sum(max(0, rows - kept.skipped) for rows in texts[5::_NUMBERS])
+        guessed = sum(max(0, rows - self._args.skipped) for rows in texts[5::_NUMBERS])
         rows = sum(texts[4::_NUMBERS]), guessed
         if rows != (len(taps), guesses):
             raise ValueError(f"got {len(taps)} hidden states and {guesses} guesses; texts require {rows}")

@@ -41,6 +41,7 @@ _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)  # the file system has no O
 # each piece a reader waits up to 5 ms for the GIL while other threads run Python.
 SETTINGS: Final = ((1, 16 * _MIB), (1, 4 * _MIB), (2, 4 * _MIB), (4, _MIB), (8, _MIB))
 _MIN_SPEEDUP: Final = 1.05  # minimum speedup for preferring a later setting
+_SECONDS: Final = 0.5  # of all trials
 _ROUNDS: Final = 2  # rounds over all settings, so that a disturbance affects several
 _TRIAL_BYTES: Final = 64 * _MIB  # buffer of the trials, larger than the caches, as layers are
 STREAMED: Final = 1 << 29  # bytes of memory in one measurement, more than any cache holds
@@ -188,10 +189,6 @@ def about(figure: float) -> str:
     return f"{figure:.2g}" if figure < 1 else f"{figure:.{figure < 10:d}f}"
 
 
-# (source, memory, readers, piece, start in the file from 0 to 1, seconds) -> bytes read, seconds taken
-Trial = Callable[[StreamSource, memoryview, int, int, float, float], tuple[int, float]]
-
-
 def timed_reads(
     source: StreamSource, memory: memoryview, readers: int, piece: int, place: float, seconds: float
 ) -> tuple[int, float]:
@@ -219,30 +216,24 @@ def timed_reads(
     return done * piece, time.perf_counter() - began
 
 
-def measure(
-    source: StreamSource,
-    *,
-    seconds: float = 0.5,
-    clock: Callable[[], float] = time.perf_counter,
-    trial: Trial = timed_reads,
-) -> DiskRate:
-    """Find the readers and piece size with which a file streams fastest, in about `seconds` in total.
+def measure(source: StreamSource) -> DiskRate:
+    """Find the readers and piece size with which a file streams fastest, in about half a second in total.
 
     Trials start at different places of the file, so that no cache serves them. On a slow disk, settings that
     would take too long are skipped. The file has at least one page; raises ModelFileError as a read does.
     """
     ensure(source.size >= PAGE, "a file that streams has a page at least")
     memory = memoryview(_touched(_TRIAL_BYTES))  # so that the disk alone is timed
-    began, count = clock(), len(SETTINGS) * _ROUNDS
+    began, count = time.perf_counter(), len(SETTINGS) * _ROUNDS
     found = dict.fromkeys(SETTINGS, (0, 0.0))
     # Small ones first: they predict the time of larger ones.
     for number, setting in enumerate(sorted(SETTINGS, key=lambda one: one[0] * one[1]) * _ROUNDS):
         readers, piece = setting
-        left = seconds - (clock() - began)
+        left = _SECONDS - (time.perf_counter() - began)
         known = max((size / taken for size, taken in found.values() if size), default=None)
         if known is not None and readers * min(piece, source.size) > known * left:
             continue
-        size, taken = trial(source, memory, readers, piece, number / count, seconds / count)
+        size, taken = timed_reads(source, memory, readers, piece, number / count, _SECONDS / count)
         found[setting] = found[setting][0] + size, found[setting][1] + taken
     rates = {setting: size / taken for setting, (size, taken) in found.items() if size}
     best = max(rates.values())

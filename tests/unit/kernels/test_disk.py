@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ class _Disk:
     def check(self) -> None:
         raise AssertionError
 
-    def measured(self, rates: Callable[[int, int], float], seconds: float = 0.5) -> DiskRate:
+    def measured(self, rates: Callable[[int, int], float]) -> DiskRate:
         """Return the chosen settings for these rates."""
 
         def trial(
@@ -216,7 +217,10 @@ class _Disk:
             self.now += taken
             return pieces * readers * piece, taken
 
-        return measure(self, seconds=seconds, clock=lambda: self.now, trial=trial)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: self.now))
+            patch.setattr(disk, "timed_reads", trial)
+            return measure(self)
 
 
 def test_more_readers_are_chosen_where_they_are_faster_by_a_twentieth() -> None:
@@ -242,7 +246,7 @@ def test_readers_read_at_once() -> None:
 def test_a_real_file_is_measured(file: Path) -> None:
     source = StreamSource(file)
     began = time.monotonic()
-    found = measure(source, seconds=0.05)
+    found = measure(source)
     assert time.monotonic() - began < 2
     assert found.bytes_per_second > 1e5
     assert (found.readers, found.piece) in SETTINGS
