@@ -22,7 +22,6 @@ from specinfer.kernels.attention import NativeAttention, unsupported
 from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
 from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import release_free_memory
-from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
@@ -286,9 +285,7 @@ class Loader:
 
 def _how(kernels: Kernels) -> tuple[bool, bool]:
     """Return whether attention is native, and whether products bypass the CPU caches for weights."""
-    products = kernels.products
-    past = isinstance(products, NativeProducts) and products.use.nontemporal
-    return isinstance(kernels.attention, NativeAttention), past
+    return isinstance(kernels.attention, NativeAttention), kernels.products.use.nontemporal
 
 
 def _used(prepared: PreparedFile, use: Callable[[PreparedFile], _T], make: Callable[[], PreparedFile]) -> _T:

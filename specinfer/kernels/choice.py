@@ -67,15 +67,9 @@ def native_kernels(library: Library) -> Kernels:
 
 def draft_kernels(kernels: Kernels) -> Kernels:
     """Kernels for a draft: a row's result may depend on the number of rows, which is faster."""
-    products = kernels.products
-    if not isinstance(products, NativeProducts):
-        return kernels
-    return replace(kernels, products=products.but(loose=True))
+    return replace(kernels, products=kernels.products.but(loose=True))
 
 
 def streaming_kernels(kernels: Kernels, weights: int) -> Kernels:
     """Kernels for a model with `weights` bytes of weights, read past the caches if they exceed these."""
-    products = kernels.products
-    if not isinstance(products, NativeProducts):
-        return kernels
-    return replace(kernels, products=products.but(nontemporal=weights > cache_bytes()))
+    return replace(kernels, products=kernels.products.but(nontemporal=weights > cache_bytes()))

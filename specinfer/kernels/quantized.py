@@ -68,6 +68,10 @@ class Products:
         self.library = library  # multiplies; None: PyTorch
         self.use = use  # how its products are used
 
+    def but(self, **changes: bool) -> Products:
+        """Products for other uses, which change nothing in PyTorch."""
+        return self
+
     def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
         """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16.
 

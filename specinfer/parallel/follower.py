@@ -26,7 +26,6 @@ from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.choice import Kernels, choose_kernels, draft_kernels
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count
-from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.shard import Layout
@@ -139,8 +138,7 @@ class Settings:
 
     def fitting(self, kernels: Kernels, native_attention: bool, nontemporal: bool) -> Kernels:
         """Adapt kernels to a model as rank 0 has chosen."""
-        if isinstance(kernels.products, NativeProducts):
-            kernels = replace(kernels, products=kernels.products.but(nontemporal=nontemporal))
+        kernels = replace(kernels, products=kernels.products.but(nontemporal=nontemporal))
         if isinstance(kernels.attention, NativeAttention) and not native_attention:
             kernels = replace(kernels, attention=SdpaAttention())
         return kernels
