@@ -85,18 +85,15 @@ class Ranks:
         """
         width = self.layout.width
         processes = self._processes or FollowerProcesses(self._config.ranks_here, width)
+        ended_by: FollowerProcesses | Followers = processes
         try:
-            self._followers = Followers(processes, self._listener())
-            try:
-                exchange = None
-                if library is not None and 0 in processes.memory:
-                    exchange = SharedExchange(library, processes.memory[0], width, 0, limit=LIMIT)
-                self._send_settings(exchange, library is not None, drafts, settings)
-            except BaseException:
-                self._followers.close()
-                raise
+            self._followers = ended_by = Followers(processes, self._listener())
+            exchange = None
+            if library is not None and 0 in processes.memory:
+                exchange = SharedExchange(library, processes.memory[0], width, 0, limit=LIMIT)
+            self._send_settings(exchange, library is not None, drafts, settings)
         except BaseException:
-            processes.close()
+            ended_by.close()
             raise
         finally:
             processes.close_files()
