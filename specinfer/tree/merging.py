@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Sequence
 
 from specinfer.errors import IntegrityError
-from specinfer.tree.draw import Draw, Runs, any_sampled, as_runs
+from specinfer.tree.draw import Runs, any_sampled, as_runs
 from specinfer.tree.token_tree import TokenTree, child_of
 
 
@@ -79,7 +79,7 @@ def prune(
         permits: returns whether a token may follow the tokens of a path; None: any token may.
         ending: token ids that end the text.
     """
-    pinned = {draw.node for draw in tree.draws if sampled(draw)}
+    pinned = {draw.node for draw in tree.draws if draw.rule.is_sampled}
     paths: dict[int, tuple[int, ...]] = {0: ()}  # of the kept nodes
     for node in range(1, tree.num_nodes):
         parent, token = tree.parents[node], tree.token_ids[node]
@@ -88,11 +88,6 @@ def prune(
         if permits is None or node in pinned or permits(paths[parent], token):
             paths[node] = (*paths[parent], token)
     return keep(tree, paths)
-
-
-def sampled(draw: Draw) -> bool:
-    """True if a verifier relies on how the token was drawn, so that its value may not decide its removal."""
-    return draw.rule.is_sampled
 
 
 def pinned_nodes(tree: TokenTree) -> set[int]:
@@ -106,7 +101,7 @@ def pinned_nodes(tree: TokenTree) -> set[int]:
         return pinned
     drawn_below: set[int] = set()
     for draw in reversed(tree.draws):
-        if sampled(draw):
+        if draw.rule.is_sampled:
             drawn_below.add(draw.parent)
         node = draw.node if draw.parent in drawn_below else 0
         while node and node not in pinned:

@@ -12,7 +12,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.policy import StepReport, has_own_size
 from specinfer.tree import TokenTree
-from specinfer.tree.merging import keep, pinned_nodes, sampled
+from specinfer.tree.merging import keep, pinned_nodes
 from specinfer.tree.token_tree import Expansion, single_node
 
 Floats = NDArray[np.float64]
@@ -76,7 +76,7 @@ class PlainPolicy:
             tokens, nodes = self._so_far()
             price = self._price(tokens, nodes)
             gains = np.array([self._gain(entries[i], end, price) for i, end in free])
-            samples = [any(map(sampled, trees[i].draws)) for i, _ in free]
+            samples = [any(draw.rule.is_sampled for draw in trees[i].draws) for i, _ in free]
             widths = [self.expansion.widths[len(trees[i].path_tokens(end))] for i, end in free]
             each = sum(w if of_samples else 1 for w, of_samples in zip(widths, samples, strict=True)) / len(
                 free
@@ -166,7 +166,7 @@ class PlainPolicy:
         node = next((n for n in range(others.num_nodes) if others.path_tokens(n) == path), None)
         left = 1.0 if node is None else missed_by(others, node, self.acceptance.node_rates(others))
         rate, arrives = self._rate(len(path), entry), probabilities[end] * left
-        samples = any(map(sampled, drawn.draws))
+        samples = any(draw.rule.is_sampled for draw in drawn.draws)
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
 
     def _rate(self, level: int, entry: PlanEntry) -> LevelRate:
@@ -187,7 +187,7 @@ class PlainPolicy:
             best = [probabilities[node] for node in range(1, others.num_nodes) if node not in pinned]
             stay = [probabilities[node] for node in pinned]
             drawn, of_drawn, known = self._drawn_probabilities(entry)
-            samples = {draw.node for draw in drawn.draws if sampled(draw)}
+            samples = {draw.node for draw in drawn.draws if draw.rule.is_sampled}
             stay += [of_drawn[node] for node in samples]
             best += [of_drawn[n] for n in range(1, drawn.num_nodes) if not known[n] and n not in samples]
             best.sort(reverse=True)
