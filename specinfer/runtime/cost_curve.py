@@ -111,7 +111,8 @@ class CostCurve:
         if experts is not None:
             powers = (1 << n for n in range(max(measured).bit_length()))
             sizes = sorted({*measured, *(rows for rows in powers if rows > min(measured))})
-            weights = dict(zip(sizes, _weighed(experts, sizes), strict=True))
+            # The experts that a pass of each size reads, in units of one row's, plus a little per row.
+            weights = {rows: experts.active(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes}
             hull = _lower_hull({weights[rows]: taken for rows, taken in measured.items()})
             places, taken = [place for place, _ in hull], [seconds for _, seconds in hull]
             return cls(tuple(sizes), tuple(np.interp([*weights.values()], places, taken).tolist()), rough)
@@ -173,11 +174,6 @@ def _lower_hull(measured: Mapping[_Size, float]) -> list[tuple[_Size, float]]:
             hull.pop()
         hull.append(point)
     return hull[::-1]
-
-
-def _weighed(experts: Experts, sizes: Sequence[int]) -> list[float]:
-    """Return the experts that passes of these sizes read, in units of one row's, plus a little per row."""
-    return [experts.active(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes]
 
 
 def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:

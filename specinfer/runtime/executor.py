@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
@@ -91,15 +93,15 @@ class Executor:
             needed_positions=needed_positions,
             limit=limit,
         )
-        found = [fit([*models, *((part, target.dtype) for part in here.parts)], free=free, where=where)]
-        for host in others:
-            parts = [(part, target.dtype) for part in host.parts]
-            found.append(fit(parts, free=host.free, where=host.address))
+
+        def of_ranks(host: Host) -> list[tuple[ModelConfig, torch.dtype]]:
+            return [(part, target.dtype) for part in host.parts]
+
+        found = [fit([*models, *of_ranks(here)], free=free, where=where)]
+        found += [fit(of_ranks(host), free=host.free, where=host.address) for host in others]
         executor = cls(target, num_blocks=min(found), block_size=block_size, adapters=adapters)
         for host in others:
-            size = executor.num_blocks * bytes_per_block(
-                [(part, target.dtype) for part in host.parts], block_size
-            )
+            size = executor.num_blocks * bytes_per_block(of_ranks(host), block_size)
             host.add_free(-size)
             weakref.finalize(executor, host.add_free, size)
         return executor
