@@ -26,7 +26,7 @@ from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
-from specinfer.hub.model_files import hash_of, local_model
+from specinfer.hub.model_files import hash_of
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, device_name
 from specinfer.runtime.executor import Executor
@@ -237,4 +237,4 @@ def _named(model: str) -> str:
     """Return the last name of a file or folder with a hash of the model's files, or another model's name."""
     path = Path(model).expanduser()
     is_here = path.is_file() or (path / "config.json").is_file() or any(path.glob("*.gguf"))
-    return f"{path.name} {hash_of(local_model(model, path).path)[:8]}" if is_here else model
+    return f"{path.name} {hash_of(path)[:8]}" if is_here else model

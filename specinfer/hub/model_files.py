@@ -117,7 +117,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def files_of(model: Path) -> list[Path]:
     """Return the existing files of a model, from its folder or any part of its GGUF model."""
     if model.is_dir():
-        return [model / "config.json", *sorted(model.glob("*.safetensors"))]
+        if (gguf := _gguf_in(model)) is None:
+            return [model / "config.json", *sorted(model.glob("*.safetensors"))]
+        model = gguf
     return part_files(model)
 
 

@@ -9,8 +9,11 @@ import gguf
 import pytest
 import torch
 
+from specinfer import LLM
 from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.hub import gguf_header
 from specinfer.hub.gguf_header import first_parts, part_files, part_names
+from specinfer.hub.model_files import hash_of
 from specinfer.hub.resolution import resolve
 from specinfer.models.open_model import open_model
 from specinfer.models.prepared import identity
@@ -54,6 +57,7 @@ def test_names_of_parts() -> None:
 def test_any_part_or_their_folder_names_the_whole_model(name: str, split: Path) -> None:
     whole, files = open_model(split.parent / "whole.gguf"), resolve(str(split / name))
     assert files.path == split / NAMES[0]
+    assert hash_of(split / name) == hash_of(files.path)
     assert files.weights == tuple(split / part for part in NAMES)
     parts = open_model(files)
     assert parts.config == whole.config
@@ -98,3 +102,11 @@ def test_quantized_matrices_are_kept_of_all_parts(split: Path) -> None:
     os.utime(split / NAMES[2], (1, 1))
     assert identity(split / NAMES[0], "int8", torch.float32) != before
     assert part_files(split / NAMES[0]) == [split / name for name in NAMES]
+
+
+def test_a_start_parses_the_header_of_each_part_once(split: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    plain = gguf_header.read_header
+    monkeypatch.setattr(gguf_header, "read_header", lambda path: parsed.append(path.name) or plain(path))
+    LLM(str(split), kv_cache_memory=1 << 20, max_context=64).close()
+    assert sorted(parsed) == NAMES
