@@ -164,9 +164,9 @@ class Draft(LevelSpeculator):
             if outcome.finished:
                 self._forget(outcome.request_id)
 
-    @abstractmethod
     def _growth(self, entry: PlanEntry) -> Growth:
         """Return an entry's initial tree, or its text to read."""
+        return Growth.shaped(entry, self.name, self._shape)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         """Look up the state of these texts; returns about how many tokens of each the draft can read."""
@@ -287,19 +287,17 @@ class DraftModel(LevelDraft):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of committed guesses; drop the state of requests that ended."""
         super().observe(outcomes)
-        moves: list[Move] = []
-        for outcome in outcomes:
-            text = self._texts.known(outcome.request_id)
-            if text is None or text.growth is None:
-                continue
-            growth, text.growth = text.growth, None
-            path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
-            text.cached = growth.entry.end + len(path)
-            moves += moves_along(path, growth, growth.entry.end - 1, growth.entry.block_table)
-        self._runner.move(moves)
+        self._runner.move([move for outcome in outcomes for move in self._accepted(outcome)])
 
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.shaped(entry, self.name, self._shape, self._runner.max_context - entry.end)
+    def _accepted(self, outcome: Outcome) -> list[Move]:
+        """Keep the K and V of the tree's nodes that were committed; returns the needed moves."""
+        text = self._texts.known(outcome.request_id)
+        if text is None or text.growth is None:
+            return []
+        growth, text.growth = text.growth, None
+        path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
+        text.cached = growth.entry.end + len(path)
+        return moves_along(path, growth, growth.entry.end - 1, growth.entry.block_table)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         self._seen = [self._texts.of(entry, entry.end - 1) for entry in entries]
@@ -314,6 +312,7 @@ class DraftModel(LevelDraft):
             return None
         self._texts.claim(text, planned)
         text.cached = end
+        growth.limit = min(growth.limit, self._runner.max_context - planned.end)
         draws = end == planned.end and growth.limit > 0
         if draws:
             text.growth = growth

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows, moves_along
+from specinfer.speculate.drafts.draft import DraftModel, frontier_rows, moves_along
 from specinfer.speculate.drafts.draft_tokens import ForeignTokens
-from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer.detokenizer import Respelling
@@ -34,7 +33,7 @@ class _Text:
     root: int = 0  # position of that tree's root
 
 
-class ForeignDraft(LevelDraft):
+class ForeignDraft(DraftModel):
     """A draft model with another tokenizer; `tokens` converts between its tokens and the target's."""
 
     def __init__(
@@ -48,29 +47,24 @@ class ForeignDraft(LevelDraft):
         tokens: ForeignTokens,
     ) -> None:
         """Make a draft over `runner`, whose cache has `num_blocks` blocks."""
-        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
-        self._runner = runner
+        super().__init__(name, runner, shape, max_rows=max_rows, vocabulary=tokens.vocabulary)
         self._tokens = tokens
         self._free = list(range(num_blocks - 1, -1, -1))  # blocks of its cache
         self._spelled: dict[str, _Text] = {}  # in place of the base's, which use the target's blocks
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Convert committed tokens and keep their cached K and V; drop the state of requests that ended."""
-        super().observe(outcomes)
-        moves = list[Move]()
-        for outcome in outcomes:
-            text = self._spelled.get(outcome.request_id)
-            if text is None or text.growth is None:
-                continue
-            growth, text.growth = text.growth, None
-            kept = text.spelled.extend(outcome.committed)
-            text.cached = min(text.cached, kept)
-            if kept > text.root:
-                moves.extend(self._accept(text, growth))
-        self._runner.move(moves)
-
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.shaped(entry, self.name, self._shape)
+    def _accepted(self, outcome: Outcome) -> list[Move]:
+        """See DraftModel; converts the committed tokens."""
+        text = self._spelled.get(outcome.request_id)
+        if text is None or text.growth is None:
+            return []
+        growth, text.growth = text.growth, None
+        kept = text.spelled.extend(outcome.committed)
+        text.cached = min(text.cached, kept)
+        if kept <= text.root:
+            return []
+        path = growth.path(map(self._tokens.to_target, text.spelled.ids[text.root + 1 :]))
+        text.cached = text.root + 1 + len(path)
+        return moves_along(path, growth, text.root, text.table)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         unread = list[int]()
@@ -85,12 +79,6 @@ class ForeignDraft(LevelDraft):
     def _forget(self, request_id: str) -> None:
         if (text := self._spelled.pop(request_id, None)) is not None:
             self._release(text)
-
-    def _accept(self, text: _Text, growth: Growth) -> list[Move]:
-        """Keep the K and V of the draft's nodes on the committed path; returns the needed moves."""
-        path = growth.path(map(self._tokens.to_target, text.spelled.ids[text.root + 1 :]))
-        text.cached = text.root + 1 + len(path)
-        return moves_along(path, growth, text.root, text.table)
 
     def _read(self, entry: int, max_rows: int) -> Rows | None:
         """See LevelDraft; also None if the text fills the context or no block is free."""
@@ -119,10 +107,6 @@ class ForeignDraft(LevelDraft):
         text = self._spelled[growth.entry.request.request_id]
         rows = frontier_rows(growth, nodes, text.root, text.table)
         return replace(rows, token_ids=self._tokens.to_draft(rows.token_ids))
-
-    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        flight = self._runner.launch([rows for _, rows in parts])
-        draw_children(flight, sites, self.name, self._tokens.vocabulary)
 
     def _text_of(self, entry: PlanEntry) -> _Text:
         """Return the entry's text up to the end of this step's tokens, in the draft's tokens."""

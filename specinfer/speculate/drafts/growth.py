@@ -122,11 +122,10 @@ class Growth:
         return self.builder.build() if self.grown is None else self.grown
 
     @classmethod
-    def shaped(cls, entry: PlanEntry, name: str, shape: Shape, limit: int | None = None) -> Growth:
-        """Return the initial tree of this shape, of at most `limit` levels."""
+    def shaped(cls, entry: PlanEntry, name: str, shape: Shape) -> Growth:
+        """Return the initial tree of this shape."""
         request = entry.request
-        levels = min(entry.max_depth, shape.depth(request))
-        growth = cls.of(entry, name, levels if limit is None else min(levels, limit))
+        growth = cls.of(entry, name, min(entry.max_depth, shape.depth(request)))
         growth.min_path = shape.min_path if shape.is_learned(request) else 0.0
         return growth
 

@@ -62,9 +62,6 @@ class EagleDraft(LevelDraft):
         # For each entry, the outputs of its nodes, which their children read.
         self._fed: dict[int, Tensor] = {}
 
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.shaped(entry, self.name, self._shape)
-
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         self._fed = {}
         return super()._unread(entries)
