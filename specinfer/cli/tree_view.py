@@ -115,11 +115,11 @@ def print_steps(events: Sequence[TreeEvent], answer: RequestOutput) -> None:
         table.add_row(
             str(event.step),
             ", ".join(
-                f"{one.speculator} {one.verified} of {one.drawn}"
+                f"{one.name} {one.verified} of {one.drawn}"
                 for one in decision.contributions
                 if one.reason == GUESSED
             ),
-            _others([one for one in decision.contributions if one.speculator not in never]),
+            _others([one for one in decision.contributions if one.name not in never]),
             "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
             str(tokens),
             _milliseconds(decision.guess_seconds),
@@ -165,7 +165,7 @@ def _total(steps: Sequence[_Explained]) -> str:
 
 def _never(steps: Sequence[_Explained]) -> list[str]:
     """The speculators that may not guess for the request at all, or have nothing to guess from."""
-    return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
+    return [one.name for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
 
 
 def _others(contributions: Sequence[Contribution]) -> str:
@@ -173,7 +173,7 @@ def _others(contributions: Sequence[Contribution]) -> str:
     by_reason: dict[str, list[str]] = {}
     for one in contributions:
         if one.reason != GUESSED:
-            by_reason.setdefault(one.reason, []).append(one.speculator)
+            by_reason.setdefault(one.reason, []).append(one.name)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 

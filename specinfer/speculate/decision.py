@@ -6,7 +6,7 @@ They are made only when `Ensemble.explain` is called, and no code depends on the
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from specinfer.plan import PlanEntry, StepPlan
@@ -38,7 +38,7 @@ class Appraisal:
 class Contribution:
     """One speculator's part in one request's step."""
 
-    speculator: str
+    name: str  # of the speculator
     reason: str
     drawn: int = 0  # nodes that it drew
     verified: int = 0  # drawn nodes that the target verifies
@@ -62,19 +62,9 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision as JSON values; null without an estimate."""
-        speculators = [
-            {
-                "name": one.speculator,
-                "reason": one.reason,
-                "drawn": one.drawn,
-                "verified": one.verified,
-                "levels": one.levels,
-            }
-            for one in self.contributions
-        ]
         tokens, guesses, seconds = self.expected_tokens, self.guess_seconds, self.seconds
         return {
-            "speculators": speculators,
+            "speculators": [asdict(one) for one in self.contributions],
             "expected_tokens": None if tokens is None else round(tokens, 4),
             "probabilities": [round(likely, 4) for likely in self.probabilities],
             "guess_seconds": None if guesses is None else round(guesses, 6),
