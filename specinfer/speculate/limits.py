@@ -27,7 +27,11 @@ class SpeculationLimits:
                 raise RequestError(
                     f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
                 )
-        if overrides.expansion is not None and not self._any_has_shape(request):
+        if overrides.expansion is not None and not any(
+            # A draft or a caller's speculator may use it.
+            isinstance(speculator, LevelSpeculator) or speculator.max_nodes(request) is None
+            for speculator in self._speculators
+        ):
             raise RequestError(
                 f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
                 "and this engine has no draft model: leave it out"
@@ -53,10 +57,3 @@ class SpeculationLimits:
                 nodes[speculator.name] = most if own is None else own
         names = tuple(name for name, own in nodes.items() if own > 0)
         return names, min(overrides.max_nodes or most, 1 + sum(nodes.values()))
-
-    def _any_has_shape(self, request: Request) -> bool:
-        """Return whether a draft or a caller's speculator may use a request's expansion."""
-        return any(
-            isinstance(speculator, LevelSpeculator) or speculator.max_nodes(request) is None
-            for speculator in self._speculators
-        )

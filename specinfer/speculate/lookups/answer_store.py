@@ -28,15 +28,10 @@ class AnswerStore:
         self._memory = memory  # maximum bytes of all keys together
         self._library = library
         self._lengths = lengths
-        self._num_bytes = 0
+        self._num_bytes = 0  # of all texts
         self._max_segment = memory // (_MIN_SEGMENTS * _TOKEN_BYTES)
         self._by_key: dict[str | None, TextIndex] = {}
         self._ages: list[str | None] = []  # the key of each text, oldest first
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all texts."""
-        return self._num_bytes
 
     def add(self, key: str | None, text: Sequence[int]) -> None:
         """Store a text under `key`; of a text larger than the memory, only the end is stored."""

@@ -99,17 +99,13 @@ class Alignment:
         indexed = prediction if isinstance(prediction, IndexedPrediction) else IndexedPrediction(prediction)
         self._index = indexed.ngrams
         self._at = 0  # the expected place of the next token
-        self._run = CERTAIN_RUN  # agreeing tokens before it; 0: no place is preferred. An output starts at 0
+        # Consecutive agreeing tokens before it; 0: no place is preferred. An output starts at 0.
+        self.run = CERTAIN_RUN
         self._anchor = 0  # the last certain place
         self._since = 0  # tokens of the output after the anchor
         self._tail: list[int] = []  # the output's last tokens
         self._replaced: dict[tuple[int, ...], tuple[int, ...]] = {}  # part of the prediction -> of the output
         self.read = 0  # tokens of the output read
-
-    @property
-    def run(self) -> int:
-        """Consecutive agreeing tokens before the present place; 0: no place is preferred."""
-        return self._run
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow the output by these tokens."""
@@ -117,13 +113,13 @@ class Alignment:
             self._tail.append(token)
             del self._tail[:-MAX_TAIL]
             self._since += 1
-            if self._run and self._at < len(self._prediction) and self._prediction[self._at] == token:
+            if self.run and self._at < len(self._prediction) and self._prediction[self._at] == token:
                 self._at += 1
-                self._run += 1
+                self.run += 1
                 self._drop_kept_replacements()
             else:
-                self._at, self._run = next(iter(self._matches()), (self._anchor, 0))
-            if self._run >= CERTAIN_RUN:
+                self._at, self.run = next(iter(self._matches()), (self._anchor, 0))
+            if self.run >= CERTAIN_RUN:
                 self._record_replacement()
                 self._anchor, self._since = self._at, 0
         self.read += len(tokens)
@@ -134,7 +130,7 @@ class Alignment:
         The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH tokens, or as many after
         those that it shares with the first. An output without a certain place for long gets one short guess.
         """
-        if self._run < CERTAIN_RUN and self._since > UNCERTAIN_LIMIT:
+        if self.run < CERTAIN_RUN and self._since > UNCERTAIN_LIMIT:
             depth, branches = min(depth, SIDE_DEPTH), 1
         guesses: list[list[int]] = []
         for place in self._places(branches):
@@ -146,10 +142,10 @@ class Alignment:
 
     def _places(self, count: int) -> list[int]:
         """Return the places of possible continuations with different next tokens; one if it is certain."""
-        if self._run >= CERTAIN_RUN:
+        if self.run >= CERTAIN_RUN:
             return [self._at] if self._at < len(self._prediction) else []
         matches = [place for place, _ in self._matches()]
-        likely = [self._at] if self._run else []
+        likely = [self._at] if self.run else []
         inserted, replaced = self._anchor, self._anchor + self._since
         chosen: dict[int, int] = {}  # next token -> the best place it stands at
         for place in [*likely, *matches[:2], inserted, replaced, *matches[2:]]:
@@ -179,18 +175,18 @@ class Alignment:
 
     def _record_replacement(self) -> None:
         """After the output has returned to the prediction, record what it replaced."""
-        old, new = self._at - self._run - self._anchor, self._since - self._run
+        old, new = self._at - self.run - self._anchor, self._since - self.run
         if 0 < old <= MAX_REPLACEMENT and 0 < new <= MAX_REPLACEMENT and self._since <= len(self._tail):
             was = tuple(self._prediction[self._anchor : self._anchor + old])
             end = len(self._tail)
             if was not in self._replaced and len(self._replaced) >= _MAX_REPLACED:
                 del self._replaced[next(iter(self._replaced))]  # the oldest
-            self._replaced[was] = tuple(self._tail[end - self._since : end - self._run])
+            self._replaced[was] = tuple(self._tail[end - self._since : end - self.run])
 
     def _drop_kept_replacements(self) -> None:
         for was in list(self._replaced):
             n = len(was)
-            if n <= min(self._run, self._at) and tuple(self._prediction[self._at - n : self._at]) == was:
+            if n <= min(self.run, self._at) and tuple(self._prediction[self._at - n : self._at]) == was:
                 del self._replaced[was]
 
     def _replacing(self, place: int, depth: int) -> tuple[list[int], int]:
