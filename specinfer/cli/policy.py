@@ -40,7 +40,7 @@ def show(json_output: bool) -> None:
     if not found:
         click.echo(f"nothing is learned yet; the folder would be {policies_dir()}")
     for number, (file, stored, why) in enumerate(found):
-        lines = [f"{file}", f"  cannot be used: {why}"] if stored is None else _lines(stored)
+        lines = [str(file), *([f"  cannot be used: {why}"] if stored is None else _lines(stored))]
         click.echo("\n".join(["", *lines] if number else lines))
 
 
@@ -53,7 +53,6 @@ def _lines(stored: StoredPolicy) -> list[str]:
     acceptance = AcceptanceRates({name: len(levels["all"]) for name, levels in drafts.items()})
     recall(stored.learned, acceptance)
     return [
-        f"{stored.file}",
         f"  target     {key.get('target')}",
         *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
         f"  device     {key.get('device')}",

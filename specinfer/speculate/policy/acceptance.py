@@ -103,10 +103,6 @@ class LevelCounts:
             rates.append(above)
         return rates
 
-    def recall(self, counts: Sequence[list[float]]) -> None:
-        """Load `counts` of earlier runs, for at most as many levels as there are."""
-        self.counts = [*counts[: self.depth], *self.counts[len(counts) :]]
-
 
 class DraftLevels:
     """Level counts of one draft: for all requests, and by temperature class."""
@@ -234,11 +230,6 @@ class AcceptanceRates:
         """Start the curves of a `self` draft with a prior: it is right more often than its confidences."""
         other, first = _SELF_OFFSETS
         self.curves[name] = Curve(other, hurry=self._hurry), Curve(first, hurry=self._hurry)
-
-    def recall(self, curves: Mapping[str, tuple[Curve, Curve]]) -> None:
-        """Load curves of earlier runs."""
-        self.curves.update(curves)
-        self._tables = {}
 
     def _curves(self, name: str) -> tuple[Curve, Curve]:
         """Return a speculator's curves, of other choices and of first choices."""

@@ -95,10 +95,6 @@ class Allowance:
         self._left -= 1
         self.seconds += TRIALS * min(seconds, self._tolerance * self._plain)
 
-    def charge(self, seconds: float) -> None:
-        """Subtract seconds that giving a draft's memory away has cost."""
-        self.seconds -= seconds
-
     def count_guessing(
         self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0
     ) -> None:

@@ -203,7 +203,7 @@ class CostPolicy(SpeculationPolicy):
                 reads = unread[i] - (len(entry.token_ids) - entry.end)
                 if start and reads > entry.end - entry.start + USUAL_UNREAD:
                     late.append((reads, i))
-        affordable = math.inf if self.guard is None else self.guard.allowance
+        affordable = math.inf if self.guard is None else self.guard.allowance.seconds
         for reads, i in sorted(late):
             affordable -= costs.expected(reads)
             starts[i] = affordable >= 0
@@ -275,7 +275,7 @@ class CostPolicy(SpeculationPolicy):
                 chosen[n] = keep(trees[n], nodes)
         if self.guard is not None:
             sizes = [min(e.max_nodes, len(t.token_ids)) for e, t in zip(self._entries, chosen, strict=True)]
-            self.guard.chosen(sum(sizes) - len(sizes))
+            self.guard.nodes = sum(sizes) - len(sizes)
         return chosen
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:

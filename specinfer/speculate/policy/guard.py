@@ -117,7 +117,7 @@ class Guard:
         """Make a guard that starts with the full allowance; `self_draft` needs `known`."""
         self._self_draft = self_draft
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
-        self._allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
+        self.allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
         self._overheads = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = self._on_steps = 0
@@ -126,7 +126,7 @@ class Guard:
         self._names: frozenset[str] = frozenset()  # ids of its requests
         self._requests = 0  # requests with a tree
         self._rows = 0  # rows of the target without guesses
-        self._nodes = 0  # verified guesses
+        self.nodes = 0  # verified guesses; set once they are chosen
         self._own_size = False  # True if a request has its own size
         self._off_reason: str | None = None  # why speculation is off
         self._pass = 0.0  # seconds of a pass without guesses and prompts
@@ -138,12 +138,7 @@ class Guard:
         """Return the state; callable from any thread."""
         models = {"target": self._target, **self._drafts}
         factors = {name: model.factor for name, model in models.items()}
-        return GuardState(self._off_steps, self._allowance.guessing, factors)
-
-    @property
-    def allowance(self) -> float:
-        """Seconds that speculation may still lose."""
-        return self._allowance.seconds
+        return GuardState(self._off_steps, self.allowance.guessing, factors)
 
     @property
     def overhead(self) -> float:
@@ -159,10 +154,10 @@ class Guard:
             rows: rows of the target without guesses.
             own_size: True if a request has a size of its own.
         """
-        self._requests, self._rows, self._nodes, self._own_size = requests, rows, 0, own_size
+        self._requests, self._rows, self.nodes, self._own_size = requests, rows, 0, own_size
         known = self._names
         self._names = frozenset(names)
-        if not (self._allowance.guessing or own_size) and self._off_steps >= max(_GIVEN_UP, self._on_steps):
+        if not (self.allowance.guessing or own_size) and self._off_steps >= max(_GIVEN_UP, self._on_steps):
             self._give_to_layers()
         self._pass = self._target.expected(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
@@ -171,7 +166,7 @@ class Guard:
             self._plain = self._pass - self._memory_cost_of(max(1, requests)) + self.overhead
         else:
             self._plain = self._multiple(requests) * self._pass
-        allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
+        allowed = self.allowance.allows(requests, self._plain, new=not self._names <= known)
         plain_step = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
         plain_step = plain_step and self._target.settled  # a measurement needs settled costs
         self._off_reason = GUARD if not allowed else PLAIN if plain_step else None
@@ -185,7 +180,7 @@ class Guard:
             draft.speculator.retired = True
             if draft.memory.give_to_layers():
                 self._target.follow(draft.layers)
-            self._allowance.charge(draft.memory.seconds)
+            self.allowance.seconds -= draft.memory.seconds
 
     def _memory_cost_of(self, rows: int) -> float:
         """Return the additional seconds of a pass of `rows` rows because the draft holds memory of layers."""
@@ -193,10 +188,6 @@ class Guard:
         if draft is None or not draft.memory.layers_may_use:
             return 0.0
         return max(0.0, self._target.expected(rows) - self._target.expected_by(draft.layers, rows))
-
-    def chosen(self, nodes: int) -> None:
-        """Set the number of verified guesses of the step."""
-        self._nodes = nodes
 
     def observe(
         self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
@@ -214,7 +205,7 @@ class Guard:
             guessing = sum([one.seconds for one in passes])
             seconds = self._pass + self._seconds_of_nodes() + guessing
         if self._off_reason is not None:
-            self._allowance.count_plain(seconds)
+            self.allowance.count_plain(seconds)
             if self._undisturbed:
                 self._of_size(self._requests).learn(self._slowness, seconds / self._pass)
             return
@@ -224,7 +215,7 @@ class Guard:
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
         saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
         reading = sum([one.seconds for one in passes if self._reads(one)])
-        if self._known or not self._measured or self._prompts or not (self._nodes or passes):
+        if self._known or not self._measured or self._prompts or not (self.nodes or passes):
             # Prompts take their time without guesses, too, as does a step that got no guesses.
             spent = self._seconds_of_nodes() + guessing
         else:
@@ -232,7 +223,7 @@ class Guard:
         spent += self._memory_cost
         if self._prompts:
             reading += self._memory_cost
-        self._allowance.count_guessing(seconds, self._plain, spent - reading, saved, reading)
+        self.allowance.count_guessing(seconds, self._plain, spent - reading, saved, reading)
 
     @property
     def _prompts(self) -> bool:
@@ -262,9 +253,9 @@ class Guard:
 
     def _seconds_of_nodes(self) -> float:
         """Return the additional seconds of the target's pass for the verified guesses."""
-        if not self._nodes:
+        if not self.nodes:
             return 0.0
-        return self._target.expected(self._rows + self._nodes) - self._target.expected(self._rows)
+        return self._target.expected(self._rows + self.nodes) - self._target.expected(self._rows)
 
     def _learn(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
         """Learn the time of the passes of a step without prompts; returns the machine's present slowdown.
@@ -275,7 +266,7 @@ class Guard:
         may draw such trees level by level.
         """
         seconds = sum([stages.get(stage, 0.0) for stage in TARGET_STAGES])
-        rows = self._rows + self._nodes
+        rows = self._rows + self.nodes
         of_target = seconds / self._target.expected(rows)
         self._target.learn(rows, seconds)
         if not passes or self._own_size:

@@ -35,7 +35,6 @@ Key = Mapping[str, Any]  # "target", "drafts", "device": JSON values
 class StoredPolicy:
     """Contents of a file."""
 
-    file: Path
     key: Key
     learned: Mapping[str, Any]
 
@@ -112,15 +111,14 @@ def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
 
 
 def recall(learned: Mapping[str, Any], acceptance: AcceptanceRates, guard: Guard | None = None) -> None:
-    """Load the result of `learned_values`, for at most as many levels as there are."""
-    acceptance.recall(
-        {name: (Curve(*others), Curve(*firsts)) for name, (others, firsts) in learned["curves"].items()}
-    )
+    """Load the result of `learned_values`, for at most as many levels as there are, before learning."""
+    for name, (others, firsts) in learned["curves"].items():
+        acceptance.curves[name] = Curve(*others), Curve(*firsts)
     for name, levels in acceptance.levels.items():
         if (stored := learned["drafts"].get(name)) is not None:
-            levels.all.recall(stored["all"])
-            for counts, of_class in zip(levels.alike, stored["alike"], strict=True):
-                counts.recall(of_class)
+            everything = zip((levels.all, *levels.alike), (stored["all"], *stored["alike"]), strict=True)
+            for level, kept in everything:
+                level.counts[: len(kept)] = kept[: level.depth]
     acceptance.outcomes = learned["outcomes"]
     if guard is not None:
         for size, multiples in learned["plain"].items():
@@ -149,7 +147,7 @@ def read_policy(file: Path) -> StoredPolicy:
         raise ValueError(f"it has version {content['version']!r:.20}, expected {VERSION}")
     if found.get("checksum") != _digest(content):
         raise ValueError("its checksum is wrong")
-    return StoredPolicy(file, content["key"], content["learned"])
+    return StoredPolicy(content["key"], content["learned"])
 
 
 def stored_policies(folder: Path | None = None) -> list[tuple[Path, StoredPolicy | None, str]]:

@@ -93,5 +93,5 @@ class Reckless(CostPolicy):
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         super().choose_nodes(trees)
         if self.guard is not None:
-            self.guard.chosen(sum(tree.num_nodes - 1 for tree in trees))
+            self.guard.nodes = sum(tree.num_nodes - 1 for tree in trees)
         return list(trees)
