@@ -122,12 +122,18 @@ def find_difference(
     other = got.token_ids[index] if index < len(got.token_ids) else None
     if own is None or other is None:
         return Difference(index, own, other, None, tolerance, explained=False)
-    explained = all(
-        _choice_with(logits, token, tolerance, params, expected.seed, len(text)) == token
-        for token in (own, other)
-    )
-    gap = _preference(logits, (own, other), params, expected.seed, len(text))
-    return Difference(index, own, other, gap, tolerance, explained)
+
+    def wins(token: int) -> bool:
+        """Return whether the token is chosen once its logit is raised by the tolerance."""
+        raised = logits.copy()
+        raised[token] += np.float32(tolerance)
+        return coupled_choice(target_law(raised, params), expected.seed, len(text)) == token
+
+    gap = float(logits[own]) - float(logits[other])
+    if not params.greedy:
+        noise = -np.log(exponentials(expected.seed, len(text), np.array([own, other], dtype=np.int64)))
+        gap += params.temperature * float(noise[0] - noise[1])
+    return Difference(index, own, other, gap, tolerance, wins(own) and wins(other))
 
 
 def rounding(logits: NDArray[np.float32], dtype: torch.dtype) -> float:
@@ -136,30 +142,6 @@ def rounding(logits: NDArray[np.float32], dtype: torch.dtype) -> float:
         return FLOAT32_TOLERANCE
     size = max(abs(float(logits.max())), 1.0)
     return float(ULPS * 2.0 ** (math.floor(math.log2(size)) - 7))
-
-
-def _choice_with(
-    logits: NDArray[np.float32],
-    token: int,
-    raised_by: float,
-    params: SamplingParams,
-    seed: int,
-    position: int,
-) -> int:
-    raised = logits.copy()
-    raised[token] += np.float32(raised_by)
-    return coupled_choice(target_law(raised, params), seed, position)
-
-
-def _preference(
-    logits: NDArray[np.float32], tokens: tuple[int, int], params: SamplingParams, seed: int, position: int
-) -> float:
-    """Return by how many logits the target prefers the first token to the second, noise included."""
-    first, second = (float(logits[token]) for token in tokens)
-    if params.greedy:
-        return first - second
-    noise = -np.log(exponentials(seed, position, np.array(tokens, dtype=np.int64)))
-    return first - second + params.temperature * float(noise[0] - noise[1])
 
 
 _MAX_ROWS = 512  # per pass

@@ -108,13 +108,13 @@ def compare_texts(
     params: SamplingParams,
     expected: Sequence[RequestOutput],
     got: Sequence[RequestOutput],
-    judge: Callable[[RequestOutput], PlainTarget] | None = None,
+    judge: Callable[[Sequence[int]], PlainTarget] | None = None,
 ) -> Verdict:
     """Compare the answers `got` of a coupled, speculating engine with `expected`.
 
     If identical texts are promised, every difference fails; otherwise those that rounding does not explain. A
-    run without proposed tokens fails, as it tests nothing. `judge` returns the target that made an answer, if
-    parameters change its logits; the default is `target`.
+    run without proposed tokens fails, as it tests nothing. `judge` returns the target that answered a
+    prompt, if parameters change its logits; the default is `target`.
     """
     device = target.model.device
     promised = text_promise(params, "coupled", device)
@@ -123,7 +123,7 @@ def compare_texts(
     misread: list[int] = []  # equal tokens, different text
     for number, (reference, other) in enumerate(zip(expected, got, strict=True), start=1):
         figures.add(other.figures)
-        judged_by = target if judge is None else judge(reference)
+        judged_by = target if judge is None else judge(reference.prompt_token_ids)
         if (difference := find_difference(judged_by, params, reference, other)) is not None:
             differences.append((number, difference))
         elif reference.text != other.text:

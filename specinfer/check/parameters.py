@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -106,11 +107,6 @@ class ProcessedTarget(PlainTarget):
         return processors.apply(super().logits_after(text), ())
 
 
-def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], PlainTarget]:
-    """Return a function from an answer to the target that explains its differences by rounding."""
-    return lambda output: ProcessedTarget(llm, params, output.prompt_token_ids)
-
-
 def check_parameters(
     llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, progress: Progress | None = None
 ) -> Iterator[Verdict]:
@@ -125,19 +121,18 @@ def check_parameters(
     target = PlainTarget(llm.models.target, llm.models.adapters)
     for name, setting in settings_for(llm.tokenizer, llm.models.target.config.vocab_size).items():
         each = params_of(setting, len(prompts), effort.max_tokens)
-        progress.start(2 * len(prompts), name, "texts")
 
         def count(output: RequestOutput) -> None:
             progress.advance(int(output.finished))
 
         try:
             without = [replace(params, speculation=OFF) for params in each]
-            expected = plain.generate(prompts, without, on_output=count)
-            got = speculative.generate(prompts, each, on_output=count)
+            with progress.showing(2 * len(prompts), name, "texts"):
+                expected = plain.generate(prompts, without, on_output=count)
+                got = speculative.generate(prompts, each, on_output=count)
         except RequestError as error:  # a model without end-of-text tokens has no grammars
             yield Verdict(name, False, f"refused: {error}", decided=False)
             continue
-        finally:
-            progress.finish()
-        yield compare_texts(name, target, each[0], expected, got, judge(llm, each[0]))
+        judge = partial(ProcessedTarget, llm, each[0])
+        yield compare_texts(name, target, each[0], expected, got, judge)
     yield check_bookkeeping([plain, speculative])
