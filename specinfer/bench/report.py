@@ -106,7 +106,7 @@ def _run(run: EngineRun) -> dict[str, Any]:
         "failed": len(run.failures),
         "failures": [{"request": _name(key), "error": error} for key, error in sorted(run.failures.items())],
         "duration": run.seconds,
-        "total_input": run.total_input,
+        "total_input": sum(len(output.prompt_token_ids) for output in outputs),
         "total_output": run.total_output,
         "request_throughput": len(run.outputs) / run.seconds,
         "output_throughput": run.output_throughput,
@@ -128,7 +128,7 @@ def _run(run: EngineRun) -> dict[str, Any]:
         "preemptions": run.done.preemptions,
         "peak_memory_bytes": run.peak_memory,
         "passes": run.done.steps,
-        "tokens_per_pass": run.tokens_per_pass,
+        "tokens_per_pass": run.total_output / run.done.steps,  # of the target, prefill included
         "streamed_bytes": run.done.streamed_bytes,
         "stream_wait_seconds": run.done.stream_wait_seconds,
     }

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from queue import SimpleQueue
 
 import psutil
@@ -56,11 +57,6 @@ class EngineRun:
     group_rates: list[float] = field(default_factory=list)  # output tokens per second, per group
 
     @property
-    def total_input(self) -> int:
-        """Prompt tokens of all answered requests."""
-        return sum(len(o.prompt_token_ids) for o in self.outputs.values())
-
-    @property
     def total_output(self) -> int:
         """Output tokens of all answers."""
         return sum(len(o.token_ids) for o in self.outputs.values())
@@ -69,11 +65,6 @@ class EngineRun:
     def output_throughput(self) -> float:
         """Output tokens per second, prefill included."""
         return self.total_output / self.seconds
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Output tokens divided by target passes, prefill passes included."""
-        return self.total_output / self.done.steps
 
     @property
     def figures(self) -> SpeculationFigures:
@@ -175,10 +166,8 @@ class _Bench:
         self._load = load
         self._chat = ChatEncoder(llm.tokenizer)
         self._conversations = dataset.conversations
-        turns = [0]
-        for conversation in self._conversations:
-            turns.append(turns[-1] + len(conversation.turns))
-        self._request_number = turns  # number of a conversation's first request
+        turns = (len(conversation.turns) for conversation in self._conversations)
+        self._request_number = [*accumulate(turns, initial=0)]  # number of a conversation's first request
         self._run = EngineRun()
         self._process = psutil.Process()
         self._gpu = llm.models.target.device.type == "cuda"

@@ -84,8 +84,9 @@ def demo() -> None:
         progress=ProgressBar(),
     ) as speculative:
         plain = speculative.variant(replace(speculative.config, speculation=NO_SPECULATION))
+        target = speculative.models.target
         click.echo(
-            f"{DEFAULT_MODEL} on {speculative.models.target.device}, {_dtype(speculative)}.\n"
+            f"{DEFAULT_MODEL} on {target.device}, {str(target.dtype).removeprefix('torch.')}.\n"
             "Its draft head and prompt lookup propose token trees. The model verifies a tree in one step\n"
             "and keeps the tokens that it agrees with.\n"
         )
@@ -175,7 +176,3 @@ def _rate(output: RequestOutput) -> float:
     assert timing.first_token is not None
     assert timing.finished is not None
     return (len(output.token_ids) - 1) / max(timing.finished - timing.first_token, 1e-9)
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.models.target.dtype).removeprefix("torch.")
