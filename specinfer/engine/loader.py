@@ -216,14 +216,11 @@ class Loader:
             release_free_memory()  # freed by matrices read from the file
         return loaded
 
-    def head(
-        self, found: FoundHead, target: FoundModel, model: LanguageModel, quantization: Quantization
-    ) -> AnyHeadModel:
+    def head(self, found: FoundHead, model: LanguageModel, quantization: Quantization) -> AnyHeadModel:
         """Load a head on the target `model`."""
         assert isinstance(model, Decoder), "heads of others were refused when they were found"
         return load_head(
             found.head,
-            target.model,
             model,
             progress=self.progress,
             name=found.files.name,

@@ -189,7 +189,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
         if name in loaded_drafts:
             continue
         if isinstance(draft, FoundHead):
-            loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
+            loaded_drafts[name] = loader.head(draft, loaded, kinds[name])
         elif draft is target:
             loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], draft_memory)
         else:

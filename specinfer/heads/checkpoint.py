@@ -35,6 +35,7 @@ from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
 from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
@@ -71,7 +72,7 @@ def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
 
     Raises ModelError or a subclass if the head cannot be used or was trained for other weights.
     """
-    head = HeadFolder(files, target.config)
+    head = HeadFolder(files, target.config, target)
     if head.fingerprint is not None and not is_of(head.fingerprint, target):
         raise ModelError(
             f"the head {head.name} was trained for {head.verifier}, which has other weights than "
@@ -86,8 +87,12 @@ class HeadFolder:
     The tensors have the names of the head kind's module. Apart from `config` the class is an OpenModel.
     """
 
-    def __init__(self, files: ModelFiles | Path, target: ModelConfig) -> None:
-        """Raises ModelError or a subclass if the head cannot be used."""
+    def __init__(self, files: ModelFiles | Path, target: ModelConfig, model: OpenModel | None = None) -> None:
+        """Open a head of this target; to load it, `model` is the target's own.
+
+        Raises ModelError or a subclass if the head cannot be used.
+        """
+        self.target = model
         if isinstance(files, Path):
             files = local_model(str(files), files)
         self.name, self.path = files.name, files.path
@@ -116,8 +121,12 @@ class HeadFolder:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows start..stop of a tensor to the CPU, in the file's dtype; int8 becomes float32.
 
-        Raises ModelFileError if a value is not finite.
+        An output layer that the head lacks is read from the target's. Raises ModelFileError if a value is not
+        finite.
         """
+        if name == _OUTPUT and not self.config.own_head:
+            assert self.target is not None, "the head is opened to be loaded"
+            return target_head(self.target, self.ids[start:stop])
         rows = self._entries[name].read_rows(start, stop)
         if name in self._scales:
             rows = rows.float() * self._scales[name].read_rows(start, stop).float()[:, None]
@@ -131,16 +140,13 @@ class HeadFolder:
         """Return the head as a float32 module; the target supplies tables that the head does not have."""
         config = self.config
         module = _module(config, self.ids)
-        state = {name: self._tensor(name) for name in self._entries}
+        state = {name: read_tensor(self, name) for name in self._entries}
         if not config.own_embedding:
             state["embed_tokens.weight"] = target_embedding(target)
         if not config.own_head:
             state[_OUTPUT] = target_head(target, self.ids)
         module.load_state_dict(state, strict=False)
         return module
-
-    def _tensor(self, name: str) -> Tensor:
-        return self.read_rows(name, 0, self._entries[name].shape[0]).float()
 
 
 def _verifier(described: Mapping[str, object]) -> str:
@@ -161,10 +167,14 @@ def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
     return found
 
 
+def read_tensor(file: TensorFile, name: str) -> Tensor:
+    """Return a whole tensor of a model, in float32."""
+    return file.read_rows(name, 0, file.shapes[name][0]).float()
+
+
 def target_embedding(target: OpenModel) -> Tensor:
     """Return the target's embeddings, float32 [V, D]."""
-    name = "model.embed_tokens.weight"
-    return target.read_rows(name, 0, target.shapes[name][0]).float()
+    return read_tensor(target, "model.embed_tokens.weight")
 
 
 def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
@@ -238,44 +248,21 @@ def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]
 
 
-class _Tensors:
-    """A head's tensors together with the rows it uses of its target's output layer."""
-
-    def __init__(self, head: HeadFolder, target: OpenModel) -> None:
-        self.path: Path = head.path
-        self._head = head
-        self._target = target
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
-        return self._head.shapes
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows start..stop of a tensor to the CPU, in any floating dtype."""
-        if not self._head.config.own_head and name == _OUTPUT:
-            return target_head(self._target, self._head.ids[start:stop])
-        return self._head.read_rows(name, start, stop)
-
-
 def load_head(
     head: HeadFolder,
-    target_files: OpenModel,
     target: Decoder,
     *,
     progress: Progress | None = None,
     name: str | None = None,
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
-    cache: Path | None = None,
     keep: bool = True,
 ) -> AnyHeadModel:
     """Load the head for a loaded target, in the target's dtype and on its device.
 
-    `target_files` has the target's weights; the other arguments are those of models.weights.load_model.
-    Raises ModelFileError if a weight is not finite.
+    The other arguments are those of models.weights.load_model. Raises ModelFileError if a weight is not
+    finite.
     """
-    tensors = _Tensors(head, target_files)
     config = head.config
 
     def build(weights: Weights) -> AnyHeadModel:
@@ -284,18 +271,17 @@ def load_head(
         return BlockModel(config, weights, target, head.ids)
 
     return load_parts(
-        tensors,
+        head,
         build,
-        tensors=tensors.shapes,
+        tensors=head.shapes,
         dtype=target.dtype,
         device=target.device,
         progress=progress,
         name=name,
         kernels=kernels,
         quantization=quantization,
-        cache=cache,
         keep=keep,
-        borrowed=None if config.own_head else target_files.path,
+        borrowed=None if config.own_head or head.target is None else head.target.path,
     )
 
 

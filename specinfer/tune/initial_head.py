@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import target_embedding, target_head
+from specinfer.heads.checkpoint import read_tensor, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
@@ -92,19 +92,14 @@ def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
 
 
 def hidden_scale(dataset: TrainingSet) -> Tensor:
-    """Return `inverse_rms` of the first training texts."""
-    return inverse_rms(first_texts(dataset, _SCALE_TEXTS))
-
-
-def inverse_rms(texts: Iterable[TunedText]) -> Tensor:
     """Factors that bring each component of the hidden states to a root mean square of 1, float32 [N, D].
 
-    Some components of a target's hidden states are a thousand times as large as others. Unscaled, a head
-    learns from these alone for a long time.
+    They are measured in the first training texts. Some components of a target's hidden states are a thousand
+    times as large as others. Unscaled, a head learns from these alone for a long time.
     """
     squares: Tensor | None = None
     rows = 0
-    for text in texts:
+    for text in first_texts(dataset, _SCALE_TEXTS):
         # In most targets the first token's states are by far the largest, so they are left out.
         taps_TND = text.taps_TND[1:].double()
         found_ND = taps_TND.square().sum(dim=0)
@@ -245,8 +240,7 @@ def _copy_layer(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
     """
 
     def read(name: str) -> Tensor:
-        full = f"{prefix}.{name}.weight"
-        return target.read_rows(full, 0, target.shapes[full][0]).float()
+        return read_tensor(target, f"{prefix}.{name}.weight")
 
     parts = dict(layer.named_modules())
     for norm, products in _BEHIND_NORMS.items():

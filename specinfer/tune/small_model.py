@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError, TuneError
-from specinfer.heads.checkpoint import is_head
+from specinfer.heads.checkpoint import is_head, read_tensor
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, initialise, rotation_at
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig
@@ -62,22 +62,18 @@ class SmallModel(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def trained(self) -> dict[str, Tensor]:
-        """The trained tensors by name; not copies."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
-
     def take(self, source: TensorFile, layers: Sequence[int]) -> None:
         """Copy a model's last norm and the given layers, one for each layer here, or none."""
         with torch.no_grad():
             for layer, theirs in zip(self.layers, layers, strict=False):
                 for name, parameter in layer.named_parameters():
-                    parameter.copy_(_whole(source, f"model.layers.{theirs}.{name}"))
-            self.norm.weight.copy_(_whole(source, "model.norm.weight"))
+                    parameter.copy_(read_tensor(source, f"model.layers.{theirs}.{name}"))
+            self.norm.weight.copy_(read_tensor(source, "model.norm.weight"))
 
 
 def tables(source: TensorFile) -> tuple[Tensor, Tensor | None]:
     """Embeddings and output layer of a model, float32 [V, D]; None: tied."""
-    return _whole(source, EMBEDDINGS), _whole(source, OUTPUT) if OUTPUT in source.shapes else None
+    return read_tensor(source, EMBEDDINGS), read_tensor(source, OUTPUT) if OUTPUT in source.shapes else None
 
 
 def _attended(layer: HeadLayer, x_BTD: Tensor, rotation: Rotation) -> Tensor:
@@ -92,10 +88,6 @@ def _attended(layer: HeadLayer, x_BTD: Tensor, rotation: Rotation) -> Tensor:
     queries = q_BTKGH.flatten(2, 3).transpose(1, 2)
     found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=1.0)
     return found.transpose(1, 2).reshape(q_BTKGH.shape)
-
-
-def _whole(source: TensorFile, name: str) -> Tensor:
-    return source.read_rows(name, 0, source.shapes[name][0]).float()
 
 
 class SmallDraft(TrainableDraft):
@@ -129,7 +121,7 @@ class SmallDraft(TrainableDraft):
         """Write it as a folder that transformers loads, with the target's tokenizer."""
         model = self.model
         tensors = {EMBEDDINGS: model.embed_tokens.weight.data}
-        tensors |= {f"model.{name}": tensor for name, tensor in model.trained().items()}
+        tensors |= {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         if not model.config.tie_embeddings:
             tensors[OUTPUT] = model.output_VD.data
         write_model(model.config, tensors, folder, tokenizer=target.files)

@@ -59,7 +59,7 @@ class Head:
         target = open_model(folder / "target")
         model = load_model(folder / "target", dtype=torch.float32, device=CPU)
         written = write_tiny_head(tiny_head(HEADS[name], seed=3), folder / name)
-        self.model = load_head(HeadFolder(written, target.config), target, model)
+        self.model = load_head(HeadFolder(written, target.config, target), model)
         named = named_tokens(self.model.ids, VOCAB)
         self.trees = best_first.plain_one_pass_trees("head", self.model, SHAPE, named)
         self.params = params

@@ -49,7 +49,7 @@ def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Hea
     target = open_model(folder / "target")
     model = load_model(folder / "target", dtype=dtype, device=CPU, kernels=kernels)
     written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=6), folder / "head")
-    head = load_head(HeadFolder(written, target.config), target, model, kernels=kernels)
+    head = load_head(HeadFolder(written, target.config, target), model, kernels=kernels)
     assert isinstance(head, BlockModel)
     return HeadRunner(head, num_blocks=12, block_size=BLOCK)
 

@@ -95,7 +95,7 @@ def test_texts_are_those_of_one_process_whoever_guesses(
     def texts(target: LanguageModel, who: str, **options: Any) -> list[tuple[int, ...]]:
         head = None
         if who == "head":
-            head = load_head(head_folder, opened, target, kernels=draft_kernels(native))
+            head = load_head(head_folder, target, kernels=draft_kernels(native))
         drafts = {"draft": {"draft": draft}, "head": {"head": head}}.get(who)
         llm = llm_of(target, llama, drafts, lookup=who == "lookups", tree_size="fixed", **options)
         found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]

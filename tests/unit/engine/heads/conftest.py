@@ -30,10 +30,8 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     loaded = {}
     for number, (name, config) in enumerate(HEADS.items()):
         written = write_tiny_head(tiny_head(config, seed=number), folder / f"head{number}")
-        head = HeadFolder(written, target.config)
-        loaded[name] = load_head(
-            head, target, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0])
-        )
+        head = HeadFolder(written, target.config, target)
+        loaded[name] = load_head(head, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0]))
     return loaded
 
 

@@ -95,10 +95,11 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
     head = tiny_head(block_config(reads_last=True), seed=9)
     with torch.no_grad():
         head.markov_head.markov_w2.weight.mul_(15)  # the previous token decides more than hidden states
-    written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)
+    target = open_model(folder / "target")
+    written = HeadFolder(write_tiny_head(head, folder / "pairs"), target.config, target)
     kernels = draft_kernels(choose_kernels("auto", CPU)[0])
-    loaded = load_head(written, open_model(folder / "target"), tiny.target, kernels=kernels)
-    module = written.module(open_model(folder / "target"))
+    loaded = load_head(written, tiny.target, kernels=kernels)
+    module = written.module(target)
     events: list[TreeEvent] = []
     with engine(tiny, loaded) as llm:
         engine_of(llm).listeners.on_tree = events.append

@@ -43,7 +43,7 @@ def as_likely(
     opened = open_model(target)
     borrow(head, opened)
     kernels = draft_kernels(choose_kernels("auto", CPU)[0])
-    loaded = load_head(HeadFolder(written, opened.config), opened, tiny.target, kernels=kernels)
+    loaded = load_head(HeadFolder(written, opened.config, opened), tiny.target, kernels=kernels)
     events: list[TreeEvent] = []
     prompt = PROMPTS[0]
     with engine(tiny, loaded) as llm:

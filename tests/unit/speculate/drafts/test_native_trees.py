@@ -51,12 +51,11 @@ def loaded(
     model = load_model(path, dtype=dtype, device=CPU, kernels=kernels)
     written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=4), folder / name)
     head = load_head(
-        HeadFolder(written, target.config),
-        target,
+        HeadFolder(written, target.config, target),
         model,
         kernels=draft_kernels(kernels),
         quantization=quantization,
-        cache=folder / "quantized",
+        keep=False,
     )
     assert isinstance(head, BlockModel)
     return head, named_tokens(head.ids, VOCAB)
