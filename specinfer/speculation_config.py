@@ -123,11 +123,10 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", _names("drafts", self.drafts, "model names"))
-        if isinstance(self.draft_lora, Mapping):
-            pairs = tuple(f"{name}={folder}" for name, folder in self.draft_lora.items())
-            object.__setattr__(self, "draft_lora", pairs)
-        else:
-            object.__setattr__(self, "draft_lora", _names("draft_lora", self.draft_lora, "folders"))
+        folders: object = self.draft_lora
+        if isinstance(folders, Mapping):
+            folders = [f"{name}={folder}" for name, folder in folders.items()]
+        object.__setattr__(self, "draft_lora", _names("draft_lora", folders, "folders"))
         if self.expansion is not None and self.expansion != "learned":
             try:
                 object.__setattr__(self, "expansion", Expansion.of(self.expansion))

@@ -21,8 +21,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -128,7 +128,7 @@ class Group:
         """
         own = self.exchange is None and self.width > 1
         address, store = (host, 0), None  # the store is needed until all stages have connected
-        try:
+        with self._shut_down_if_it_fails():
             if self.rank == 0 and self._over_gloo:
                 store = open_store(host, [self._links[rank - 1] for rank in self._over_gloo], self.limit)
                 address = store.host, store.port
@@ -137,14 +137,10 @@ class Group:
             if own:
                 how: dict[str, Any] = {"stage": self.stage, "limit": self.limit, "host": host}
                 self._gloo = gloo_of(self.place, self.width, address, **how)
-        except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise self.shut_down() from error
         self.maximum(torch.zeros(1))  # a barrier: all ranks of the stage are connected
         if self.stages > 1:
-            try:
+            with self._shut_down_if_it_fails():
                 self._close_ring(key)
-            except (OSError, EOFError, ValueError) as error:
-                raise self.shut_down() from error
             self.round(torch.zeros(1))
 
     def _close_ring(self, key: bytes | None) -> None:
@@ -217,11 +213,9 @@ class Group:
     def broadcast(self, message: bytes, stages: int) -> None:
         """Send a message to all followers of the first `stages` stages; called by rank 0, does not wait."""
         self._check()
-        try:
+        with self._shut_down_if_it_fails():
             for link in self._links[: stages * self.width - 1]:
                 link.send(message)
-        except OSError as error:
-            raise self.shut_down() from error
 
     def receive(self) -> bytes:
         """Wait without limit for rank 0's next message; called by followers, raises as Link."""
@@ -244,12 +238,9 @@ class Group:
         assert self._ring is not None, "there is only one stage"
         behind = self._ring[1]
         self._check()
-        try:
-            with self.times.counting("exchanging"):
-                behind.within(None if patience is None else self.limit + patience)
-                behind.send(_bytes_of(values))
-        except OSError as error:
-            raise self.shut_down() from error
+        with self._shut_down_if_it_fails(), self.times.counting("exchanging"):
+            behind.within(None if patience is None else self.limit + patience)
+            behind.send(_bytes_of(values))
 
     def receive_on(self, like: Tensor, patience: float | None = None) -> Tensor:
         """Values from the previous stage, with the shape and dtype of `like`; `patience` as in `send_on`."""
@@ -269,11 +260,9 @@ class Group:
 
     def _take(self, link: Link, like: Tensor, limit: float | None) -> Tensor:
         self._check()
-        try:
+        with self._shut_down_if_it_fails():
             link.within(limit)
             found = link.receive()
-        except (EOFError, OSError, ValueError) as error:
-            raise self.shut_down() from error
         if len(found) != like.nbytes:
             raise self.shut_down(f"expected {like.nbytes} bytes from another rank, got {len(found)}")
         return torch.frombuffer(bytearray(found), dtype=like.dtype).view(like.shape)
@@ -347,6 +336,14 @@ class Group:
         try:
             move()
         except (RuntimeError, PeerLostError) as error:
+            raise self.shut_down() from error
+
+    @contextmanager
+    def _shut_down_if_it_fails(self) -> Iterator[None]:
+        """Shut the group down if the block fails to connect or to move messages, and raise PeerLostError."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError, ValueError) as error:
             raise self.shut_down() from error
 
     def _check(self) -> None:

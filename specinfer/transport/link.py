@@ -92,9 +92,7 @@ class Link:
         if not self._sending.acquire(blocking=False):
             return  # another message is being sent, which serves as one
         try:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLOUT)
-            if poll.poll(0):
+            if self._polled(select.POLLOUT, 0):
                 self._socket.sendall(_MAGIC.to_bytes(4, "little") + bytes(4))
         except (OSError, ValueError):  # the link is closed
             pass
@@ -154,10 +152,8 @@ class Link:
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait up to `seconds` for the link to end; return True if it has."""
-        poll = select.poll()
         try:
-            poll.register(self._socket, _CLOSED)
-            return bool(poll.poll(None if seconds is None else 1000 * seconds))
+            return self._polled(_CLOSED, seconds)
         except (OSError, ValueError):  # this end is closed
             return True
 
@@ -165,15 +161,19 @@ class Link:
         """Close this end; the other end detects it."""
         self._socket.close()
 
+    def _polled(self, event: int, seconds: float | None) -> bool:
+        """Wait up to `seconds` for an event of the socket; return True if it has come."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
     def _exactly(self, count: int, *, partial: bool) -> bytes:
         parts, limit = bytearray(), self._limit
         until = None if limit is None else time.monotonic() + limit
         while len(parts) < count:
-            if until is not None:  # one limit for all of it, so that single bytes do not extend it
-                poll = select.poll()
-                poll.register(self._socket, select.POLLIN)
-                if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                    raise TimeoutError(f"no complete message arrived within {limit:g} s")
+            # One limit for all of it, so that single bytes do not extend it.
+            if until is not None and not self._polled(select.POLLIN, max(0.0, until - time.monotonic())):
+                raise TimeoutError(f"no complete message arrived within {limit:g} s")
             part = self._socket.recv(min(count - len(parts), 1 << 20))
             if not part:
                 if partial or parts:
