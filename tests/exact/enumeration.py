@@ -180,7 +180,7 @@ def text_law(world, guessers, length, **how):
     return dict(finished)
 
 
-def drawn_tree(name, widths, site, logits_of, vocabulary=None, max_nodes=32):
+def drawn_tree(widths, site, logits_of, vocabulary=None, max_nodes=32):
     """Return a tree whose children production code draws, level by level.
 
     `site(builder, node, width, depth, path)` says how to draw; `logits_of(path)` is the draft's row.
@@ -192,7 +192,7 @@ def drawn_tree(name, widths, site, logits_of, vocabulary=None, max_nodes=32):
         paths = [builder.path_tokens(node) for node in frontier]
         sites = [site(builder, node, width, depth, path) for node, path in zip(frontier, paths, strict=True)]
         rows = np.array([logits_of(path) for path in paths], dtype=np.float32)
-        draw_children(flight_of(rows.reshape(len(sites), -1)), sites, name, vocabulary)
+        draw_children(flight_of(rows.reshape(len(sites), -1)), sites, vocabulary)
         frontier = list(range(first, len(builder.parents)))
         if not frontier:
             break

@@ -150,16 +150,17 @@ def coupled_text(case, seed, world, length):
             rng = np.random.default_rng([seed, len(output)])
 
             def site(
-                builder, node, width, depth, path, rng=rng, rule=rule, processors=processors, output=output
+                builder, node, width, depth, path, of=(name, rule), rng=rng, forms=processors, output=output
             ):
+                name, rule = of
                 place = len(PROMPT) + len(output) + depth
-                own = (case.params, seed, place, rng.random, rule, partial(processors.apply, path=path))
-                return Site(builder, node, width, *own)
+                own = (case.params, seed, place, rng.random, rule, partial(forms.apply, path=path))
+                return Site(builder, name, node, width, *own)
 
             def logits(path, name=name, output=output):
                 return world.logits(name, output + path)
 
-            trees.append(possible(drawn_tree(name, widths, site, logits, max_nodes=9), processors))
+            trees.append(possible(drawn_tree(widths, site, logits, max_nodes=9), processors))
         tree = merge(trees)
         flight = read(output, tree, world)
         tokens = verified(case, output, processors, tree, flight, "coupled", seed)

@@ -42,10 +42,11 @@ class Drawing:
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
 
         def site(builder, node, width, depth, path):
-            return Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
+            own = (world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
+            return Site(builder, self.name, node, width, *own)
 
         logits_of = self.reading(world, text)
-        tree = drawn_tree(self.name, self.widths, site, logits_of, self.vocabulary)
+        tree = drawn_tree(self.widths, site, logits_of, self.vocabulary)
         return self.declared(tree, world, text)
 
 

@@ -136,11 +136,11 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
     from specinfer.speculate.drafts import draws
     from specinfer.verify.target_law import most_likely, target_law
 
-    def top_k_called_samples(flight: Any, sites: Any, speculator: str, *_: Any) -> None:
+    def top_k_called_samples(flight: Any, sites: Any, *_: Any) -> None:
         for row, site in enumerate(sites):
             law = target_law(flight.row(row), site.params).dense()
             for token in most_likely(flight.row(row), site.width).tolist():
-                site.builder.add(site.node, token, speculator, DrawRule.IID, law)
+                site.builder.add(site.node, token, site.speculator, DrawRule.IID, law)
 
     monkeypatch.setattr(drafting, "draw_children", top_k_called_samples)
     assert draws.draw_children is not top_k_called_samples

@@ -328,4 +328,4 @@ class DraftModel(LevelDraft):
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
         rows = [part for _, part in parts]
-        draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
+        draw_children(self._runner.launch(rows), sites, self._vocabulary)

@@ -32,6 +32,7 @@ class Site:
     """A frontier node to extend, with the parameters of its children's distribution."""
 
     builder: TreeBuilder
+    speculator: str  # name of the draft
     node: int
     width: int  # draws to make
     params: SamplingParams
@@ -64,9 +65,7 @@ class Site:
         return max(self.width, POOL) if rule is DrawRule.COUPLED and not filtered else 0
 
 
-def draw_children(
-    flight: Flight, sites: Sequence[Site], speculator: str, vocabulary: DraftVocabulary | None = None
-) -> None:
+def draw_children(flight: Flight, sites: Sequence[Site], vocabulary: DraftVocabulary | None = None) -> None:
     """Add the children of every site to its tree; row f of `flight` belongs to sites[f].
 
     The logits belong to `vocabulary` if it is given. A site gets no children if its parameters exclude every
@@ -76,11 +75,11 @@ def draw_children(
     likeliest = iter(_likeliest(flight, rows, sites) if rows else ())  # one scan per level
     for row, site in enumerate(sites):
         if site.candidates:
-            _from_likeliest(site, *next(likeliest), speculator, vocabulary)
+            _from_likeliest(site, *next(likeliest), vocabulary)
         else:
             # If the grammar is too complex, verification raises this error for the request.
             with suppress(RequestError, LogitsError):
-                _from_row(site, flight.row(row), speculator, vocabulary, flight.scan)
+                _from_row(site, flight.row(row), vocabulary, flight.scan)
 
 
 def _likeliest(
@@ -100,7 +99,6 @@ def _from_likeliest(
     ids: NDArray[np.int64],
     values: NDArray[np.float32],
     mass: float,
-    speculator: str,
     vocabulary: DraftVocabulary | None,
 ) -> None:
     """Draw from the likeliest tokens in falling order, with their logits and the mass of all tokens."""
@@ -113,15 +111,11 @@ def _from_likeliest(
         drawn = fastest(law, np.arange(len(ids)), site.seed, site.position, site.width)
     else:
         drawn = np.arange(min(site.width, len(ids)))
-    _add(site, tokens[drawn], weights[drawn] / mass, weights[:2] / mass, speculator)
+    _add(site, tokens[drawn], weights[drawn] / mass, weights[:2] / mass)
 
 
 def _from_row(
-    site: Site,
-    row: NDArray[np.float32],
-    speculator: str,
-    vocabulary: DraftVocabulary | None,
-    scan: RowScan,
+    site: Site, row: NDArray[np.float32], vocabulary: DraftVocabulary | None, scan: RowScan
 ) -> None:
     """Draw from a whole row of logits. Raises RequestError and LogitsError."""
     if site.processed is not None:
@@ -135,11 +129,11 @@ def _from_row(
     elif rule is DrawRule.COUPLED:
         tokens = coupled_children(row, site.params, site.seed, site.position, site.width, vocabulary, scan)
     else:
-        _sample(site, _law(row, site.params, vocabulary, scan).distribution(), rule, speculator)
+        _sample(site, _law(row, site.params, vocabulary, scan).distribution(), rule)
         return
     best = most_likely_ids(row, 2, vocabulary, scan)
     known = probabilities(row, np.concatenate([tokens, best]), site.temperature, vocabulary, scan)
-    _add(site, tokens, known[: len(tokens)], known[len(tokens) :], speculator)
+    _add(site, tokens, known[: len(tokens)], known[len(tokens) :])
 
 
 def most_likely_ids(
@@ -194,19 +188,15 @@ def probabilities(
 
 
 def _add(
-    site: Site,
-    tokens: NDArray[np.int64],
-    confidences: NDArray[np.float64],
-    best: NDArray[np.float64],
-    speculator: str,
+    site: Site, tokens: NDArray[np.int64], confidences: NDArray[np.float64], best: NDArray[np.float64]
 ) -> None:
-    rule, evidence = site.draws_by, tuple(best.tolist())
+    name, rule, evidence = site.speculator, site.draws_by, tuple(best.tolist())
     for i, (token, confidence) in enumerate(zip(tokens.tolist(), confidences.tolist(), strict=True)):
         if i == 0 or confidence >= site.min_probability:
-            site.builder.add(site.node, token, speculator, rule, confidence=confidence, evidence=evidence)
+            site.builder.add(site.node, token, name, rule, confidence=confidence, evidence=evidence)
 
 
-def _sample(site: Site, law: Distribution, rule: DrawRule, speculator: str) -> None:
+def _sample(site: Site, law: Distribution, rule: DrawRule) -> None:
     left = law.probabilities
     evidence = tuple(np.sort(left)[:-3:-1].tolist())
     for turn in range(site.width):
@@ -215,7 +205,7 @@ def _sample(site: Site, law: Distribution, rule: DrawRule, speculator: str) -> N
             return
         place = inverse_cdf(left, site.uniforms())
         confidence = float(law.probabilities[place])
-        site.builder.add(site.node, law.id_at(place), speculator, rule, law, confidence, evidence)
+        site.builder.add(site.node, law.id_at(place), site.speculator, rule, law, confidence, evidence)
         if rule is DrawRule.WITHOUT_REPLACEMENT:
             left = left.copy() if turn == 0 else left
             left[place] = 0.0

@@ -191,6 +191,7 @@ class Growth:
         return [
             Site(
                 builder,
+                self.speculator,
                 node,
                 width=shape.width(request, self.depths[node]),
                 params=params,

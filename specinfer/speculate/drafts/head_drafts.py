@@ -97,7 +97,7 @@ class EagleDraft(LevelDraft):
                 above = torch.tensor(self._growths[i].above[-count:], device=fed.device)
                 texts.append(EagleText(rows, text.origin, fed_TD=fed.index_select(0, above)))
         made = self._runner.guess(texts)
-        draw_children(self._runner.model.flight(made.read_RD), sites, self.name, self._vocabulary)
+        draw_children(self._runner.model.flight(made.read_RD), sites, self._vocabulary)
         for (i, _), new in zip(parts, made.made, strict=True):
             if self._growths[i].started:
                 assert new is not None

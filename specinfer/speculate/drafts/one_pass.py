@@ -126,7 +126,7 @@ class OnePassTrees:
         if markov is not None:
             made_RU += markov.logits(markov.before(before))
         flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._model.kernels.scan)
-        draw_children(flight, sites, self._name, self._vocabulary)
+        draw_children(flight, sites, self._vocabulary)
         goes_on = list[GuessedTree]()
         for one in guessed:
             one.growth.descend()

@@ -75,15 +75,15 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
     # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
     honest = drafting.draw_children
 
-    def most_likely_called_samples(flight: Any, sites: Any, speculator: str, *more: Any) -> None:
+    def most_likely_called_samples(flight: Any, sites: Any, *more: Any) -> None:
         if any(site.rule is not DrawRule.WITHOUT_REPLACEMENT for site in sites):
-            honest(flight, sites, speculator, *more)
+            honest(flight, sites, *more)
             return
         for row, site in enumerate(sites):
             law = target_law(flight.row(row), site.params).dense()
             for token in most_likely(flight.row(row), site.width).tolist():
                 if law[token] > 0:
-                    site.builder.add(site.node, token, speculator, site.rule, law)
+                    site.builder.add(site.node, token, site.speculator, site.rule, law)
 
     monkeypatch.setattr(drafting, "draw_children", most_likely_called_samples)
     found = verdicts(tiny, lookup=False)

@@ -26,8 +26,8 @@ def draw(
     builder = TreeBuilder(root=0, max_nodes=max_nodes)
     source = iter(uniforms or [])
     params = SamplingParams(temperature=temperature)
-    site = Site(builder, 0, width, params, seed, 17, lambda: next(source), rule)
-    draw_children(flight_of(LOGITS), [site], "draft")
+    site = Site(builder, "draft", 0, width, params, seed, 17, lambda: next(source), rule)
+    draw_children(flight_of(LOGITS), [site])
     return builder
 
 
@@ -108,10 +108,10 @@ def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:
         widths = [2, *others]
         builders = [TreeBuilder(root=0) for _ in widths]
         sites = [
-            Site(builder, 0, width, params, seed, 9, lambda: 0.0, DrawRule.COUPLED)
+            Site(builder, "draft", 0, width, params, seed, 9, lambda: 0.0, DrawRule.COUPLED)
             for builder, width, seed in zip(builders, widths, range(len(widths)), strict=True)
         ]
-        draw_children(flight_of(rows[: len(widths)]), sites, "draft")
+        draw_children(flight_of(rows[: len(widths)]), sites)
         return [drawn(builder) for builder in builders]
 
     for seed in range(30):
@@ -136,10 +136,9 @@ def test_a_pruned_row_draws_what_a_row_without_the_other_tokens_draws(
         uniforms = np.random.default_rng(seed)
         builder = TreeBuilder(root=0)
         params = SamplingParams(temperature=temperature, top_p=0.9)
-        site = Site(
-            builder, 0, 4, params, seed, 3, uniforms.random, rule, add_one_hundredth if processed else None
-        )
-        draw_children(flight_of(row[None]), [site], "draft", pruned)
+        own = (params, seed, 3, uniforms.random, rule, add_one_hundredth if processed else None)
+        site = Site(builder, "draft", 0, 4, *own)
+        draw_children(flight_of(row[None]), [site], pruned)
         return builder.build()
 
     for seed in range(20):
