@@ -43,24 +43,23 @@ def check_promise(
 
     plain, coupled = engine(NO_SPECULATION), engine(with_verifier(configured, "coupled"))
     engines = [plain, coupled]
-    for name, sampling in identity.SAMPLING.items():
-        params = replace(sampling, max_tokens=effort.max_tokens)
+    texts = {name: replace(of, max_tokens=effort.max_tokens) for name, of in identity.SAMPLING.items()}
+    for name, params in texts.items():
         yield from identity.check_identity(
             name, params, prompts, plain, coupled, num_single=effort.num_single, progress=progress
         )
     ranks = llm.config.ranks
     if ranks > 1:
         with LLM(replace(llm.config.single_process, speculation=NO_SPECULATION)) as one:
-            for name, sampling in identity.SAMPLING.items():
-                params = replace(sampling, max_tokens=effort.max_tokens)
+            for name, params in texts.items():
                 ways = f"{name}, in one process and on {ranks} ranks"
                 yield from identity.check_identity(
                     ways, params, prompts, one, coupled, num_single=0, progress=progress
                 )
     for name in identity.TWICE:
-        params = replace(identity.SAMPLING[name], max_tokens=effort.max_tokens)
+        again = f"{name}, same request twice"
         yield identity.check_repetition(
-            f"{name}, same request twice", params, prompts[: effort.num_single], coupled, progress=progress
+            again, texts[name], prompts[: effort.num_single], coupled, progress=progress
         )
     for verifier in PAIRS:
         engines.append(engine(with_verifier(configured, verifier)))

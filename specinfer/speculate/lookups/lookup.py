@@ -151,9 +151,8 @@ class LookupSpeculator(Speculator):
             if known < end:
                 tokens += entry.token_ids[known:end]
                 grown.append((text, end))
-            kept = self._store.of(running.key)
-            if kept is not None and entry.request.params.knows_chance(self._verifier):
-                kept = None
+            knows_chance = entry.request.params.knows_chance(self._verifier)
+            kept = None if knows_chance else self._store.of(running.key)
             earlier = 0 if kept is None else kept.address
             depth, nodes = min(options.max_depth, entry.max_depth), min(options.max_nodes, entry.max_nodes)
             requests += (text.address, earlier, max(0, end - known), depth, nodes)
