@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any, Final
+
+from pydantic_core import to_json
 
 from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason, SpeculationFigures
@@ -35,6 +36,7 @@ _OMITTED: Final = frozenset(
     {"n", "best_of", "structured_output", "logprobs", "prompt_logprobs", "logprobs_mode", "cache_salt"}
 )
 _ALWAYS_LOGGED: Final = frozenset({"temperature", "seed", "max_tokens"})
+_DEFAULTS: Final = SamplingParams()
 
 
 class PrivateLines:
@@ -175,6 +177,7 @@ class TrafficLog:
         # The model's exact input, with special tokens rendered as text.
         prompt = b"".join(map(self._tokenizer.bytes_of, work.prompt_token_ids))
         ended = datetime.fromtimestamp(traffic.ended_at, UTC).isoformat(timespec="milliseconds")
+        first = traffic.first
         line = {
             "time": ended.replace("+00:00", "Z"),
             "request_id": traffic.request_id,
@@ -187,12 +190,11 @@ class TrafficLog:
             "token_ids": traffic.token_ids,
             "finish_reason": traffic.finish_reason,
             "cached_tokens": traffic.cached_tokens,
-            "first_token_seconds": traffic.first_token_seconds,
+            "first_token_seconds": None if first is None else round(first - traffic.arrived, 4),
             "seconds": traffic.seconds,
             "figures": traffic.figures,
         }
-        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain)
-        return text.encode("utf-8", "replace")
+        return to_json(line, fallback=dict)  # for mappings that are no dict
 
 
 class LoggedCompletion(CompletionObserver):
@@ -207,11 +209,6 @@ class LoggedCompletion(CompletionObserver):
         self.seconds = 0.0
         self.ended_at = 0.0  # seconds since 1970
         self._put = put
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        """Seconds from arrival to the first token; None without one."""
-        return None if self.first is None else round(self.first - self.arrived, 4)
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""
@@ -231,18 +228,8 @@ class LoggedCompletion(CompletionObserver):
 def _logged(params: SamplingParams) -> dict[str, Any]:
     """Parameters that differ from their defaults, and those that are always logged."""
     logged = {}
-    for one in fields(params):
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        value = getattr(params, one.name)
-        if one.name in _ALWAYS_LOGGED or (value != default and one.name not in _OMITTED):
-            logged[one.name] = value
+    for name in (one.name for one in fields(params)):
+        value = getattr(params, name)
+        if name in _ALWAYS_LOGGED or (value != getattr(_DEFAULTS, name) and name not in _OMITTED):
+            logged[name] = value
     return logged
-
-
-def _plain(value: object) -> object:
-    """Dataclass or mapping as a JSON object; raises TypeError for other types."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"cannot write a {type(value).__name__} as JSON")
