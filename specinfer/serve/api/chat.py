@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -138,11 +137,6 @@ class ChatFields(ConversationFields):
                 "max_tokens and max_completion_tokens are given, and differ; give one of them",
                 param="max_tokens",
             )
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        """The functions in `tools`."""
-        return [tool.function for tool in self.tools or () if isinstance(tool, ChatTool)]
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""

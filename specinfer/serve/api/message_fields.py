@@ -289,7 +289,12 @@ class MessageFields(ConversationFields):
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
-        self._check_choice()
+        choice = self.tool_choice
+        if choice is not None and (choice.name is None) == (choice.type == "tool"):
+            raise ApiError(
+                'tool_choice.name belongs to the type "tool", which needs it; add the name, or remove it',
+                param="tool_choice",
+            )
         edits = (self.context_management or {}).get("edits") or []
         for edit in edits if isinstance(edits, list) else [edits]:
             if not isinstance(edit, Mapping) or edit.get("keep") != "all":
@@ -311,14 +316,6 @@ class MessageFields(ConversationFields):
                 param="messages",
             )
 
-    def _check_choice(self) -> None:
-        choice = self.tool_choice
-        if choice is not None and (choice.name is None) == (choice.type == "tool"):
-            raise ApiError(
-                'tool_choice.name belongs to the type "tool", which needs it; add the name, or remove it',
-                param="tool_choice",
-            )
-
     @property
     def conversation(self) -> list[dict[str, Any]]:
         """The messages for the chat template, without a client's accounting line before them.
@@ -337,11 +334,6 @@ class MessageFields(ConversationFields):
         """The text that the answer continues: the last turn, if it is the assistant's; else empty."""
         last = self.messages[-1]
         return last.text if last.role == "assistant" else ""
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        """The functions in `tools`."""
-        return [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
 
     @property
     def chosen(self) -> ToolChoice:

@@ -69,24 +69,20 @@ class Tally:
 
     def metrics(self) -> dict[str, Any]:
         """Return vLLM's metrics, with counts of accepted and proposed tokens by speculator."""
-        figures = self.figures
+        figures, drafted = self.figures, self.figures.drafted_tokens
         at_least = [figures.steps, *figures.accepted_per_depth, 0]
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": round(figures.tokens_per_step, 4),
-                "draft_acceptance_rate": _rate(figures.accepted_tokens, figures.drafted_tokens),
+                "draft_acceptance_rate": round(figures.accepted_tokens / drafted, 4) if drafted else None,
                 "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
                 "num_spec_steps": figures.steps,
                 "num_accepted_draft_tokens": figures.accepted_tokens,
-                "num_draft_tokens": figures.drafted_tokens,
+                "num_draft_tokens": drafted,
                 "accepted_by": dict(figures.accepted_by),
                 "proposed_by": dict(figures.proposed_by),
             }
         }
-
-
-def _rate(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
 
 
 class _Reported(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
@@ -46,14 +46,19 @@ class ResponseText(Fields):
 _Part = Annotated[Annotated[ResponseText, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], PART_KIND]
 
 
-class MessageItem(Fields):
+class _Item(Fields):
+    """An input item."""
+
+    id: str | None = None
+    status: _Status | None = None
+
+
+class MessageItem(_Item):
     """A message of the caller, or an earlier answer."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrItems[_Part]
-    id: str | None = None
-    status: _Status | None = None
 
 
 class ReasoningTextPart(Fields):
@@ -63,36 +68,30 @@ class ReasoningTextPart(Fields):
     text: str
 
 
-class ReasoningItem(Fields):
+class ReasoningItem(_Item):
     """The reasoning before an earlier answer."""
 
     type: Literal["reasoning"]
     content: Items[ReasoningTextPart] | None = None
     summary: list[Any] | None = None  # no effect; the model reads the content
     encrypted_content: str | None = None
-    id: str | None = None
-    status: _Status | None = None
 
 
-class CallItem(Fields):
+class CallItem(_Item):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: _Status | None = None
 
 
-class CallOutputItem(Fields):
+class CallOutputItem(_Item):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrItems[ResponseText]
-    id: str | None = None
-    status: _Status | None = None
 
 
 class OtherItem(Fields):
@@ -185,6 +184,11 @@ class FunctionTool(Function):
 
     type: Literal["function"]
 
+    @property
+    def function(self) -> Function:
+        """The function itself."""
+        return self
+
 
 class NamedFunction(Fields):
     """The function that the answer must call."""
@@ -274,11 +278,6 @@ class ResponseFields(ConversationFields):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return messages_of(self.items)
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        """The functions in `tools`."""
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

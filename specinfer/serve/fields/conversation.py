@@ -117,9 +117,9 @@ class ConversationFields(SamplingFields):
     )
 
     @property
-    @abstractmethod
     def functions(self) -> Sequence[Function]:
         """The functions that `tools` describes."""
+        return [tool.function for tool in self.tools or () if not isinstance(tool, OtherKind)]
 
     @property
     def chosen(self) -> ToolChoice:
