@@ -11,8 +11,8 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -69,7 +69,7 @@ class Service:
         self.sampling = dict(sampling or {})  # defaults of sampling fields, by name
         self._observers = (metrics.observe, *observers)
         self._max_completions = batch + config.max_waiting  # maximum of completions at a time
-        self._busy = 0
+        self.busy = 0  # completions in progress or waiting
         self.draining = False
 
     def check_model(self, name: str | None, *, listed: bool = False) -> str:
@@ -204,44 +204,46 @@ class Service:
                 work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced, adapter=adapter)
                 works[work.id] = len(all_works)
                 all_works.append(work)
-        with self._room_for(len(all_works)):
-            started = time.monotonic()
-            observed = [[observe(work, started) for observe in self._observers] for work in all_works]
-            unadmitted, failed, announced = set(works), 0, False
-            may_start = not self.config.max_wait  # a started stream can no longer be refused
-            try:
-                async with aclosing(self.backend.generate(all_works, CALLER.get().session)) as deltas:
-                    async for delta in deltas:
-                        number = works[delta.id]
-                        now = time.monotonic()
-                        for one in observed[number]:
-                            one.delta(delta, now)
-                        if delta.finish_reason is FinishReason.ERROR:
-                            failed += 1
-                            if not delta.internal_error or failed == len(all_works):
-                                status = 500 if delta.internal_error else 400
-                                raise ApiError(
-                                    delta.error or "the completion failed in the engine",
-                                    param=delta.parameter,
-                                    status=status,
-                                )
-                        unadmitted.discard(delta.id)
-                        may_start = may_start or delta.started or not delta.is_empty
-                        if not delta.is_empty:
-                            yield number, delta
-                        elif may_start and not unadmitted and not announced:
-                            announced = True
-                            yield number, delta
-            except UnavailableError as error:
-                raise ApiError(str(error), status=503, headers={"Retry-After": "5"}) from None
-            except BackendError as error:
-                # Another try would end the engine again, and delay every request.
-                once = {"x-should-retry": "false"}
-                raise ApiError(str(error), status=500, code="engine_died", headers=once) from None
-            finally:
-                now = time.monotonic()
-                for one in itertools.chain(*observed):
-                    one.end(now)
+        self._check_room(len(all_works))
+        started = time.monotonic()
+        observed = [[observe(work, started) for observe in self._observers] for work in all_works]
+        unadmitted, failed, announced = set(works), 0, False
+        may_start = not self.config.max_wait  # a started stream can no longer be refused
+        self.busy += len(all_works)
+        try:
+            async with aclosing(self.backend.generate(all_works, CALLER.get().session)) as deltas:
+                async for delta in deltas:
+                    number = works[delta.id]
+                    now = time.monotonic()
+                    for one in observed[number]:
+                        one.delta(delta, now)
+                    if delta.finish_reason is FinishReason.ERROR:
+                        failed += 1
+                        if not delta.internal_error or failed == len(all_works):
+                            status = 500 if delta.internal_error else 400
+                            raise ApiError(
+                                delta.error or "the completion failed in the engine",
+                                param=delta.parameter,
+                                status=status,
+                            )
+                    unadmitted.discard(delta.id)
+                    may_start = may_start or delta.started or not delta.is_empty
+                    if not delta.is_empty:
+                        yield number, delta
+                    elif may_start and not unadmitted and not announced:
+                        announced = True
+                        yield number, delta
+        except UnavailableError as error:
+            raise ApiError(str(error), status=503, headers={"Retry-After": "5"}) from None
+        except BackendError as error:
+            # Another try would end the engine again, and delay every request.
+            once = {"x-should-retry": "false"}
+            raise ApiError(str(error), status=500, code="engine_died", headers=once) from None
+        finally:
+            self.busy -= len(all_works)
+            now = time.monotonic()
+            for one in itertools.chain(*observed):
+                one.end(now)
 
     async def _predicted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Tokenize the prediction, once for all n, up to the length that can be used; returns a copy."""
@@ -253,27 +255,16 @@ class Service:
         ids = await self.in_thread("prediction", lambda: relevant_tokens(text, room, encode))
         return replace(params, prediction=ids)
 
-    @contextmanager
-    def _room_for(self, count: int) -> Iterator[None]:
+    def _check_room(self, count: int) -> None:
         if self.draining:
             raise ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
-        if self._busy + count > self._max_completions:
-            waiting = f"{self._busy} answers are in progress or waiting, and this request has {count}"
+        if self.busy + count > self._max_completions:
+            waiting = f"{self.busy} answers are in progress or waiting, and this request has {count}"
             raise ApiError(
                 f"{waiting}; allowed: {self._max_completions} in all; try again soon",
                 status=429,
                 headers={"Retry-After": "1"},
             )
-        self._busy += count
-        try:
-            yield
-        finally:
-            self._busy -= count
-
-    @property
-    def busy(self) -> int:
-        """Number of completions in progress or waiting."""
-        return self._busy
 
     def _check_length(self, tokens: int, param: str) -> None:
         if tokens > (limit := self.facts.max_length - 1):
