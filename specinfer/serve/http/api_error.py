@@ -14,7 +14,6 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -95,11 +94,7 @@ class ApiError(Exception):
         """Report the first fault of a body, with its path."""
         if (count := error.error_count()) > MAX_FAULTS:
             return cls(f"the body has {count} faults; send only fields of this endpoint")
-        return cls.of_fault(error.errors(include_url=False)[0])
-
-    @classmethod
-    def of_fault(cls, fault: ErrorDetails) -> ApiError:
-        """Report one fault of a body, with its path."""
+        fault = error.errors(include_url=False)[0]
         message, kind, last = fault["msg"], fault["type"], len(fault["loc"]) - 1
         where = ""
         for number, part in enumerate(fault["loc"]):
