@@ -106,7 +106,7 @@ class EngineProcess:
         commands: dict[str, Callable[[Any], None]] = {
             "add": self._add,
             "abort": self._abort,
-            "ask": self._send_statistics,
+            "ask": lambda number: self._outbox.put(("answer", number, llm.statistics())),
         }
         while True:
             try:
@@ -237,9 +237,6 @@ class EngineProcess:
                 answer.aborted = True
                 if answer.admitted is not None:
                     self._llm.loop.cancel([answer.admitted])
-
-    def _send_statistics(self, number: int) -> None:
-        self._outbox.put(("answer", number, self._llm.statistics()))
 
     def _send(self) -> None:
         """Run the outbox thread, so that the threads that make deltas never wait for the socket."""

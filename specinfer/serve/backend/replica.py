@@ -16,7 +16,7 @@ from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.serve.backend.cluster import Cluster
 from specinfer.serve.backend.engine_child import EngineChild
-from specinfer.serve.backend.work import EngineInfo, ReplicaHealth, Work
+from specinfer.serve.backend.work import EngineInfo, ReplicaHealth
 
 _LOG = logging.getLogger(__name__)
 _MAX_FAILED_STARTS: Final = 3  # in a row; after them no work waits for it
@@ -70,7 +70,7 @@ class Replica:
         self._numbers = itertools.count()
         self._failures = 0  # starts that failed in a row
         self._starting: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: asyncio.Future[list[None]] | None = None
         self._closed = False
 
     @property
@@ -104,7 +104,8 @@ class Replica:
             raise
         self._engine, self.trouble, self._failures = engine, "", 0
         if self._timeout:
-            self._watching = asyncio.create_task(self._watch(engine))
+            # A hung engine that is killed is handled by `_died`, like any crash.
+            self._watching = asyncio.gather(self._watch_replies(engine), self._watch_state(engine))
         return self.facts
 
     def begin(self, *, again: bool = False) -> None:
@@ -151,15 +152,8 @@ class Replica:
             self._engine = None
             await engine.close()
 
-    def add(self, works: Sequence[Work]) -> None:
-        """Send works to the engine, which has to run."""
-        self._send("add", works)
-
-    def abort(self, names: Sequence[str]) -> None:
-        """Abort works before the engine's next step; no effect if none runs."""
-        self._send("abort", names)
-
-    def _send(self, command: str, argument: object) -> None:
+    def send(self, command: str, argument: object) -> None:
+        """Send a command (engine_process.py) to the engine; no effect if none runs."""
         if self._engine is not None:
             self._engine.send((command, argument))
 
@@ -181,7 +175,7 @@ class Replica:
             return None
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send("ask", number)
+        self.send("ask", number)
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -221,10 +215,6 @@ class Replica:
         for waiting in self._questions.values():
             if not waiting.done():
                 waiting.set_result(None)
-
-    async def _watch(self, engine: EngineChild) -> None:
-        """Kill an engine that hangs or stays stopped; `_died` then handles it like any crash."""
-        await asyncio.gather(self._watch_replies(engine), self._watch_state(engine))
 
     async def _watch_state(self, engine: EngineChild) -> None:
         """Kill an engine that a signal has stopped for 10 seconds, after which its other ranks end, too."""

@@ -157,7 +157,7 @@ class ReplicaBackend:
         """Abort works before the next step; their generators get no more deltas."""
         for number, names in self._ledger.end(ids).items():
             if names:
-                self._replicas[number].abort(names)
+                self._replicas[number].send("abort", names)
             self._send_due(self._replicas[number])
 
     async def health(self) -> Health:
@@ -226,7 +226,7 @@ class ReplicaBackend:
                 aborted += [open_work.work.id] * open_work.sent
                 self._ledger.assign(open_work, other.number)
         if aborted:
-            one.abort(aborted)
+            one.send("abort", aborted)
         for other in self._replicas:
             self._send_due(other)
 
@@ -267,7 +267,7 @@ class ReplicaBackend:
 
     def _send_due(self, replica: Replica) -> None:
         if replica.runs and (works := self._ledger.take_sendable(replica.number)):
-            replica.add(works)
+            replica.send("add", works)
 
     def _receive(self, replica: Replica, deltas: Sequence[Delta]) -> None:
         """Record deltas of an engine, and send works that have become due."""

@@ -149,12 +149,9 @@ class ReplicaHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """Health of all replicas together."""
+class Health(ReplicaHealth):
+    """Health of all replicas together; without trouble at least one takes work."""
 
-    state: Statistics  # with the last known one of each replica that does not answer
-    restarts: int = 0
-    trouble: str = ""  # reason that no replica takes work now
     replicas: tuple[ReplicaHealth, ...] = ()
     handed_on: int = 0  # times that a work moved from one engine to another
 
