@@ -31,6 +31,8 @@ _PARAMETERS: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
+# Figures of speculation, named specinfer.speculation.NAME.
+_FIGURES: Final = ("steps", "drafted_tokens", "accepted_tokens", "tokens_per_step")
 
 
 def open_spans(endpoint: str, model: str) -> Spans:
@@ -112,14 +114,8 @@ class CompletionSpan(CompletionObserver):
             span.set_status(StatusCode.ERROR)
             span.set_attribute("error.type", "request_error")
         if (figures := delta.figures) is not None:
-            span.set_attributes(
-                {
-                    "specinfer.speculation.steps": figures.steps,
-                    "specinfer.speculation.drafted_tokens": figures.drafted_tokens,
-                    "specinfer.speculation.accepted_tokens": figures.accepted_tokens,
-                    "specinfer.speculation.tokens_per_step": figures.tokens_per_step,
-                }
-            )
+            for name in _FIGURES:
+                span.set_attribute(f"specinfer.speculation.{name}", getattr(figures, name))
             for name, count in figures.accepted_by.items():
                 span.set_attribute(f"specinfer.speculation.accepted_by.{name}", count)
 
