@@ -16,7 +16,6 @@ from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
 
-LogFormat = Literal["text", "json"]
 # Attributes that a log record may carry, given as `extra`.
 _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
 
@@ -24,8 +23,6 @@ ANY_HOST: Final = "*"  # any Host header, or any proxy
 HOST_NAME: Final = re.compile(r"[0-9a-z._-]+", re.IGNORECASE)
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-ClusterKind = Literal["none", "ray"]
 UnknownFields = Literal["error", "ignore"]
 
 
@@ -99,7 +96,7 @@ class ServeConfig:
         more="Each engine option applies to every replica, `memory` and `kv_cache_memory` too.",
         minimum=1,
     )
-    cluster: ClusterKind = option(
+    cluster: Literal["none", "ray"] = option(
         "none",
         "ray: replicas are actors of the Ray cluster of RAY_ADDRESS or of `ray start`.",
         more="Needs `specinfer[cluster]` ([replicas.md](replicas.md#several-machines-ray)).",
@@ -154,8 +151,8 @@ class ServeConfig:
     log_traffic: str | None = option(
         None, "File to log prompts and answers in, as training data for drafts.", shown="none"
     )
-    log_level: LogLevel = option("info", "Lowest level that is logged.")
-    log_format: LogFormat = option("text", "json: one object a line.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Lowest level that is logged.")
+    log_format: Literal["text", "json"] = option("text", "json: one object a line.")
     otlp_endpoint: str | None = option(None, "URL that receives OpenTelemetry spans.", shown="none")
 
     def __post_init__(self) -> None:
