@@ -32,7 +32,8 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_DELIMITERS: Mapping[FormatName, tuple[str, ...]] = {
+# The first delimiter of a format starts its calls.
+DELIMITERS: Mapping[FormatName, tuple[str, ...]] = {
     "hermes": (TOOL_CALL, TOOL_CALL_END),
     "qwen3_coder": (TOOL_CALL, TOOL_CALL_END),
     "llama3": (PYTHON_TAG,),
@@ -152,7 +153,7 @@ class CallFormat:
             )
         chosen = found if found is not None and name in ("auto", found) else "hermes"
         native = chosen == found
-        found_ids = ((text, tokenizer.special_id(text)) for text in _DELIMITERS[chosen])
+        found_ids = ((text, tokenizer.special_id(text)) for text in DELIMITERS[chosen])
         return cls(
             name=chosen,
             native=native,

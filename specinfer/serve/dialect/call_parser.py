@@ -15,22 +15,15 @@ from typing import Final
 from specinfer.serve.dialect.call_format import (
     ARGS,
     CALL_ID,
+    DELIMITERS,
     FUNCTION,
     PYTHON_TAG,
-    TOOL_CALL,
     TOOL_CALLS,
     CallFormat,
     FormatName,
     Tool,
 )
 
-# The text before the first call; calls of llama3 are the whole answer.
-_MARKS: Final[dict[FormatName, str]] = {
-    "hermes": TOOL_CALL,
-    "qwen3_coder": TOOL_CALL,
-    "mistral": TOOL_CALLS,
-    "mistral_args": TOOL_CALLS,
-}
 _SIGNS: Final = re.compile(r'["{}]|\\.?', re.DOTALL)  # in JSON: what may start or end a string or an object
 
 
@@ -95,7 +88,8 @@ class CallParser:
     def __init__(self, call_format: CallFormat, tools: Sequence[Tool]) -> None:
         self.calls = 0  # number of started calls
         self._format = call_format
-        self._mark = _MARKS.get(call_format.name)
+        # The text before the first call; calls of llama3 are the whole answer.
+        self._mark = None if call_format.name == "llama3" else DELIMITERS[call_format.name][0]
         self._held = ""  # text whose meaning is not known yet
         self._inside = False  # within the arguments of a call
         self._depth = 0  # of open objects in JSON arguments
