@@ -131,12 +131,7 @@ class ChatFields(ConversationFields):
                 )
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; add it", param="top_logprobs")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise ApiError(
-                "max_tokens and max_completion_tokens are given, and differ; give one of them",
-                param="max_tokens",
-            )
+        self.check_equal("max_tokens", "max_completion_tokens")
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""

@@ -15,12 +15,10 @@ from specinfer.serve.api.answer import EndpointAnswer, Event, Prompts
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Fields, Items
 from specinfer.serve.fields.sampling import SamplingFields
-from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.http.event_stream import event
 
 # Defaults of llama.cpp, which editors expect.
 _DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-_DIFFER: Final = "n_predict and max_tokens are given, and differ; give one of them"
 
 _INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # the indentation of a line that is not blank
 
@@ -65,8 +63,7 @@ class InfillFields(SamplingFields):
     def check(self) -> None:
         """Raise ApiError for unsupported combinations of fields."""
         super().check()
-        if None not in (self.n_predict, self.max_tokens) and self.n_predict != self.max_tokens:
-            raise ApiError(_DIFFER, param="n_predict")
+        self.check_equal("n_predict", "max_tokens")
 
     @property
     def limit(self) -> int | None:

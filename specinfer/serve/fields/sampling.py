@@ -117,6 +117,12 @@ class SamplingFields(Fields):
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)
 
+    def check_equal(self, name: str, other: str) -> None:
+        """Raise ApiError if two fields with one meaning are given and differ."""
+        given, same = getattr(self, name), getattr(self, other)
+        if None not in (given, same) and given != same:
+            raise ApiError(f"{name} and {other} are given, and differ; give one of them", param=name)
+
     def params(self, **more: Any) -> SamplingParams:
         """Convert to SamplingParams, with `more` of its fields; None means the default.
 
