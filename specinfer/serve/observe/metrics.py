@@ -29,18 +29,28 @@ _OF_REPLICA: Final = (
     ("restarts", "restarts", "Restarts of the replica's engine."),
 )
 
-# Gauges of all engines together: name, attribute of the statistics, help text.
+# Gauges of all engines together: name, attribute of their health, help text.
 _OF_ENGINES: Final = (
-    ("num_preemptions", "preemptions", "Preemptions: times that a request lost its KV blocks."),
-    ("engine_steps", "steps", "Steps of the engine, summed over restarts."),
-    ("speculation_off_steps", "speculation_off_steps", "Engine steps in which no speculator could propose."),
-    ("speculation_on", "speculation_on", "1 if speculation is on, 0 if the guard has turned it off."),
-    ("speculators_paused", "speculators_paused", "Speculators, and policies, that pause after an exception."),
-    ("num_requests_running", "running", "Requests in the engine's batch."),
-    ("num_requests_waiting", "waiting", "Requests that wait for the engine's batch or cache."),
-    ("kv_cache_usage_perc", "kv_cache_usage", "Fraction of the KV blocks in use, 0 to 1."),
+    ("num_preemptions", "state.preemptions", "Preemptions: times that a request lost its KV blocks."),
+    ("engine_steps", "state.steps", "Steps of the engine, summed over restarts."),
+    (
+        "speculation_off_steps",
+        "state.speculation_off_steps",
+        "Engine steps in which no speculator could propose.",
+    ),
+    ("speculation_on", "state.speculation_on", "1 if speculation is on, 0 if the guard has turned it off."),
+    (
+        "speculators_paused",
+        "state.speculators_paused",
+        "Speculators, and policies, that pause after an exception.",
+    ),
+    ("num_requests_running", "state.running", "Requests in the engine's batch."),
+    ("num_requests_waiting", "state.waiting", "Requests that wait for the engine's batch or cache."),
+    ("kv_cache_usage_perc", "state.kv_cache_usage", "Fraction of the KV blocks in use, 0 to 1."),
+    ("engine_restarts", "restarts", "Restarts of engine processes."),
+    ("num_handed_on", "handed_on", "Answers moved from one engine to another."),
 )
-# Those with another label: name, attribute, label, help text.
+# Those of the statistics with another label: name, attribute, label, help text.
 _BY_LABEL: Final = (
     ("engine_stage_seconds", "stage_seconds", "stage", "Seconds of engine steps by stage."),
     ("speculator_failures", "failures", "speculator", "Exceptions of a speculator, or of the policy."),
@@ -101,14 +111,12 @@ class Metrics:
             Counter, "verified_tokens", "Verified draft tokens by speculator.", "speculator"
         )
         self.traffic_log_lost = counter("traffic_log_lost", "Completions missing from the log_traffic file.")
-        self._of_engines = [(gauge(name, purpose), of) for name, of, purpose in _OF_ENGINES]
+        self._of_engines = [(gauge(name, purpose), attrgetter(of)) for name, of, purpose in _OF_ENGINES]
         self._by_label = [(made(Gauge, name, purpose, label), of) for name, of, label, purpose in _BY_LABEL]
         self.streamed_bytes = counter("streamed_bytes", "Bytes of weights read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "Seconds that passes waited for these bytes.")
         ranks = "Seconds of ranks that computed, exchanged or waited for others."
         self.ranks = made(Counter, "rank_seconds", ranks, "replica", "rank", "doing")
-        self.restarts = gauge("engine_restarts", "Restarts of engine processes.")
-        self.handed_on = gauge("num_handed_on", "Answers moved from one engine to another.")
         self._of_replicas = [
             (made(Gauge, f"replica_{name}", purpose, "replica"), attrgetter(of))
             for name, of, purpose in _OF_REPLICA
@@ -140,8 +148,6 @@ class Metrics:
     def text(self, health: Health) -> bytes:
         """The metrics in Prometheus' text format, updated from the engines' health."""
         state = health.state
-        self.restarts.set(health.restarts)
-        self.handed_on.set(health.handed_on)
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
                 one.labels(self.model, str(number)).set(value(replica))
@@ -150,7 +156,7 @@ class Metrics:
                 self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
             self._last_by_replica[number] = replica.state
         for gauge, of in self._of_engines:
-            gauge.set(getattr(state, of))
+            gauge.set(of(health))
         for gauge, of in self._by_label:
             for label, number in getattr(state, of).items():
                 gauge.labels(self.model, label).set(number)
