@@ -31,7 +31,6 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.responses import Responses, ResponseStore
 from specinfer.serve.api.service import Service
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from specinfer.serve.backend.work import EngineInfo
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
@@ -174,7 +173,14 @@ def _add_answers(paths: _Paths, service: Service) -> None:
 
 
 def _add_models(paths: _Paths, service: Service) -> None:
-    created = int(time.time())
+    created, facts = int(time.time()), service.facts
+    usual = facts.speculation
+    speculation = {  # settings that a request may change, and their defaults
+        "speculators": list(facts.speculators),
+        "max_nodes": usual.node_limit,
+        "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
+        "verifier": usual.verifier,
+    }
 
     def card(name: str) -> dict[str, Any]:
         parent = {"parent": service.models[0]} if name in service.adapters else {}
@@ -185,10 +191,10 @@ def _add_models(paths: _Paths, service: Service) -> None:
             "owned_by": "specinfer",
             "root": service.models[0],
             **parent,
-            "max_model_len": service.facts.max_context,
-            "quantization": service.facts.quantization,
+            "max_model_len": facts.max_context,
+            "quantization": facts.quantization,
             "sampling_defaults": service.sampling,  # defaults of sampling fields
-            "speculation": _speculation(service.facts),
+            "speculation": speculation,
         }
 
     async def models(_: Request) -> Response:
@@ -281,14 +287,3 @@ def _page() -> list[BaseRoute]:
         return await files.get_response("index.html", request.scope)
 
     return [Route("/", page), Mount("/page", files)]
-
-
-def _speculation(facts: EngineInfo) -> dict[str, Any]:
-    """Speculation settings that a request may change, and their defaults."""
-    usual = facts.speculation
-    return {
-        "speculators": list(facts.speculators),
-        "max_nodes": usual.node_limit,
-        "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
-        "verifier": usual.verifier,
-    }

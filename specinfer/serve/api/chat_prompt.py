@@ -49,9 +49,7 @@ class ChatPrompt:
         """Create the reader of one answer."""
         calls, reasoning = self.dialect.calls, self.dialect.reasoning
         splitter = None if reasoning is None else ReasoningSplitter(self.starts_inside)
-        parser = None
-        if calls is not None and self.tools:
-            parser = call_parser(calls, self.tools)
+        parser = None if calls is None or not self.tools else call_parser(calls, self.tools)
         return AnswerReader(splitter, parser)
 
 

@@ -156,22 +156,17 @@ class Completions(ChoicesAnswer[CompletionFields]):
         add_special = self._fields.add_special_tokens is not False
         return await self._service.encode(given, "prompt", add_special=add_special)
 
-    @property
-    def _scored(self) -> int | None:
-        """Number of top tokens to report at each prompt token; None for no log-probabilities."""
-        fields = self._fields
-        tops = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
-        return max((top for top in tops if top is not None), default=None)
-
     def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
         fields = self._fields
         room = self._service.room(prompt, "prompt")
         guess = fields.prediction
+        # Numbers of top tokens to report at each prompt token.
+        tops = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
         max_tokens = min(_DEFAULT_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
         return fields.params(
             max_tokens=room if max_tokens == -1 else max_tokens,
             logprobs=fields.logprobs,
-            prompt_logprobs=self._scored,
+            prompt_logprobs=max((top for top in tops if top is not None), default=None),
             prediction=guess.text if isinstance(guess, Prediction) else guess,
             stop_token_ids=self._service.fill_in_ends(fields.stop_token_ids) if fields.suffix else None,
         )

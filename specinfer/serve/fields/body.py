@@ -195,7 +195,7 @@ class FieldPolicy:
             if target := next((one for one in RENAMED[name] if one in own), None):
                 put(body, target, body.pop(name), name)
         if "response_format" in own:
-            _read_forms(body, own)
+            _read_forms(body)
         if "chat_template_kwargs" in own:
             _read_template_fields(body, own)
         for name in [name for name in body if name in REFUSED and name not in own]:
@@ -336,7 +336,7 @@ def _penalized(body: Mapping[str, Any]) -> bool:
     )
 
 
-def _read_forms(body: dict[str, Any], own: Own) -> None:
+def _read_forms(body: dict[str, Any]) -> None:
     """Translate schemas of the answer, and vLLM's object with one form."""
     for name in [name for name in SCHEMAS if name in body]:
         _put_schema(body, body.pop(name), name)

@@ -177,14 +177,11 @@ class ConversationFields(SamplingFields):
 
     @property
     def form(self) -> StructuredOutput | None:
-        """The required form of an answer without tool calls; raises ApiError."""
+        """The required form of an answer without tool calls; raises RequestError."""
         given = {name: getattr(self, name) for name in _FORMS}
-        try:
-            return structured_output(
-                self.answer_format, **given, json_whitespace=self.json_whitespace or "bounded"
-            )
-        except RequestError as error:
-            raise ApiError.of(error) from None
+        return structured_output(
+            self.answer_format, **given, json_whitespace=self.json_whitespace or "bounded"
+        )
 
     @abstractmethod
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:

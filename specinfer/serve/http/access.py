@@ -159,15 +159,13 @@ class Access:
         finally:
             CALLER.reset(caller)
             self._bodies.discard(body)
-            client = scope["client"][0] if scope.get("client") else "-"
-            took = clock() - started
             line = {
                 "request_id": name,
-                "client": client,
+                "client": scope["client"][0] if scope.get("client") else "-",
                 "method": scope["method"],
                 "path": quote(scope["path"], safe=_PLAIN)[:_MAX_PATH],
                 "status": status,
-                "seconds": round(took, 3),
+                "seconds": round(clock() - started, 3),
             }
             _LOG.info(
                 "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", line, extra=line
