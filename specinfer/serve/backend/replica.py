@@ -70,7 +70,7 @@ class Replica:
         self._numbers = itertools.count()
         self._failures = 0  # starts that failed in a row
         self._starting: asyncio.Task[None] | None = None
-        self._watching: asyncio.Future[list[None]] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._closed = False
 
     @property
@@ -105,7 +105,8 @@ class Replica:
         self._engine, self.trouble, self._failures = engine, "", 0
         if self._timeout:
             # A hung engine that is killed is handled by `_died`, like any crash.
-            self._watching = asyncio.gather(self._watch_replies(engine), self._watch_state(engine))
+            watches = self._watch_replies(engine), self._watch_state(engine)
+            self._watching = [asyncio.create_task(one) for one in watches]
         return self.facts
 
     def begin(self, *, again: bool = False) -> None:
@@ -142,8 +143,8 @@ class Replica:
     async def close(self) -> None:
         """End the engine process."""
         self._closed = True
-        if self._watching is not None:
-            self._watching.cancel()
+        for one in self._watching:
+            one.cancel()
         if self._starting is not None:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
