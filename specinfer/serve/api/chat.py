@@ -26,12 +26,7 @@ class RefusalPart(Fields):
     """A refusal of the assistant in an earlier turn."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The text of the refusal."""
-        return self.refusal
+    text: str = Field(alias="refusal")
 
 
 PART_KIND: Final = by_type({"refusal": "Refusal"}, "Text")

@@ -14,7 +14,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields, Function
-from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings
+from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings, text_of
 from specinfer.serve.http.api_error import ApiError
 
 _BETWEEN: Final = "\n"  # between the texts of one turn
@@ -94,12 +94,7 @@ class Turn(Fields):
     @property
     def text(self) -> str:
         """The turn's text blocks, joined."""
-        return text_of(block for block in self.blocks if isinstance(block, TextPart))
-
-
-def text_of(content: str | Iterable[TextPart]) -> str:
-    """A text, or text blocks joined."""
-    return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
+        return text_of((block for block in self.blocks if isinstance(block, TextPart)), _BETWEEN)
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
@@ -172,8 +167,7 @@ def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:
 
 
 def _result(block: ToolResultBlock) -> str:
-    content = block.content or ""
-    text = text_of(content if isinstance(content, str) else (p for p in content if isinstance(p, TextPart)))
+    text = text_of(block.content or "", _BETWEEN)  # `check_turns` refuses parts of other kinds
     return f"Error: {text}" if block.is_error else text
 
 
@@ -325,7 +319,7 @@ class MessageFields(ConversationFields):
         blocks = self.system or ""
         if not isinstance(blocks, str) and _ACCOUNTING.fullmatch(blocks[0].text.strip()):
             blocks = blocks[1:]
-        system = text_of(blocks)
+        system = text_of(blocks, _BETWEEN)
         messages = [{"role": "system", "content": system}] if system else []
         return messages + messages_of(self.messages)
 

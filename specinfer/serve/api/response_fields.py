@@ -11,7 +11,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat import PART_KIND, RefusalPart
 from specinfer.serve.fields.body import Fields, Items, TextOrItems
 from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
-from specinfer.serve.fields.sampling import MAX_LOGPROBS
+from specinfer.serve.fields.sampling import MAX_LOGPROBS, text_of
 from specinfer.serve.http.api_error import ApiError
 
 _KINDS: Final = {
@@ -131,11 +131,11 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case MessageItem(role="assistant"):
-                _turn(messages, "content", "tool_calls")["content"] = _text(item.content)
+                _turn(messages, "content", "tool_calls")["content"] = text_of(item.content)
             case MessageItem(role=role):
-                messages.append({"role": role, "content": _text(item.content)})
+                messages.append({"role": role, "content": text_of(item.content)})
             case ReasoningItem():
-                if reasoning := _text(item.content or []):
+                if reasoning := text_of(item.content or []):
                     turn = _turn(messages, "reasoning_content", "content", "tool_calls")
                     turn["reasoning_content"] = reasoning
             case CallItem() if item.status != "incomplete":
@@ -143,7 +143,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
                 calls = _turn(messages).setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": call})
             case CallOutputItem():
-                result = {"tool_call_id": item.call_id, "content": _text(item.output)}
+                result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
                 messages.append({"role": "tool"} | result)
     return [message if "content" in message else message | {"content": ""} for message in messages]
 
@@ -159,10 +159,6 @@ def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _text(content: str | Iterable[ResponseText | RefusalPart | ReasoningTextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class TextOptions(Fields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -26,6 +26,11 @@ class TextPart(Fields):
     text: str
 
 
+def text_of(content: str | Iterable[Any], between: str = "") -> str:
+    """A text, or the texts of parts, joined."""
+    return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
 class Prediction(Fields):
     """The predicted answer that the request gives."""
 
@@ -35,9 +40,7 @@ class Prediction(Fields):
     @property
     def text(self) -> str:
         """The predicted text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return text_of(self.content)
 
 
 class StreamOptions(Fields):
@@ -131,13 +134,10 @@ class SamplingFields(Fields):
         given = {
             name: value
             for name in SamplingFields.model_fields
-            if name in _OF_PARAMS and (value := getattr(self, name)) is not None
+            if name in SamplingParams.__dataclass_fields__ and (value := getattr(self, name)) is not None
         }
         given |= {name: value for name, value in more.items() if value is not None}
         try:
             return SamplingParams(**given)
         except RequestError as error:
             raise ApiError.of(error) from None
-
-
-_OF_PARAMS = frozenset(SamplingParams.__dataclass_fields__)
