@@ -34,6 +34,7 @@ from specinfer.serve.http.access import Keys
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.startup import open_service
 
+_OPEN_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
 _FAILED: Final = 500  # HTTP status of server errors; their requests are sent again
 
@@ -53,8 +54,9 @@ class BatchAnswers:
         self.refused = 0  # number of answers that are errors
         self._count = 0
         self._path = path
-        self._file = self._open()
+        self._file = os.open(path, _OPEN_FLAGS, 0o666)
         try:
+            self._lock()
             self._read()
         except BaseException:
             os.close(self._file)
@@ -90,23 +92,19 @@ class BatchAnswers:
             left = left[os.write(self._file, left) :]
         self._add(record)
 
-    def _open(self) -> int:
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise UserError(
                 f"{self._path} is not a regular file, which a run needs to resume; give another file"
             )
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(file)
             raise UserError(
                 f"another run has {self._path} open; wait until it ends, or give another file"
             ) from None
         except OSError:
             pass  # a disk without locks
-        return file
 
     def _read(self) -> None:
         """Read the answers in the file, and remove the others."""
@@ -135,8 +133,9 @@ class BatchAnswers:
                 if (record := _record(raw)) and not _is_sent_again(record):
                     new.write(raw)
             new.keep()
-        os.close(self._file)
-        self._file = self._open()
+        old, self._file = self._file, os.open(self._path, _OPEN_FLAGS, 0o666)
+        os.close(old)
+        self._lock()
 
     def _raw_lines(self) -> Iterator[bytes]:
         with open(self._path, "rb") as file:
