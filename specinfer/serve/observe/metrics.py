@@ -75,8 +75,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self.model = model  # value of the label model_name
-        self._last = Statistics()  # engines' statistics at the last scrape
-        self._last_by_replica: dict[int, Statistics] = {}
+        self._last: dict[int, Statistics] = {}  # by replica, at the last scrape
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
             names = ["model_name", *labels]
@@ -151,10 +150,12 @@ class Metrics:
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
                 one.labels(self.model, str(number)).set(value(replica))
-            done = replica.state.since(self._last_by_replica.get(number, Statistics()))
+            done = replica.state.since(self._last.get(number, Statistics()))
+            self.streamed_bytes.inc(done.streamed_bytes)
+            self.stream_waits.inc(done.stream_wait_seconds)
             for name, seconds in done.rank_seconds.items():
                 self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
-            self._last_by_replica[number] = replica.state
+            self._last[number] = replica.state
         for gauge, of in self._of_engines:
             gauge.set(of(health))
         for gauge, of in self._by_label:
@@ -162,10 +163,6 @@ class Metrics:
                 gauge.labels(self.model, label).set(number)
         if state.prefix_queries:
             self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-        done = state.since(self._last)  # since the last scrape
-        self.streamed_bytes.inc(done.streamed_bytes)
-        self.stream_waits.inc(done.stream_wait_seconds)
-        self._last = state
         return generate_latest(self.registry)
 
     def speculation(self, figures: SpeculationFigures) -> None:
