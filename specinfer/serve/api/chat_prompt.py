@@ -59,27 +59,28 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
     sizes = {"messages": _size(messages), "chat_template_kwargs": _size(variables.values())}
     service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else _size(functions)})
     tools = read_tools(functions)
-    callable_tools = choice.among(tools)
-    tools = tools if callable_tools else ()
+    tools = tools if choice.among(tools) else ()
     form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
-    if tools and dialect.calls is None:
+    calls = dialect.calls
+    if tools and calls is None:
         raise ApiError(dialect.no_calls, param="tools")
-    rendered = _render(
-        service,
+    rendered = service.chat.render(
         messages,
-        tools,
+        special_tokens=service.config.special_tokens_in_messages,
+        rewrite=None if calls is None else lambda given: for_template(given, tools, calls),
         variables=variables,
         add_generation_prompt=fields.add_generation_prompt is not False,
         continue_final_message=fields.continue_final_message is True,
     )
+    service.check_sizes({"messages": len(rendered.text)})  # a text that is too long is not tokenized
     starts_inside, closed, preamble = _reasoning_state(dialect.reasoning, rendered, fields)
     visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
     constraints: dict[str, Any] = {"preamble": preamble}
-    if tools and dialect.calls is not None:
-        visible = (*dialect.calls.special.values(), *visible)
+    if tools and calls is not None:
+        visible = (*calls.special.values(), *visible)
         with naming("tools"):
             grammar = call_grammar(
-                dialect.calls,
+                calls,
                 tools,
                 choice,
                 parallel=fields.parallel,
@@ -97,19 +98,6 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
 def _size(parts: Iterable[object]) -> int:
     """Return the approximate number of characters of parts of a conversation."""
     return sum(len(str(one)) for one in parts)
-
-
-def _render(service: Service, messages: Messages, tools: Sequence[Tool] = (), **more: Any) -> Rendered:
-    """Render a conversation with the chat template; raises ApiError if it is too long to tokenize."""
-    calls = service.dialect.calls
-    rendered = service.chat.render(
-        messages,
-        special_tokens=service.config.special_tokens_in_messages,
-        rewrite=None if calls is None else lambda given: for_template(given, tools, calls),
-        **more,
-    )
-    service.check_sizes({"messages": len(rendered.text)})
-    return rendered
 
 
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:

@@ -46,19 +46,16 @@ def call_grammar(
     starts_inside: bool = False,
     form: StructuredOutput | None = None,
     whitespace: JsonWhitespace = "bounded",
-) -> str | None:
-    """Return a Lark grammar for answers that may, or must, call tools; None if answers are unconstrained.
+) -> str:
+    """Return a Lark grammar for answers that may, or must, call tools; `choice` allows one of them at least.
 
     `parallel`: an answer may have several calls. `reasoning` has the model's delimiters, None if it does not
     reason; `starts_inside` is True if its answer starts within the reasoning. `form` constrains answers
     without calls: an answer is then either calls or the form, without further text. `whitespace` is allowed
     between the parts of arguments. Raises RequestError if the schemas are too long.
     """
-    callable_tools = choice.among(tools)
-    if choice.mode == "none" or not callable_tools:
-        return None
     several = parallel and not call_format.single and choice.name is None
-    lark = _Lark(callable_tools, call_format.special, several, whitespace)
+    lark = _Lark(choice.among(tools), call_format.special, several, whitespace)
     written = lark.written(call_format, choice.mode == "auto", reasoning, starts_inside, form)
     if len(written) > MAX_SOURCE:
         raise RequestError(

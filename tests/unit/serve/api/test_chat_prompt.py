@@ -58,7 +58,7 @@ def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer
     assert server.backend.works[0].params.preamble is None
 
 
-@pytest.mark.parametrize("work", ["read_tools", "call_grammar", "_render"])
+@pytest.mark.parametrize("work", ["read_tools", "call_grammar", "for_template"])
 def test_schemas_and_templates_are_read_while_others_are_answered(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
