@@ -54,6 +54,7 @@ class EngineChild:
             with contextlib.suppress(OSError):  # the process has ended, or the system forbids it
                 os.sched_setaffinity(self._process.pid, cpu_share(number, count))
         self.cluster = cluster
+        self.pid = self._process.pid
         self._socket = parent
         self._patience = _HUNG_UP
 
@@ -62,11 +63,6 @@ class EngineChild:
 
     def __exit__(self, *_: object) -> None:
         self._reap(0.0)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
 
     @property
     def status(self) -> int | None:

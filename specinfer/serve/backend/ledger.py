@@ -63,11 +63,6 @@ class OpenWork:
     sent: bool = False  # whether this replica's engine has it
 
     @property
-    def rest(self) -> Work:
-        """The work with its output so far, for another engine to continue."""
-        return replace(self.work, prior_output=tuple(self.output_ids))
-
-    @property
     def progressed(self) -> bool:
         """True if this engine has sent a token after the first, which comes with the prompt."""
         return self.deltas > 1
@@ -124,7 +119,8 @@ class Ledger:
             due = [] if any(one.sent and not one.progressed for one in works) else due[:1]
         for one in due:
             one.sent = True
-        return [one.rest for one in due]
+        # With its output so far, for another engine to continue.
+        return [replace(one.work, prior_output=tuple(one.output_ids)) for one in due]
 
     def receive(self, replica: int, fingerprint: str, deltas: Iterable[Delta]) -> None:
         """Take deltas of a replica's engine, which has this fingerprint."""
