@@ -30,7 +30,7 @@ from specinfer.serve.dialect.call_format import (
     ToolChoice,
 )
 from specinfer.serve.dialect.dialect import Reasoning
-from specinfer.serve.dialect.tagged_calls import has_types_only, schemas_of, types_of
+from specinfer.serve.dialect.tagged_calls import given_values, has_types_only, schemas_of, types_of
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
 _MAX_EXCLUDED: Final = 400  # characters of names; another text may diverge from them at each
@@ -218,7 +218,7 @@ class _Lark:
     def _value(self, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
         """A value and its closing tag: one of given texts, JSON, or any text."""
         types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
-        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        texts = given_values(schema)
         if types == {"string"} and texts:
             self._rules[name] = f"/{'|'.join(map(escaped, texts))}/"
         elif "string" not in types:

@@ -37,16 +37,18 @@ def has_types_only(schema: Mapping[str, Any]) -> bool:
     return set(schema) <= _TYPE_KEYWORDS and all(map(has_types_only, parts))
 
 
+def given_values(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the values that a schema lists; None if it lists none."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types that a schema allows; all of them if it does not restrict them."""
     if "type" in schema:
         kind = schema["type"]
         return frozenset([kind] if isinstance(kind, str) else kind)
-    for key in ("enum", "const"):
-        if key in schema:
-            return frozenset(
-                _JSON_TYPES[type(one)] for one in (schema[key] if key == "enum" else [schema[key]])
-            )
+    if (given := given_values(schema)) is not None:
+        return frozenset(_JSON_TYPES[type(one)] for one in given)
     for key in ("anyOf", "oneOf"):
         if key in schema:
             parts = [types_of(_resolved(part, schema)) for part in schema[key]]
