@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specinfer.engine.steps import Statistics
-from specinfer.request import Delta, SpeculationFigures
+from specinfer.request import Delta
 from specinfer.serve.backend.work import CompletionObserver, Health, Work
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
@@ -165,20 +165,6 @@ class Metrics:
             self.hit_rate.set(state.prefix_hits / state.prefix_queries)
         return generate_latest(self.registry)
 
-    def speculation(self, figures: SpeculationFigures) -> None:
-        """Count the draft and accepted tokens of an answer."""
-        self.drafts.inc(figures.steps if figures.drafted_tokens else 0)
-        self.draft_tokens.inc(figures.drafted_tokens)
-        self.accepted_tokens.inc(figures.accepted_tokens)
-        for position, count in enumerate(figures.accepted_per_depth):
-            self.accepted_at.labels(self.model, str(position)).inc(count)
-        for counter, counts in (
-            (self.verified_by, figures.proposed_by),
-            (self.accepted_by, figures.accepted_by),
-        ):
-            for speculator, count in counts.items():
-                counter.labels(self.model, speculator).inc(count)
-
 
 class Observed(CompletionObserver):
     """Observer that counts one completion."""
@@ -205,8 +191,16 @@ class Observed(CompletionObserver):
                     metrics.between.observe(each)
             self._last = now
         super().delta(delta, now)
-        if delta.figures is not None:
-            metrics.speculation(delta.figures)
+        if (figures := delta.figures) is not None:
+            metrics.drafts.inc(figures.steps if figures.drafted_tokens else 0)
+            metrics.draft_tokens.inc(figures.drafted_tokens)
+            metrics.accepted_tokens.inc(figures.accepted_tokens)
+            for position, accepted in enumerate(figures.accepted_per_depth):
+                metrics.accepted_at.labels(metrics.model, str(position)).inc(accepted)
+            for speculator, accepted in figures.accepted_by.items():
+                metrics.accepted_by.labels(metrics.model, speculator).inc(accepted)
+            for speculator, proposed in figures.proposed_by.items():
+                metrics.verified_by.labels(metrics.model, speculator).inc(proposed)
 
     def end(self, now: float) -> None:
         """Count the end of the completion, whatever its finish reason."""
