@@ -44,8 +44,9 @@ class CompletionFields(SamplingFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            allowed = "text, token ids, or a list of these"
-            raise ApiError(f"prompt is an empty list; give {allowed}", param="prompt")
+            raise ApiError(
+                "prompt is an empty list; give text, token ids, or a list of these", param="prompt"
+            )
         ids = [one for one in self.prompt if isinstance(one, int)]
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
@@ -95,8 +96,7 @@ class ChoicesAnswer(EndpointAnswer[_Fields]):
         """Write each piece as a chunk."""
         options, more = self._fields.stream_options, {}
         if self._usage_at_end:
-            in_chunks = options is not None and options.continuous_usage_stats
-            more = {"usage": self._tally.usage() if in_chunks else None}
+            more = {"usage": self._tally.usage() if options and options.continuous_usage_stats else None}
         return "".join(event(self._object([piece], self.chunk_kind) | more) for piece in events)
 
     def _closing(self) -> str:

@@ -91,7 +91,8 @@ class Messages(GrowingAnswer[MessageFields]):
     names = _OWN_NAMES
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        fields = _checked(service, fields)
+        fields.check()
+        fields = fields.for_template(service.chat.variables)
         super().__init__(service, fields, fields.conversation)
         if fields.max_tokens is None:
             raise ApiError(
@@ -149,13 +150,9 @@ class Messages(GrowingAnswer[MessageFields]):
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
     """The number of prompt tokens, as the usage of an answer would report it."""
     service.check_model(fields.model)
-    fields = _checked(service, fields)
+    fields.check()
+    fields = fields.for_template(service.chat.variables)
     try:
         return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
     except ApiError as error:
         raise _OWN_NAMES.renamed(error) from None
-
-
-def _checked(service: Service, fields: MessageFields) -> MessageFields:
-    fields.check()
-    return fields.for_template(service.chat.variables)

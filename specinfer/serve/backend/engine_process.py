@@ -241,32 +241,29 @@ class EngineProcess:
     def _send(self) -> None:
         """Run the outbox thread, so that the threads that make deltas never wait for the socket."""
         try:
-            self._send_all()
+            sent = 0.0  # time of the last statistics
+            while True:
+                batch = [self._outbox.get()]
+                while not self._outbox.empty():
+                    batch.append(self._outbox.get())
+                deltas = [one for one in batch if isinstance(one, Delta)]
+                ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
+                if ending or (deltas and now - sent > _STATE_SECONDS):
+                    state, sent = self._llm.statistics(), now
+                with self._sending:
+                    if deltas:
+                        self._connection.send(("deltas", deltas, state))
+                    for message in batch:
+                        if message == ("busy",):  # with the works of now: a later message may have been sent
+                            self._send_busy()
+                        elif not isinstance(message, Delta):
+                            self._connection.send(message)
         except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
             return
         except BaseException:
             # Without this thread no answer reaches the server. The server restarts a process that ends.
             _LOG.exception("the engine process ends, as it cannot send its answers")
             os._exit(_INTERNAL_ERROR)
-
-    def _send_all(self) -> None:
-        sent = 0.0  # time of the last statistics
-        while True:
-            batch = [self._outbox.get()]
-            while not self._outbox.empty():
-                batch.append(self._outbox.get())
-            deltas = [one for one in batch if isinstance(one, Delta)]
-            ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
-            if ending or (deltas and now - sent > _STATE_SECONDS):
-                state, sent = self._llm.statistics(), now
-            with self._sending:
-                if deltas:
-                    self._connection.send(("deltas", deltas, state))
-                for message in batch:
-                    if message == ("busy",):  # with the works of now: a later message may have been sent
-                        self._send_busy()
-                    elif not isinstance(message, Delta):
-                        self._connection.send(message)
 
 
 def end_with(server: int) -> None:

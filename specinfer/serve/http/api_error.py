@@ -152,13 +152,11 @@ class ApiError(Exception):
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler of the framework's errors: unknown path or method."""
     status = getattr(error, "status_code", 500)
-    allowed = getattr(error, "headers", None)
     phrase = HTTPStatus(status).phrase.lower()
     path = request.scope["path"]
     advice = "; drop the trailing slash" if status == 404 and path.endswith("/") and path != "/" else ""
-    return ApiError(
-        f"{request.method} {cut(path)}: {phrase}{advice}", status=status, headers=allowed
-    ).response()
+    message = f"{request.method} {cut(path)}: {phrase}{advice}"
+    return ApiError(message, status=status, headers=getattr(error, "headers", None)).response()
 
 
 def shown(value: object) -> str:
