@@ -94,7 +94,7 @@ class Turn(Fields):
     @property
     def text(self) -> str:
         """The turn's text blocks, joined."""
-        return text_of((block for block in self.blocks if isinstance(block, TextPart)), _BETWEEN)
+        return text_of([block for block in self.blocks if isinstance(block, TextPart)], _BETWEEN)
 
 
 def check_turns(turns: Sequence[Turn]) -> None:

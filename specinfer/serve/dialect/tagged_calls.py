@@ -39,7 +39,8 @@ def has_types_only(schema: Mapping[str, Any]) -> bool:
 
 def given_values(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the values that a schema lists; None if it lists none."""
-    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+    given: Sequence[Any] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return given
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:

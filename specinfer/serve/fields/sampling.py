@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -26,7 +26,7 @@ class TextPart(Fields):
     text: str
 
 
-def text_of(content: str | Iterable[Any], between: str = "") -> str:
+def text_of(content: str | list[Any], between: str = "") -> str:
     """A text, or the texts of parts, joined."""
     return content if isinstance(content, str) else between.join(part.text for part in content)
 

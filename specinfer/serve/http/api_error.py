@@ -152,10 +152,9 @@ class ApiError(Exception):
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler of the framework's errors: unknown path or method."""
     status = getattr(error, "status_code", 500)
-    phrase = HTTPStatus(status).phrase.lower()
     path = request.scope["path"]
     advice = "; drop the trailing slash" if status == 404 and path.endswith("/") and path != "/" else ""
-    message = f"{request.method} {cut(path)}: {phrase}{advice}"
+    message = f"{request.method} {cut(path)}: {HTTPStatus(status).phrase.lower()}{advice}"
     return ApiError(message, status=status, headers=getattr(error, "headers", None)).response()
 
 

@@ -158,8 +158,8 @@ class Metrics:
             self._last[number] = replica.state
         for gauge, of in self._of_engines:
             gauge.set(of(health))
-        for gauge, of in self._by_label:
-            for label, number in getattr(state, of).items():
+        for gauge, attribute in self._by_label:
+            for label, number in getattr(state, attribute).items():
                 gauge.labels(self.model, label).set(number)
         if state.prefix_queries:
             self.hit_rate.set(state.prefix_hits / state.prefix_queries)
