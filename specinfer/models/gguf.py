@@ -76,7 +76,7 @@ class GGUFFile:
         head = GgufHead(family.architecture, header.metadata, shapes, numbers)
         self.config = family.config(head)
         self._sources = Sources(self.path, family.names(head), shapes, self.config)
-        self.shapes = self._sources.shapes  # of every tensor, by the decoder's name
+        self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in the file; None if it is quantized."""

@@ -109,7 +109,7 @@ class SafetensorsFolder:
         self._entries = {name: _stack(name, one, family.names, last) for name, one in bare.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
-        self.shapes = self._sources.shapes  # of every tensor, by the decoder's name
+        self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
         # As in transformers: the config can tie embeddings and output layer, unless the files have both. If
         # the two are equal, only memory use differs.
         both = "lm_head.weight" in self._sources

@@ -164,7 +164,7 @@ class Weights:
         """
         names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
         memory: Iterable[tuple[Weight | None, Weight | None]] = repeat((None, None), len(names))
-        if columns is None and self._reader.quantization != "gguf":  # whose blocks differ
+        if columns is None and self._reader.quantization != "gguf":  # blocks of a file differ
             shapes = [
                 self._reader.shape([f"{name}.weight" for name in matrices])
                 for matrices in (names[0][0], [names[0][1]])

@@ -24,7 +24,7 @@ from specinfer.serve.dialect.call_format import (
     Tool,
 )
 
-_SIGNS: Final = re.compile(r'["{}]|\\.?', re.DOTALL)  # in JSON: what may start or end a string or an object
+_SIGNS: Final = re.compile(r'["{}]|\\.?', re.DOTALL)  # JSON signs that start or end a string or an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class CallParser:
         }
         kind = r'(?:"type":\s*"function",\s*)?'
         usual = rf'\{{\s*{kind}"name":\s*"({names})",\s*"(?:arguments|parameters)":\s*(?=\{{)'
-        self._head = re.compile(heads.get(call_format.name, usual))  # of a call, up to its arguments
+        self._head = re.compile(heads.get(call_format.name, usual))  # the text of a call before its arguments
         # All beginnings of an answer of llama3 that has calls, without white space.
         self._beginnings = [
             f'{tag}{{{kind}"name":"{tool.name}","parameters":{{'

@@ -17,7 +17,7 @@ _JSON_TYPES: Final[Mapping[type, str]] = {
     **{str: "string", float: "number", int: "integer", bool: "boolean", type(None): "null"},
     **{list: "array", dict: "object"},
 }
-_TAG: Final = re.compile(rf"\s*(?:{PARAMETER}([^>\n]+)>\n|{FUNCTION_END})")  # of a parameter, or the last one
+_TAG: Final = re.compile(rf"\s*(?:{PARAMETER}([^>\n]+)>\n|{FUNCTION_END})")  # begins or ends
 _TEXT: Final = frozenset({"string"})  # a value of these types is written without quotes
 _VALUE_END: Final = f"\n{PARAMETER_END}"
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples

@@ -194,7 +194,7 @@ class TrafficLog:
             "seconds": traffic.seconds,
             "figures": traffic.figures,
         }
-        return to_json(line, fallback=dict)  # for mappings that are no dict
+        return to_json(line, fallback=dict)  # other mappings are written as dicts
 
 
 class LoggedCompletion(CompletionObserver):

@@ -1,4 +1,4 @@
-"""Formats are compiled by any thread, while others compile or follow theirs, on a stack of their own."""
+"""Any thread compiles formats while others compile or follow theirs; each has a large stack."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A tiny target, prompts for it, and tunings with fixed costs and a clock of their own."""
+"""A tiny target, prompts for it, and tunings with fixed costs and a fixed clock."""
 
 from __future__ import annotations
 
