@@ -17,7 +17,7 @@ from specinfer.check import doctor as facts
 from specinfer.cli import doctor as command
 from specinfer.cli.doctor import doctor
 from specinfer.errors import ConfigError, ModelNotFoundError
-from specinfer.kernels.disk import Bandwidth, measure
+from specinfer.kernels.disk import Bandwidth
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller limits for memory and disk, without the settings of the user who runs the tests."""
     monkeypatch.setattr("specinfer.kernels.disk.Bandwidth", partial(Bandwidth, size=1 << 20))
     monkeypatch.setattr(facts, "TRIAL", 1 << 20)
-    monkeypatch.setattr(facts, "measure", partial(measure, seconds=0.01))
+    monkeypatch.setattr("specinfer.kernels.disk._SECONDS", 0.01)
     for name in facts.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
