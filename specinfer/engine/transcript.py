@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from specinfer.errors import RequestError
 from specinfer.request import (
@@ -250,7 +250,8 @@ def _count_each(counts: dict[str, int], names: Iterable[str]) -> None:
         counts[name] = counts.get(name, 0) + 1
 
 
-class Stop(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Stop:
     """A stop string that ended in the new text: its place in characters of the text, and the string."""
 
     start: int
@@ -292,7 +293,9 @@ class StopSearch:
         `omitted` is true for a token that the text omits in any case. Returns the string that ends there: the
         one with the earliest start, and among these the shortest.
         """
-        found = [self._plain.feed(text)]
+        found = []
+        if (place := self._plain.feed(text)) is not None:
+            found.append(Stop(*place, self._plain.last))
         if self._named is not None:
             name = ""
             if token is not None and self._tokenizer.is_special(token):
@@ -301,9 +304,10 @@ class StopSearch:
                 self._omitted.append((self._named.read + len(text), len(name)))
             while self._omitted and sum(self._omitted[0]) < self._named.read - self._longest:
                 self._earlier += self._omitted.popleft()[1]
-            if (stop := self._named.feed(text + name)) is not None:
-                found.append(Stop(self._shown(stop.start), self._shown(stop.end), stop.string))
-        return min([stop for stop in found if stop is not None], default=None)
+            if (place := self._named.feed(text + name)) is not None:
+                start, end = map(self._shown, place)
+                found.append(Stop(start, end, self._named.last))
+        return min(found, default=None)
 
     def _shown(self, place: int) -> int:
         """Return how many characters before a place of the named text are in the text."""
@@ -312,38 +316,78 @@ class StopSearch:
 
 
 class StopStrings:
-    """Incremental search for several strings in a text.
+    """Incremental search for several strings in a text, character by character (Knuth, Morris and Pratt).
 
-    Each string has the first place where it may still begin, which only grows. So the cost of new text does
-    not depend on the length of the text before it.
+    For each partly matched string it keeps the number of its characters that the text ends with. A character
+    costs a look-up of the strings that start with it, and one of the partly matched strings, for any length
+    of the text and of the strings.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._begins = dict.fromkeys(strings, 0)  # a string -> the first place where it may still begin
-        self._rest = ""  # the text from the first of these places on
+        self._strings = list(dict.fromkeys(strings))
+        self._borders = [_borders(one) for one in self._strings]
+        self._by_first: dict[str, list[int]] = {}  # a character -> the numbers of strings that start with it
+        for number, one in enumerate(self._strings):
+            self._by_first.setdefault(one[0], []).append(number)
+        self._matched: dict[int, int] = {}  # a string's number -> number of its characters at the text's end
         self.read = 0  # characters of the text so far
+        self.last = ""  # the string that was found last
 
     @property
     def held(self) -> int:
         """Number of characters at the text's end that may start a string."""
-        return len(self._rest)
+        return max(self._matched.values(), default=0)
 
-    def feed(self, text: str) -> Stop | None:
-        """Read new text; returns the first string that ends in it, or None.
+    def feed(self, text: str) -> tuple[int, int] | None:
+        """Read new text; returns the start and end of the first string that ends in it, or None.
 
         The first string is the one with the earliest start, and among these the shortest.
         """
-        found: list[Stop] = []
-        before, rest = self.read - len(self._rest), self._rest + text
-        self.read += len(text)
-        for one, begin in self._begins.items():
-            place = begin - before
-            while (place := rest.find(one[0], place)) >= 0:
-                if rest.startswith(one, place):
-                    found.append(Stop(before + place, before + place + len(one), one))
-                elif one.startswith(rest[place:]):
-                    break
-                place += 1
-            self._begins[one] = self.read if place < 0 else before + place
-        self._rest = rest[min(self._begins.values(), default=self.read) - before :]
-        return min(found, default=None)
+        found: tuple[int, int] | None = None
+        if not self._strings:
+            return None
+        for char in text:
+            self.read += 1
+            for number in self._ended_by(char):
+                place = (self.read - len(self._strings[number]), self.read)
+                if found is None or place < found:
+                    found, self.last = place, self._strings[number]
+        return found
+
+    def _ended_by(self, char: str) -> list[int]:
+        """Read a character; returns the numbers of the strings that end with it."""
+        ended: list[int] = []
+        matches: dict[int, int] = {}
+        for number, matched in self._matched.items():
+            one, borders = self._strings[number], self._borders[number]
+            while matched and one[matched] != char:
+                matched = borders[matched - 1]
+            if one[matched] != char:
+                continue
+            matched += 1
+            if matched == len(one):
+                ended.append(number)
+                matched = borders[-1]
+            if matched:
+                matches[number] = matched
+        for number in self._by_first.get(char, ()):
+            if number in self._matched:
+                continue
+            if len(self._strings[number]) == 1:
+                ended.append(number)
+            else:
+                matches[number] = 1
+        self._matched = matches
+        return ended
+
+
+def _borders(text: str) -> list[int]:
+    """Return the length of the longest border (proper prefix that is also a suffix) of each prefix."""
+    borders = [0] * len(text)
+    matched = 0
+    for place in range(1, len(text)):
+        while matched and text[place] != text[matched]:
+            matched = borders[matched - 1]
+        matched += text[place] == text[matched]
+        borders[place] = matched
+    return borders
