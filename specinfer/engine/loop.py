@@ -264,6 +264,8 @@ class EngineLoop:
 
     def _add(self, requests: Sequence[AdmittedRequest]) -> None:
         for one in requests:
+            if one.request.request_id not in self._live:
+                continue  # another thread cancelled it while it was submitted
             try:
                 self._present_engine.add(one)
             except Exception as error:
@@ -273,8 +275,7 @@ class EngineLoop:
         live = self._live.get(one.request.request_id)
         if live is not None and live.admitted is one:
             delta = self._present_engine.abort(one.request.request_id)
-            assert delta is not None, "a live request is in the engine"
-            self._receive(delta)
+            self._receive(delta or one.fail("the request was cancelled before it began"))
 
     def _receive(self, delta: Delta) -> None:
         live = self._live.get(delta.id)

@@ -111,7 +111,8 @@ class HfFamily:
         Raises ModelError for anything unsupported.
         """
         for name in _SWITCHES:
-            if c.get(name) and name not in self.defaults:
+            computed = name in self.defaults or (name == "use_qk_norm" and "qk_norm" in self.fixed)
+            if c.get(name) and not computed:
                 raise not_computed(name, c[name], self.family.value)
         c, keys = self.given({**self.defaults, **c}), self.keys
         rope, local_rope = self.ropes(c)
