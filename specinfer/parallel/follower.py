@@ -7,6 +7,7 @@ unrecoverable error ends the process; rank 0 detects that and restarts all ranks
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -52,6 +53,7 @@ from specinfer.transport.link import Link, read_key
 from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)
+_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
 class SharedDraft(NamedTuple):
@@ -232,7 +234,7 @@ def main() -> None:
         hosts = link.hosts
         if hosts is not None:  # no limit for sending: rank 0 may read late, after the rest of a pass
             link.within(SILENCE, sending=False)
-        threading.Thread(target=_watch, args=(link, failed), name="watch", daemon=True).start()
+        _end_with(link, options["parent"], failed)
         message = link.receive()
         try:
             key = None if options["key_file"] is None else read_key(options["key_file"])
@@ -267,8 +269,20 @@ def main() -> None:
     os._exit(0)  # skip cleanup
 
 
+def _end_with(link: Link, parent: int, failed: threading.Event) -> None:
+    """End this process when its parent ends or the link is closed, whatever it is doing.
+
+    After `failed` is set, the process ends by itself.
+    """
+    if sys.platform == "linux":  # a stopped process would not notice otherwise
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before
+            os._exit(0)
+    threading.Thread(target=_watch, args=(link, failed), name="watch", daemon=True).start()
+
+
 def _watch(link: Link, failed: threading.Event) -> None:
-    """End this process when the link is closed, whatever it is doing; after `failed` it ends by itself."""
     link.wait_for_end()
     if not failed.is_set():
         os._exit(0)

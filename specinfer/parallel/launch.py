@@ -1,7 +1,7 @@
 """Followers: the other ranks from rank 0's view.
 
 rank 0                                       a follower (parallel/follower.py)
-starts it (parallel/processes.py)            ends when the link does
+starts it (parallel/processes.py)            ends when the link or its parent does
 or accepts it from another host         <--  (parallel/listener.py)
 settings: the kind, kernels             -->
                                         <--  the loaded model and its kernels, or an error

@@ -39,6 +39,7 @@ class FollowerProcesses:
         self._all: list[tuple[Link, subprocess.Popen[bytes]]] = []
         self._failure: BaseException | None = None
         self._started, self._closing = threading.Event(), threading.Event()
+        # Linux treats the end of the thread that started a process as the end of its parent.
         self._thread = threading.Thread(target=self._run, args=(ranks, width), daemon=True)
         self._thread.start()
 
@@ -106,6 +107,7 @@ def spawn(
         "model": None if model is None else str(model),
         "memory": memory,
         "key_file": key_file,
+        "parent": os.getpid(),
     }
     return subprocess.Popen(
         [sys.executable, "-m", "specinfer.parallel.follower", json.dumps(arguments)],

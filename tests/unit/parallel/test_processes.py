@@ -129,7 +129,7 @@ def test_ranks_share_drafts(
 
 
 @pytest.mark.thorough
-def test_followers_end_with_rank_0(folder: Path, cache: None) -> None:
+def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
     program = (
         "import sys, time, psutil; from specinfer import LLM\n"
         f"llm = LLM(sys.argv[1], tensor_parallel=3, quantization='int8', kv_cache_memory={1 << 24})\n"
@@ -139,6 +139,7 @@ def test_followers_end_with_rank_0(folder: Path, cache: None) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         assert rank_0.stdout is not None
         begun = [psutil.Process(int(word)) for word in rank_0.stdout.readline().split()]
+        begun[0].suspend()
         rank_0.kill()
     assert len(begun) == 2
     assert soon(lambda: not any(one.is_running() for one in begun))
