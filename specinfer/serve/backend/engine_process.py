@@ -3,7 +3,7 @@
 HTTP never waits for a step, and a step never waits for HTTP. The server sends an EngineConfig over the socket
 FD, and then commands:
 
-    ("add", works)        checked, in a thread if a grammar has to be compiled, and submitted to the loop
+    ("add", works)        checked and tokenized in threads, then submitted to the loop
     ("abort", ids)        aborted before the next step
     ("ask", number)       query for the statistics
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from specinfer.parallel.processes import FollowerProcesses
 
 _LOG = logging.getLogger(__name__)
-_FORM_THREADS: Final = 2  # that compile grammars
+_INTAKE_THREADS: Final = 2  # for works with a form, and for those without
 _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status after a failed step, or if answers cannot be sent (EX_SOFTWARE)
@@ -90,8 +90,9 @@ class EngineProcess:
         self._checked: set[str] = set()  # works that the intake is checking
         self._stepped: list[str] = []  # requests in the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
-        # A grammar may take seconds to compile, which delays no command and no work without one.
-        self._forms = ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="intake of forms")
+        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
+        # A grammar may take seconds to compile, which delays no work without one.
+        self._forms = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake of forms")
 
     def serve(self) -> None:
         """Execute commands until the socket closes."""
@@ -117,14 +118,12 @@ class EngineProcess:
 
     def _add(self, works: Iterable[Work]) -> None:
         for work in works:
-            answer = self._answers[work.id] = _WorkInHand(work)
-            if work.params.structured_output is None:
-                self._admit(answer)
-            else:
-                self._forms.submit(self._admit, answer)
+            self._answers[work.id] = _WorkInHand(work)
+            lane = self._intake if work.params.structured_output is None else self._forms
+            lane.submit(self._admit, self._answers[work.id])
 
     def _admit(self, answer: _WorkInHand) -> None:
-        """Check a work and submit it to the loop."""
+        """Check a work and submit it to the loop; runs in an intake thread."""
         work = answer.work
         if answer.aborted:  # before its turn: no need to compile its grammar
             self._answers.pop(work.id, None)
@@ -349,7 +348,7 @@ def main() -> None:
     status = _failed(connection, lacking, processes) if lacking else run(connection, config, processes)
     if status:
         sys.exit(status)
-    os._exit(0)  # threads may still compile a grammar; do not wait for them
+    os._exit(0)  # intake threads may still compile a grammar; do not wait for them
 
 
 if __name__ == "__main__":
