@@ -25,6 +25,7 @@ from specinfer.serve.dialect.call_format import (
 )
 
 _SIGNS: Final = re.compile(r'["{}]|\\.?', re.DOTALL)  # JSON signs that start or end a string or an object
+_MAX_HEAD: Final = 256  # characters of a call before its arguments, without its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,13 @@ class CallParser:
             "qwen3_coder": rf"{FUNCTION}({names})>",
             "mistral_args": rf"{calls}({names})(?:{call_id}\w+)?{args}(?=\{{)",
         }
-        kind = r'(?:"type":\s*"function",\s*)?'
-        usual = rf'\{{\s*{kind}"name":\s*"({names})",\s*"(?:arguments|parameters)":\s*(?=\{{)'
-        self._head = re.compile(heads.get(call_format.name, usual))  # the text of a call before its arguments
+        kind = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
+        usual = rf'\{{\s*{kind}"name"\s*:\s*"({names})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+        head = heads.get(call_format.name, usual)
+        self._head = re.compile(head)  # the text of a call before its arguments
+        opening = "" if self._mark is None or head.startswith(calls) else rf"{re.escape(self._mark)}[\s\[]*"
+        self._first = re.compile(rf"\s*{opening}{head}")  # the same of the first call, with its mark
+        self._longest = _MAX_HEAD + max((len(tool.name) for tool in tools), default=0)
         # All beginnings of an answer of llama3 that has calls, without white space.
         self._beginnings = [
             f'{tag}{{{kind}"name":"{tool.name}","parameters":{{'
@@ -114,7 +119,7 @@ class CallParser:
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
         """Parse more text and return its events; `last` ends the answer."""
         self._held += text
-        content = "" if self.calls else self._content()
+        content = "" if self.calls else self._content(last)
         calls = self._found()
         if last and self._inside:
             calls.append(CallEnded(self.calls - 1, complete=False))
@@ -122,10 +127,12 @@ class CallParser:
             content += self._held
         return [Content(content), *calls] if content else calls
 
-    def _content(self) -> str:
-        """Take the text that belongs to no call."""
+    def _content(self, last: bool) -> str:
+        """Take the text that belongs to no call; a mark without a call is text."""
         if self._mark is not None:
-            at = self._held.find(self._mark)
+            at, limit = self._held.find(self._mark), 0 if last else self._longest
+            while at >= 0 and len(self._held) - at > limit and not self._first.match(self._held, at):
+                at = self._held.find(self._mark, at + 1)
             size = certain(self._held, self._mark) if at < 0 else len(self._held[:at].rstrip())
         else:
             begun = "".join(self._held.split())
@@ -143,8 +150,10 @@ class CallParser:
         found: list[Event] = []
         while True:
             if not self._inside:
-                head = self._head.search(self._held)
+                by_mark = self._mark is not None and not self.calls
+                head = (self._first.match if by_mark else self._head.search)(self._held)
                 if head is None:
+                    self._held = self._held[-self._longest :] if self.calls else self._held
                     return found
                 self._take(head.end())
                 found.append(CallStarted(self.calls, self._format.new_id(), head[1]))

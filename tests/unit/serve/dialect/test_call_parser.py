@@ -34,6 +34,10 @@ CASES = [
     (H, ONE.replace('"f"', '"f.x-y:1"'), "", [("f.x-y:1", F[1])]),
     (H, "a < b <tool_calls> </tool_call>", "a < b <tool_calls> </tool_call>", []),
     (H, f"<<tool_call{ONE}", "<<tool_call", [F]),
+    # marks without a call
+    (H, f"Write <tool_call> so:\n{ONE}", "Write <tool_call> so:", [F]),
+    (M, 'Calls begin with [TOOL_CALLS]. So:\n[TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}]',
+        "Calls begin with [TOOL_CALLS]. So:", [F]),
     # incomplete calls
     (H, "a\n<tool_call>", "a\n<tool_call>", []),
     (H, ONE[:20], ONE[:20], []),
@@ -45,6 +49,7 @@ CASES = [
         '{"name": "g", "parameters": {"b": [1, {}]}}', "", [F, G]),
     (L, '{"type": "function", "name":"f", "parameters":{"a": "}"}}', "", [F]),
     (L, '{ "name": "f",\n"parameters": {"a": "}"} }', "", [F]),
+    (L, '{"name" : "f" , "parameters" : {"a": "}"}}', "", [F]),
     (L, "hello {", "hello {", []),
     (L, ' {"title": "x", "name": "f"}', ' {"title": "x", "name": "f"}', []),
     (L, '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', []),
@@ -138,3 +143,16 @@ def test_the_time_grows_with_the_length_of_the_answer():
     ):
         large = cost(call_format, begin, repeated, 200)
         assert large < 11 * cost(call_format, begin, repeated, 20), (call_format.name, repeated)
+
+
+def test_text_behind_a_mark_without_a_call_goes_out():
+    for call_format, mark in (
+        (H, "<tool_call>"),
+        (M, "[TOOL_CALLS]"),
+        (A, "[TOOL_CALLS]"),
+        (C, "<tool_call>"),
+    ):
+        parser = call_parser(call_format, TOOLS)
+        sent = "".join(one.text for _ in range(100) for one in parser.feed(f"{mark} is no call. "))
+        assert len(sent) > 2000, (call_format.name, "at most some hundred characters are held")
+        assert len(parser._held) < 400
