@@ -98,7 +98,9 @@ class Replica:
         engine = self._child or EngineChild(self._log, self.number, self._count, self._cluster)
         self._child = None
         try:
-            self.facts = await engine.start(self._config, self._deliver, self._died)
+            self.facts = await engine.start(
+                self._config, asyncio.get_running_loop(), self._deliver, self._died
+            )
         except BaseException:
             engine.kill()
             raise

@@ -43,7 +43,7 @@ class Handle:
         self.made.append(self)
 
     async def start(
-        self, config: EngineConfig, deliver: Callable[..., None], died: Callable[..., None]
+        self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
     ) -> EngineInfo:
         self._deliver, self._died = deliver, died
         self.config = config
