@@ -25,7 +25,7 @@ from specinfer.speculation_config import NO_SPECULATION
 @click.command(cls=Command)
 @click.option("--dataset", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations.")
-@click.option("--batch-size", type=int, default=1, help="Requests in a batch.")
+@click.option("--batch-size", type=click.IntRange(1), default=1, help="Requests in a batch.")
 @template_option
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")

@@ -24,7 +24,7 @@ from specinfer.errors import ConfigError, RequestError
 @click.option(
     "--samples", type=click.IntRange(1), show_default="48", help="Sampled texts for each test of a law."
 )
-@click.option("--batch-size", type=int, default=8, help="Requests in a batch.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, help="Requests in a batch.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write verdicts and figures to a file.")
 @model_options
 @adapter_option

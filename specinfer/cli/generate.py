@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,10 +25,12 @@ from specinfer.cli.options import (
     template_option,
 )
 from specinfer.errors import ConfigError, RequestError
+from specinfer.files import check_writable
 
 if TYPE_CHECKING:
     from specinfer.engine.steps import TreeEvent
     from specinfer.request import RequestOutput
+    from specinfer.tokenizer import Tokenizer
 
 _MAX_TOKENS: Final = 256  # a model without a chat template may never end
 
@@ -76,7 +81,7 @@ def generate(
         raise click.UsageError("--logprobs needs --json; add it")
     text = _prompt(prompt, file)
     if trace is not None:
-        _write_trace(trace, [])  # fails before a model is loaded
+        check_writable(trace)
     fields = {"max_tokens": _MAX_TOKENS, **sampling_fields(options, n=n, logprobs=logprobs)}
     llm = build_llm(options)
     params = replace(llm.default_params, **fields)
@@ -88,24 +93,26 @@ def generate(
         raise RequestError("--system needs a chat template: leave --raw out, or use a model that has one")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    before, drawn = llm.statistics(), 0
+    before = llm.statistics()
     answers: list[RequestOutput] = []
-    events: list[TreeEvent] = []
+    new: deque[TreeEvent] = deque()  # events that are neither drawn nor written
+    events: list[TreeEvent] = []  # all, if they are explained at the end
     if show_trees or explain or trace is not None:
-        llm.on_tree, llm.explains = events.append, explain or trace is not None
+        llm.on_tree, llm.explains = new.append, explain or trace is not None
     echo = n == 1 and not json_output and not show_trees
-    try:
+    with _trace_file(trace) as write:
         for output in llm.stream_chat(messages, params) if chat else llm.stream(text, params):
             if echo:
                 click.echo(output.new_text, nl=False)
-            for event in events[drawn:] if show_trees else ():
-                show_tree(event, llm.tokenizer.text_of)
-                drawn += 1
+            while new:
+                event = new.popleft()
+                write(event, llm.tokenizer)
+                if show_trees:
+                    show_tree(event, llm.tokenizer.text_of)
+                if explain:
+                    events.append(event)
             if output.finished:
                 answers.append(output)
-    finally:
-        if trace is not None:
-            _write_trace(trace, [json.dumps(event.to_json(llm.tokenizer)) for event in events])
     answers.sort(key=lambda output: output.index)
     if json_output:
         objects = [as_json(answer) for answer in answers]
@@ -154,8 +161,20 @@ def _prompt(argument: str | None, file: Path | None) -> str:
     return text
 
 
-def _write_trace(path: Path, lines: list[str]) -> None:
+@contextmanager
+def _trace_file(path: Path | None) -> Iterator[Callable[[TreeEvent, Tokenizer], None]]:
+    """Open a trace, and give the function that writes an event to it; raises ConfigError if it fails."""
     try:
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        file = None if path is None else path.open("wb", buffering=0)
     except OSError as error:
         raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from None
+
+    def write(event: TreeEvent, tokenizer: Tokenizer) -> None:
+        try:
+            if file is not None:
+                file.write(json.dumps(event.to_json(tokenizer)).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from None
+
+    with nullcontext() if file is None else file:
+        yield write

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -158,7 +159,15 @@ def killer(library: Path, level: Level) -> str | None:
             return None
     try:
         command = [sys.executable, "-m", _CHILD, str(library), level.name]
-        status = subprocess.run(command, capture_output=True, timeout=_TIMEOUT, check=False).returncode
+        package = str(Path(__file__).parents[2])  # which a program may have found by its own sys.path
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        status = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            timeout=_TIMEOUT,
+            env={**os.environ, "PYTHONPATH": paths},
+        ).returncode
     except (OSError, subprocess.SubprocessError):
         return None
     if status == 0 and note is not None:

@@ -281,7 +281,7 @@ class _PageFiles(StaticFiles):
 
 
 def _page() -> list[BaseRoute]:
-    files = _PageFiles(directory=Path(__file__).with_name("page"))
+    files = _PageFiles(directory=Path(__file__).with_name("page"), follow_symlink=True)
 
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)

@@ -198,7 +198,7 @@ class Ensemble:
         began = self._clock()
         unread = speculator.begin(plan)
         worth = [False] * len(entries)
-        if not speculator.retired:
+        if not speculator.retired and self._deciding is not self._fallback:
             worth = self._decided("worth_starting", speculator.name, entries, unread, guessed)
         below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
         if len(below) < len(entries):
@@ -233,8 +233,8 @@ class Ensemble:
                 raise
             if self._pause(POLICY):
                 _LOG.exception(
-                    "the speculation policy %s failed and pauses; later failures are not logged, and trees "
-                    "are not sized by their cost meanwhile",
+                    "the speculation policy %s failed and pauses; later failures are not logged, and drafts "
+                    "guess nothing meanwhile",
                     type(self._policy).__name__,
                 )
             self._deciding = self._fallback

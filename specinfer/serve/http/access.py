@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -155,7 +156,8 @@ class Access:
                 _LOG.exception("%s failed", name)
                 error = ApiError("internal error; please report it", status=500)
             if not status:  # otherwise the answer has started, and the connection is closed
-                await error.response()(scope, receive, send_with_id)
+                with contextlib.suppress(TimeoutError):  # the client does not read
+                    await error.response()(scope, receive, send_with_id)
         finally:
             CALLER.reset(caller)
             self._bodies.discard(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import queue
@@ -60,8 +61,11 @@ class PrivateLines:
         data = line + b"\n"
         size = os.fstat(number).st_size
         if size and size + len(data) > self._max_bytes:
+            fcntl.flock(number, fcntl.LOCK_EX)  # other servers may write to the file
+            with suppress(FileNotFoundError):  # one of them has renamed it
+                if os.path.samestat(os.fstat(number), os.stat(self._path)):
+                    os.replace(self._path, f"{self._path}.1")
             self.close()
-            os.replace(self._path, f"{self._path}.1")
             number, size = self._open(), 0
         if size and os.pread(number, 1, size - 1) != b"\n":
             data = b"\n" + data

@@ -74,7 +74,6 @@ def test_the_suite_of_parameters(pair: list[str], tmp_path: Path, monkeypatch: p
 
 def test_invalid_checks_are_refused(pair: list[str]) -> None:
     for options, refusal in (
-        ("--batch-size 0", "max_batch_size is 0; allowed: an integer >= 1"),
         ("--max-tokens 2", "--max-tokens is 2"),
         ("--prompts 1000", "--prompts is 1000; there are 26"),
         ("--suite parameters --samples 9", "--samples is for the suite promise, not for parameters"),

@@ -45,7 +45,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--file", "{models}"], "Is a directory"),
     (["--file", "{models}/latin1.txt", "hi"], "give one of them"),
     (["--chat", "hi"], "no chat template"),
-    (["--trace", "{models}/none/trace.jsonl", "hi"], "cannot write the trace"),
+    (["--trace", "{models}/none/trace.jsonl", "hi"], "there is no folder"),
     (["--trace", "/dev/full", "--json", "hi"], "No space left on device"),
     (["--json", "--show-trees", "hi"], "give one of them"),
 ]

@@ -33,7 +33,8 @@ def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tok
         assert answer.status_code == 200, name
         assert answer.content == source
         kind = kinds.get(name.rpartition(".")[2], "text/plain")
-        assert answer.headers["content-type"].removesuffix("; charset=utf-8") == kind, name
+        given = answer.headers["content-type"].removesuffix("; charset=utf-8")
+        assert given.replace("application/javascript", "text/javascript") == kind, name  # by Python's table
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert (answer.headers["referrer-policy"], answer.headers["cache-control"]) == (
             *("no-referrer", "no-cache"),

@@ -60,6 +60,7 @@ def test_what_is_held_are_the_newest_texts_within_the_memory(
         if (index := alone.of(key)) is not None:
             kept.append((key, index.num_tokens))
         held = {k: index for k in ("x", "y", None) if (index := store.of(k)) is not None}
+        assert store._num_bytes == sum(map(store._bytes_of, held)) <= memory
         newest = kept[len(kept) - sum(index.num_texts for index in held.values()) :]
         assert newest[-1:] == kept[-1:], "the newest is there"
         for owner, index in held.items():
