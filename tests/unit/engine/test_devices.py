@@ -46,14 +46,12 @@ OPTIONS_OF: Final[dict[str, list[dict[str, Any]]]] = {
     "`int8`, `int4`, `gguf`": [{"quantization": kind} for kind in ("int8", "int4", "gguf")],
     "draft models, heads": [{"drafts": ("draft",)}, {"drafts": ("head",)}],
     "lookups": [{"lookup": True}],
-    "`--tensor-parallel`, `--pipeline-parallel`": [
-        {"tensor_parallel": 2, "quantization": "int8"},
-        {"pipeline_parallel": 2},
-    ],
+    "`--tensor-parallel`": [{"tensor_parallel": 2, "quantization": "int8"}],
+    "`--pipeline-parallel`": [{"pipeline_parallel": 2}],
     "`--offload auto`": [OPTIONS],
 }
 # Ranks on CPUs, with and without kernels, are tested in tests/unit/parallel.
-TESTED: Final = [cell for cell in CELLS if cell[1] == GPU or "--tensor-parallel" not in cell[0]]
+TESTED: Final = [cell for cell in CELLS if cell[1] == GPU or "-parallel`" not in cell[0]]
 
 
 class Reached(Exception):
