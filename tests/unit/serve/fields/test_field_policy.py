@@ -16,7 +16,8 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
-from specinfer.serve.fields.body import REFUSED, RENAMED, SCHEMAS, THINKING, FieldPolicy, parse
+from specinfer.serve.fields.body import FieldPolicy, parse
+from specinfer.serve.fields.foreign_fields import REFUSED, RENAMED, SCHEMAS, THINKING
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
 from tests.unit.serve.fields.bodies import MADE, PLAIN, SCHEMA, TOOL, params, read
