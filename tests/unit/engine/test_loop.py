@@ -67,6 +67,22 @@ def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
     assert said(loop.stream([make("a2")])) == counted("a2")  # free again
 
 
+def test_a_request_that_is_cancelled_before_the_engine_has_it_ends_alone(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make
+) -> None:
+    engine.script = pause = Pause()
+    first, late = loop.stream([make("a")]), make("late")
+    heard: list[Delta] = []
+    loop.submit([make("b")], heard.append)
+    pause.reached.wait()
+    loop.cancel([late])  # by a thread that is faster than the rest of `submit`
+    loop.submit([late], heard.append)
+    pause.go_on.set()
+    assert said(first) == counted("a")
+    assert [one.finish_reason for one in heard if one.id == "late"] == [FinishReason.ERROR]
+    assert "add late" not in engine.happened
+
+
 @pytest.mark.parametrize("drop", ["close", "forget", "never begun"])
 def test_a_dropped_stream_cancels_its_request(
     loop: EngineLoop, engine: ScriptedEngine, make: Make, drop: str

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ModelError
+from specinfer.models.config import QkNorm
 from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,3 +65,5 @@ def test_switches_that_nobody_computes_are_named() -> None:
     for config, words in cases:
         with pytest.raises(ModelError, match=words):
             config_from_hf(config)
+    moe = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True}
+    assert config_from_hf(llama_like("qwen3_moe", **moe)).qk_norm is QkNorm.HEAD, "it computes this norm"
