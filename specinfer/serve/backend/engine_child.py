@@ -1,17 +1,15 @@
-"""Engine process as its server sees it: the process, its socket, and the threads that read and write."""
+"""Engine process as its server sees it: the process and its socket."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from specinfer.errors import UserError
@@ -26,6 +24,8 @@ if TYPE_CHECKING:  # this module has to load fast: it starts the process
 
 _HUNG_UP: Final = 1.0  # seconds to wait for a process whose socket has closed
 _GRACE_SECONDS: Final = 5.0  # in which an engine that was closed has to end
+_LENGTH: Final = 4  # bytes of the length of a message
+_LARGE: Final = 1 << 18  # bytes of a message whose pickle is read in a thread
 Message = tuple[Any, ...]
 
 
@@ -33,8 +33,9 @@ class EngineChild:
     """Engine process: it loads the engine's code at once, and the model when `start` sends a config.
 
     With a cluster the engine is an actor on some node, and the process is its relay (ray_relay.py). `log` is
-    the level and the format of its log. As a context manager it ends with the block. After `start` two
-    threads read and write, so the event loop never waits for the socket or for the process to end.
+    the level and the format of its log. As a context manager it ends with the block. The event loop never
+    waits for the socket or for the process to end. Messages have the form of multiprocessing's Connection,
+    which the process uses: the length of a pickle, and the pickle.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class EngineChild:
                 os.sched_setaffinity(self._process.pid, cpu_share(number, count))
         self.cluster = cluster
         self.pid = self._process.pid
-        self._connection = Connection(parent.detach())
-        self._closing = False
-        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
+        parent.setblocking(False)
+        self._socket = parent
+        self._writing: asyncio.Task[None] | None = None  # of the last message
+        self._patience = _HUNG_UP
 
     def __enter__(self) -> Self:
         return self
@@ -85,35 +87,17 @@ class EngineChild:
         process has ended. Raises UserError with the engine's message if it cannot serve `config`, and
         BackendError if the process dies first.
         """
-        self._loop = loop
-        facts = await loop.run_in_executor(None, self._load, config)
-        # Started here, on the loop, so that `died` is called only after this method has returned.
-        threading.Thread(target=self._read, args=(deliver, died), name="engine-reader", daemon=True).start()
-        threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
-        return facts
+        from asyncio import StreamReader
 
-    def send(self, message: Message) -> None:
-        """Queue a message for the writer thread; a message to a dead process is dropped."""
-        self._outbox.put(message)
-
-    async def close(self) -> None:
-        """Close the socket of a started process and wait for its end; kill it after 5 seconds."""
-        self._closing = True
-        self._outbox.put(None)
-        await self._loop.run_in_executor(None, self._reap, _GRACE_SECONDS)
-
-    def kill(self) -> None:
-        """Kill the process without waiting for its end."""
-        self._process.kill()
-
-    def _load(self, config: EngineConfig) -> EngineInfo:
+        self._loop, self._received = loop, StreamReader()
+        loop.add_reader(self._socket, self._feed)
+        self.send(config)
         try:
-            self._connection.send(config)
-            kind, result = self._connection.recv()
+            kind, result = await self._receive()
         except (EOFError, OSError):
             from specinfer.serve.backend.work import BackendError
 
-            self._reap(_HUNG_UP)
+            await self._end(_HUNG_UP)
             line = f"the engine ended with status {self.status} before it was ready"
             if self.status == -signal.SIGKILL:
                 line += (
@@ -122,39 +106,66 @@ class EngineChild:
                 )
             raise BackendError(line) from None
         if kind == "failed":
-            self._reap(_HUNG_UP)
+            await self._end(_HUNG_UP)
             raise UserError(result)
+        self._reading = loop.create_task(self._read(deliver, died))
         facts: EngineInfo = result
         return facts
 
-    def _read(
+    def send(self, message: object) -> None:
+        """Send a message without waiting; one to a dead process is dropped."""
+        self._writing = self._loop.create_task(self._write(pickle.dumps(message), self._writing))
+
+    async def close(self) -> None:
+        """Close the socket of a started process and wait for its end; kill it after 5 seconds."""
+        self._patience = _GRACE_SECONDS
+        with contextlib.suppress(OSError):  # the process closed it first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        await self._reading
+
+    def kill(self) -> None:
+        """Kill the process without waiting for its end."""
+        self._process.kill()
+
+    async def _read(
         self, deliver: Callable[[EngineChild, Message], None], died: Callable[[EngineChild], None]
     ) -> None:
-        while True:
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                break
-            self._call(deliver, self, message)
-        self._outbox.put(None)  # ends the writer thread, which closes the socket
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._loop.call_soon(deliver, self, await self._receive())
         # A process that closed its socket but lives on is killed: the next engine needs its memory.
-        self._reap(_GRACE_SECONDS if self._closing else _HUNG_UP)
-        self._call(died, self)
+        await self._end(self._patience)
+        died(self)
 
-    def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # the reader thread reports a process that has ended
-                self._connection.send(message)
-        # Shut down both directions, although the reader thread may be reading; the process ends then.
-        with contextlib.suppress(OSError):
-            borrowed = socket.socket(fileno=self._connection.fileno())
-            with contextlib.suppress(OSError):  # the process closed it first
-                borrowed.shutdown(socket.SHUT_RDWR)
-            borrowed.detach()  # the connection closes it
+    async def _receive(self) -> Any:
+        size = int.from_bytes(await self._received.readexactly(_LENGTH))
+        data = await self._received.readexactly(size)
+        if len(data) > _LARGE:
+            return await self._loop.run_in_executor(None, pickle.loads, data)
+        return pickle.loads(data)
 
-    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, *arguments)
+    def _feed(self) -> None:
+        """Take what has arrived; all that a process sent comes before its end."""
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # it ended without having read all
+            data = self._socket.recv(_LARGE)
+        if data:
+            self._received.feed_data(data)
+        else:
+            self._loop.remove_reader(self._socket)
+            self._received.feed_eof()
+
+    async def _write(self, data: bytes, earlier: asyncio.Task[None] | None) -> None:
+        """Send a message behind the `earlier` one; unlike a transport's, a failed write ends no reading."""
+        if earlier is not None:
+            await earlier
+        with contextlib.suppress(OSError):  # the process has ended, which `_read` reports
+            await self._loop.sock_sendall(self._socket, len(data).to_bytes(_LENGTH) + data)
+
+    async def _end(self, patience: float) -> None:
+        await self._loop.run_in_executor(None, self._reap, patience)
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
 
     def _reap(self, patience: float) -> None:
         """Wait for the process to end; kill it after `patience` seconds."""

@@ -17,7 +17,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.request import Delta
-from specinfer.serve.backend import replica
+from specinfer.serve.backend import engine_child, replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError
@@ -63,28 +63,35 @@ def restarts(backend: ReplicaBackend) -> int:
     return sum(one.restarts for one in backend._replicas)
 
 
-def threads() -> list[str]:
-    return sorted(one.name for one in threading.enumerate() if one.name.startswith("engine-"))
-
-
 async def test_an_engine_that_dies_when_it_is_ready_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
-    in_executor = asyncio.BaseEventLoop.run_in_executor
-
-    async def late(loop: Any, executor: Any, call: Callable[..., Any], *given: Any) -> Any:
-        """As on a loop that is busy when the engine is ready."""
-        made = await in_executor(loop, executor, call, *given)
-        await asyncio.sleep(0.2)
-        return made
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
     async with engines() as backend:
         await until(lambda: restarts(backend) == 1)
-        await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
         assert backend._replicas[0].pid is not None
-    await until(lambda: not threads())
+
+
+async def test_what_an_engine_sent_before_it_died_arrives_although_a_write_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The works of its last step are the ones to blame."""
+    last = "connection.send(('a', 'x' * 100000)); connection.send(('b',)); sys.exit(3)"
+    start_engines_that(last, tmp_path, monkeypatch)
+    monkeypatch.setattr(engine_child, "_LARGE", 1000)  # a thread reads the first message, which stays first
+    heard: list[tuple[Any, ...]] = []
+    ended: list[int | None] = []
+    child = EngineChild(("info", "text"))
+    loop = asyncio.get_running_loop()
+    await child.start(
+        *(EngineConfig(model="m"), loop),
+        lambda _, message: heard.append(message),
+        lambda one: ended.append(one.status),
+    )
+    child._process.wait()  # the loop has read nothing meanwhile
+    child.send(("abort", []))
+    await until(lambda: bool(ended))
+    assert (heard, ended) == ([("a", "x" * 100000), ("b",)], [3])
 
 
 async def test_an_engine_that_stays_stopped_is_restarted(
@@ -130,10 +137,8 @@ async def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
     monkeypatch.setattr(subprocess.Popen, "wait", waiting)
     async with engines() as backend:
         await until(lambda: restarts(backend) == 1)
-        waits.append("the second one")
-    first, of_second = waits[: waits.index("the second one")], waits[waits.index("the second one") + 1 :]
-    assert set(first) == {"engine-reader"}
-    assert of_second  # it was waited for
+        before = len(waits)
+    assert len(waits) > before > 0
     assert threading.main_thread().name not in waits
 
 
