@@ -3,7 +3,7 @@
 HTTP never waits for a step, and a step never waits for HTTP. The server sends an EngineConfig over the socket
 FD, and then commands:
 
-    ("add", works)        checked and tokenized in threads, then submitted to the loop
+    ("add", works)        checked, then submitted to the loop
     ("abort", ids)        aborted before the next step
     ("ask", number)       query for the statistics
 
@@ -31,9 +31,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
     from specinfer.parallel.processes import FollowerProcesses
 
 _LOG = logging.getLogger(__name__)
-_INTAKE_THREADS: Final = 2  # for works with a form, and for those without
+_READERS: Final = 3  # threads that read commands: two may check works without a form meanwhile
+_FORM_THREADS: Final = 2  # that check works with a form
 _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status after a failed step, or if answers cannot be sent (EX_SOFTWARE)
@@ -90,9 +92,9 @@ class EngineProcess:
         self._checked: set[str] = set()  # works that the intake is checking
         self._stepped: list[str] = []  # requests in the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
-        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
-        # A grammar may take seconds to compile, which delays no work without one.
-        self._forms = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake of forms")
+        self._reading = threading.Lock()
+        # A grammar may take seconds to compile, which delays no command and no work without one.
+        self._forms = ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="forms")
 
     def serve(self) -> None:
         """Execute commands until the socket closes."""
@@ -104,26 +106,30 @@ class EngineProcess:
             group.watch(lambda error: self._on_failed(error, ()))
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         self._outbox.put(("ready", info_of(llm)))
-        commands: dict[str, Callable[[Any], None]] = {
-            "add": self._add,
-            "abort": self._abort,
-            "ask": lambda number: self._outbox.put(("answer", number, llm.statistics())),
-        }
-        while True:
-            try:
-                command, argument = self._connection.recv()
-            except (EOFError, OSError):
-                return
-            commands[command](argument)
+        for _ in range(_READERS - 1):
+            threading.Thread(target=self._execute, name="commands", daemon=True).start()
+        self._execute()
 
-    def _add(self, works: Iterable[Work]) -> None:
-        for work in works:
-            self._answers[work.id] = _WorkInHand(work)
-            lane = self._intake if work.params.structured_output is None else self._forms
-            lane.submit(self._admit, self._answers[work.id])
+    def _execute(self) -> None:
+        """Execute commands until the socket closes, while other threads do the same."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                with self._reading:  # only checks may be overtaken: a work is known before it is aborted
+                    command, argument = self._connection.recv()
+                    if command == "abort":
+                        self._abort(argument)
+                    elif command == "ask":
+                        self._outbox.put(("answer", argument, self._llm.statistics()))
+                    given = [_WorkInHand(work) for work in argument] if command == "add" else []
+                    self._answers.update((one.work.id, one) for one in given)
+                for answer in given:
+                    if answer.work.params.structured_output is None:
+                        self._admit(answer)
+                    else:
+                        self._forms.submit(self._admit, answer)
 
     def _admit(self, answer: _WorkInHand) -> None:
-        """Check a work and submit it to the loop; runs in an intake thread."""
+        """Check a work and submit it to the loop."""
         work = answer.work
         if answer.aborted:  # before its turn: no need to compile its grammar
             self._answers.pop(work.id, None)
@@ -140,7 +146,7 @@ class EngineProcess:
             answer.admitted = admitted
             if work.traced:
                 self._llm.on_tree = self._on_tree  # stays: another thread may start a traced work
-            self._llm.loop.submit([admitted], lambda delta: self._receive(answer, delta))
+            self._llm.loop.submit([admitted], partial(self._receive, answer))
             self._outbox.put(Delta(work.id))
             if answer.aborted:  # while it was checked
                 self._llm.loop.cancel([admitted])
@@ -220,7 +226,7 @@ class EngineProcess:
         """Send the busy works at once, ahead of the messages in the outbox."""
         # The loop's thread removes works that end from `_answers` without taking the lock.
         stepped = [name for name in self._stepped if name in self._answers]
-        with contextlib.suppress(OSError):  # the server is gone, and the reading thread ends the process
+        with contextlib.suppress(OSError):  # the server is gone, and the reading threads end the process
             self._connection.send(("busy", [*self._checked, *stepped]))
 
     def _on_tree(self, event: TreeEvent) -> None:
@@ -257,7 +263,7 @@ class EngineProcess:
                             self._send_busy()
                         elif not isinstance(message, Delta):
                             self._connection.send(message)
-        except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
+        except (OSError, ClosedError):  # the server is gone, and the reading threads end the process
             return
         except BaseException:
             # Without this thread no answer reaches the server. The server restarts a process that ends.
@@ -348,7 +354,7 @@ def main() -> None:
     status = _failed(connection, lacking, processes) if lacking else run(connection, config, processes)
     if status:
         sys.exit(status)
-    os._exit(0)  # intake threads may still compile a grammar; do not wait for them
+    os._exit(0)  # threads may still compile a grammar; do not wait for them
 
 
 if __name__ == "__main__":
