@@ -35,12 +35,6 @@ class Waiter:
     failure: BackendError | None = None
     started: bool = False  # True after the first step of one of its works has started
 
-    def put(self, delta: Delta) -> None:
-        """Add a delta and wake the consumer."""
-        self.pending.setdefault(delta.id, []).append(delta)
-        self.started = self.started or delta.started or not delta.is_empty
-        self.arrived.set()
-
     def fail(self, failure: BackendError) -> None:
         """End all its works with `failure`."""
         self.failure = failure
@@ -137,7 +131,10 @@ class Ledger:
                     one.deaths = 0
                 if delta.prompt_logprobs is not None:  # sent now; another engine does not compute them again
                     one.work = replace(one.work, params=replace(one.work.params, prompt_logprobs=None))
-            one.waiter.put(delta)
+            waiter = one.waiter
+            waiter.pending.setdefault(delta.id, []).append(delta)
+            waiter.started = waiter.started or delta.started or not delta.is_empty
+            waiter.arrived.set()
 
     def engine_died(self, replica: int, busy: frozenset[str] | None) -> None:
         """Record that a replica's engine died while `busy` with works; None if it had not reported any.
