@@ -99,7 +99,8 @@ def parse(
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
-    policy.apply(kind, given)
+    if isinstance(given, dict):
+        translate(given, own_names(kind), policy.sampling)
     try:
         return policy.read(kind, given)
     except ValidationError as error:
@@ -121,17 +122,11 @@ class FieldPolicy:
     def __init__(self, unknown: UnknownFields = "error", sampling: Mapping[str, Any] | None = None) -> None:
         """`sampling` holds the defaults of sampling fields, by name."""
         self._unknown = unknown
-        self._sampling = dict(sampling or {})
+        self.sampling = dict(sampling or {})
         self._logged: set[str] = set()
 
-    def apply(self, kind: type[BaseModel], body: Any) -> None:
-        """Rewrite a body in place to the fields of `kind`; raises ApiError for an unsupported field."""
-        if not isinstance(body, dict):
-            return
-        translate(body, own_names(kind), self._sampling)
-
     def read(self, kind: type[_Body], body: Any) -> _Body:
-        """Validate a body after `apply`; raises pydantic's ValidationError."""
+        """Validate a translated body; raises pydantic's ValidationError."""
         if self._unknown == "error":
             return kind.model_validate(body)
         read = kind.model_validate(body, extra="allow")

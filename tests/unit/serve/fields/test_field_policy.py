@@ -16,8 +16,8 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
-from specinfer.serve.fields.body import FieldPolicy, parse
-from specinfer.serve.fields.foreign_fields import REFUSED, RENAMED, SCHEMAS, THINKING
+from specinfer.serve.fields.body import FieldPolicy, own_names, parse
+from specinfer.serve.fields.foreign_fields import REFUSED, RENAMED, SCHEMAS, THINKING, translate
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
 from tests.unit.serve.fields.bodies import MADE, PLAIN, SCHEMA, TOOL, params, read
@@ -244,7 +244,7 @@ def test_free_form_json_is_unchanged() -> None:
         "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
         "chat_template_kwargs": {"a": [1.0, None]},
     }
-    FieldPolicy().apply(MessageFields, body)
+    translate(body, own_names(MessageFields), {})
     assert body["messages"][0]["content"] == [used]
     assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
     assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"
