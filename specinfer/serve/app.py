@@ -34,7 +34,7 @@ from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detoken
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
-from specinfer.serve.http.event_stream import body_of, stream, unless_disconnected
+from specinfer.serve.http.event_stream import EventStream, body_of, unless_disconnected
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
@@ -147,8 +147,10 @@ def _add_answers(paths: _Paths, service: Service) -> None:
         async def answer(request: Request, fields: BaseModel) -> Response:
             made = make(service, service.with_defaults(fields))
             if getattr(fields, "stream", None):
-                streamed = stream(made.events(), done=done, ping=config.ping_interval)
-                return await unless_disconnected(request, streamed)
+                events = made.events()
+                # An error before the first one sets the status.
+                first = await unless_disconnected(request, anext(events, ""))
+                return EventStream(events, first, done, config.ping_interval)
             return JSONResponse(await unless_disconnected(request, made.whole()))
 
         add(path, kind, answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from io import BytesIO
 from typing import Any, Final, TypeVar
 
@@ -29,22 +29,13 @@ def typed_events(values: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"event: {one['type']}\n{event(one)}" for one in values)
 
 
-async def stream(
-    events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n", ping: float = 0.0
-) -> StreamingResponse:
-    """Return events as a response that starts with the first one; empty ones are not sent.
+class EventStream(StreamingResponse):
+    """A response of the event `first` and the ones behind it; empty ones are not sent.
 
-    An error before it is raised; a later one becomes the last event. A stream without an error ends with
-    `done`. A comment is sent after `ping` seconds without an event; 0 turns that off.
-    """
-    return _Events(events, await anext(events, ""), done, ping)
-
-
-class _Events(StreamingResponse):
-    """A response that sends comments while no event comes, and that closes its events when it ends.
-
-    If sending fails, the framework leaves the closing to the garbage collector: the engine would compute the
-    whole answer of a client that does not read.
+    An error becomes the last event. A stream without an error ends with `done`. A comment is sent after
+    `ping` seconds without an event; 0 turns that off. The events are closed when it ends: if sending fails,
+    the framework leaves that to the garbage collector, and the engine would compute the whole answer of a
+    client that does not read.
     """
 
     def __init__(self, events: AsyncGenerator[str], first: str, done: str, ping: float) -> None:
@@ -59,6 +50,7 @@ class _Events(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -106,7 +98,7 @@ async def body_of(request: Request) -> bytes:
     return body.getvalue()  # no copy
 
 
-async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:
+async def unless_disconnected(request: Request, answer: Awaitable[_Answer]) -> _Answer:
     """Await `answer`; cancel it and raise ApiError when the client disconnects."""
     task = asyncio.ensure_future(answer)
     disconnected = asyncio.ensure_future(_disconnected(request))

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message
 
 from specinfer.serve.http.api_error import ApiError
-from specinfer.serve.http.event_stream import PING, event, stream
+from specinfer.serve.http.event_stream import PING, EventStream, event
 from tests.virtual_time import run_virtual
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "POST", "path": "/", "headers": []}
@@ -23,6 +23,10 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+async def streamed(events: AsyncGenerator[str], ping: float = 0.0) -> EventStream:
+    return EventStream(events, await anext(events), "data: [DONE]\n\n", ping)
 
 
 async def endless(closed: list[str]) -> AsyncGenerator[str]:
@@ -58,7 +62,7 @@ async def test_a_client_that_does_not_read_or_goes_closes_the_events(taken: int,
         await (stay() if stays else stuck.wait())
         return {"type": "http.disconnect"}
 
-    response = await stream(endless(closed))
+    response = await streamed(endless(closed))
     with pytest.raises(TimeoutError) if stays else nullcontext():
         await response(SCOPE, receive, send)
     assert closed == ["closed"]
@@ -85,7 +89,7 @@ def sent(events: AsyncGenerator[str], *, ping: float) -> list[tuple[float, bytes
             now = asyncio.get_running_loop().time()
             found.append((now, message.get("body", b"start")))
 
-        response = await stream(events, ping=ping)
+        response = await streamed(events, ping)
         await response(SCOPE, stay, send)
 
     run_virtual(run())
@@ -130,7 +134,7 @@ async def test_a_disconnect_while_waiting_closes_the_events(gone_after: float, v
         return {"type": "http.disconnect"}
 
     async def answer() -> None:
-        await (await stream(waiting(), ping=1.0))(SCOPE, go, send)
+        await (await streamed(waiting(), 1.0))(SCOPE, go, send)
 
     task = asyncio.ensure_future(answer())
     if gone_after < 1.0:  # which `unless_disconnected` sees
