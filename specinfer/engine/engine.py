@@ -163,21 +163,36 @@ class Engine:
         running.transcript.abort(self.clock.now())
         return self._end(running)
 
+    @inference
     def step(self) -> list[Delta]:
         """Run one step; returns the deltas of requests that got tokens or ended, in plan order.
 
         An exception leaves the requests of the step unusable: call `fail` next. Weights or an adapter that
         cannot be read end the requests that need them.
         """
+        self.clock.start()
+        self._stepped = [*self._requests.values()]  # if scheduling fails
+        deltas: list[Delta] = []
         try:
-            with torch_threads(self._threads):
-                deltas = self._step()
-            self._stepped = []  # holds no request that has ended
-            return deltas
+            plan = self._scheduler.schedule()
+            self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
+            self.clock.lap(Stage.SCHEDULE)
+            if plan.entries:
+                self.listeners.announce(plan)
+                with torch_threads(self._threads):
+                    deltas = self._land(self._launch(plan))
         except StoppedError:  # `close` was called
-            return []
+            pass
+        except AdapterError as error:  # its pass has not begun
+            users = [one for one in self._stepped if one.request.adapter == error.adapter]
+            deltas = self._end_all(users, str(error))
+        except ModelFileError as error:
+            _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
+            deltas = self._end_all(self._stepped, f"the model cannot be read: {error}")
         finally:
             self.clock.end()
+        self._stepped = []  # holds no request that has ended
+        return deltas
 
     def fail(self, error: BaseException) -> list[Delta]:
         """End the requests of a step that raised `error`, all if a rank is lost; returns their deltas."""
@@ -185,25 +200,6 @@ class Engine:
         if not failed or isinstance(error, PeerLostError):
             failed = [*self._requests.values()]
         return self._end_all(failed, f"a step of the engine failed: {error!r}")
-
-    @inference
-    def _step(self) -> list[Delta]:
-        self.clock.start()
-        self._stepped = [*self._requests.values()]  # if scheduling fails
-        plan = self._scheduler.schedule()
-        self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
-        self.clock.lap(Stage.SCHEDULE)
-        if not plan.entries:
-            return []
-        self.listeners.announce(plan)
-        try:
-            return self._land(self._launch(plan))
-        except AdapterError as error:  # its pass has not begun
-            users = [one for one in self._stepped if one.request.adapter == error.adapter]
-            return self._end_all(users, str(error))
-        except ModelFileError as error:
-            _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
-            return self._end_all(self._stepped, f"the model cannot be read: {error}")
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Run the speculators, and the target's pass over all texts and trees."""

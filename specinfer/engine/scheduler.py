@@ -108,7 +108,14 @@ class Scheduler:
             rows -= 1
         ends = self._text_ends(running, rows)
         rows -= sum((end - s.computed - 1) * _cost(s) for s, end in zip(running, ends, strict=True))
-        return StepPlan(self._with_trees(running, ends, rows))
+        wanted = [self._max_nodes(s, end) for s, end in zip(running, ends, strict=True)]
+        extra = fair_shares(rows, [max(nodes - 1, 0) for nodes in wanted])
+        return StepPlan(
+            tuple(
+                self._entry(sequence, end, min(nodes, 1 + more))
+                for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
+            )
+        )
 
     def _reserve_rows(self) -> list[SequenceState]:
         """Return the running requests of the step, oldest first, each with blocks for a row.
@@ -148,7 +155,14 @@ class Scheduler:
             needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found)
             if needed > self._pool.num_free - self._pool.unowned(found):
                 return None
-            self._begin(waiting, found)
+            self._pool.share(waiting.block_table, found)  # blocks that are never written
+            waiting.published = len(found)
+            waiting.computed = len(found) * self._pool.block_size
+            if waiting.generation == 0:
+                waiting.cached_tokens = waiting.computed
+            if self._prefix_reuse and not waiting.request.scores_prompt:
+                self.prefix_queries += len(waiting.token_ids)
+                self.prefix_hits += waiting.computed
             ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
             self.waiting.remove(waiting)
             self.running.append(waiting)
@@ -186,17 +200,6 @@ class Scheduler:
         """
         whole = self._config.row_limit
         return max(min(whole, _MIN_ROWS), whole * _DOUBLE_COST_AT // (_DOUBLE_COST_AT + sequence.computed))
-
-    def _with_trees(
-        self, running: Sequence[SequenceState], ends: Sequence[int], rows: int
-    ) -> tuple[PlanEntry, ...]:
-        """Return the step's entries, whose trees share the remaining `rows`."""
-        wanted = [self._max_nodes(s, end) for s, end in zip(running, ends, strict=True)]
-        extra = fair_shares(rows, [max(nodes - 1, 0) for nodes in wanted])
-        return tuple(
-            self._entry(sequence, end, min(nodes, 1 + more))
-            for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
-        )
 
     def _max_nodes(self, sequence: SequenceState, end: int) -> int:
         """Return the maximum nodes of a request's tree after `end`, without regard to other requests."""
@@ -251,17 +254,6 @@ class Scheduler:
                     awaited.add((end - 1, hashes[end - 1]))
                     return None
         return found
-
-    def _begin(self, sequence: SequenceState, found: list[int]) -> None:
-        """Start a request after the published blocks of its prefix, which are never written."""
-        self._pool.share(sequence.block_table, found)
-        sequence.published = len(found)
-        sequence.computed = len(found) * self._pool.block_size
-        if sequence.generation == 0:
-            sequence.cached_tokens = sequence.computed
-        if self._prefix_reuse and not sequence.request.scores_prompt:
-            self.prefix_queries += len(sequence.token_ids)
-            self.prefix_hits += sequence.computed
 
     def _publish(self, sequence: SequenceState) -> None:
         """Publish the blocks before the end of the text; trees and further tokens are written after them."""
