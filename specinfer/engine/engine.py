@@ -234,7 +234,7 @@ class Engine:
         if self._memory is not None:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
-        return [running.delta() for running, _ in committed]
+        return [running.transcript.delta() for running, _ in committed]
 
     def _commit(
         self,
@@ -250,7 +250,9 @@ class Engine:
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
         for entry in launched.plan.entries:
-            self._requests[entry.request.request_id].sequence.computed = entry.end
+            running = self._requests[entry.request.request_id]
+            running.sequence.computed = entry.end
+            running.transcript.cached_tokens = running.sequence.cached_tokens
         committed: list[tuple[AdmittedRequest, tuple[int, ...]]] = []
         moves: list[Move] = []
         for entry, law, verdict, decision in zip(
@@ -320,7 +322,7 @@ class Engine:
         if request_id in self._requests:
             self._remove(running, computed=computed)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
-        return running.delta()
+        return running.transcript.delta()
 
     def _end_all(self, failed: Sequence[AdmittedRequest], reason: str) -> list[Delta]:
         """End requests with an error; blocks that the step was to compute are not kept."""
