@@ -12,45 +12,42 @@ namespace {
 
 constexpr int kHalves = 2;  // per group; each may have its own step
 
-// Rows as they are multiplied.
-struct QuantizedRows {
-  StraightRows place;
-  float* scales;     // [rows, groups]; a sixteenth for 4-bit levels, whose sums are 16 times too large
-  float* of_mins;    // [rows, groups]: minus the sum of a group, times its scale
-  int32_t* offsets;  // [rows, groups, halves]: corrects the offset of 128 of 8-bit values
+// A group of a row as it is multiplied. A group's rows are neighbours, so that a tile addresses them all from one
+// pointer: [groups, rows].
+struct RowGroup {
+  int8_t values[kGroup];
+  float scale;              // a sixteenth for 4-bit levels, whose sums are 16 times too large
+  float of_min;             // minus the sum of the group, times its scale
+  int32_t offsets[kHalves];  // correct the offset of 128 of 8-bit values
 };
 
 template <int Bits, typename T>
-void quantize_row(const T* x, int64_t n, int64_t groups, int64_t row, const QuantizedRows& to) {
+void quantize_row(const T* x, int64_t n, int64_t groups, int64_t rows, RowGroup* to) {
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
     const float most = largest(larger(larger(Ints(0), group.low), group.high)), inverse = inverse_of(most);
     const Ints low = rounded(group.low * inverse), high = rounded(group.high * inverse);
-    int8_t* const values = to.place(row).values(g);
-    store_bytes(values, low);
-    store_bytes(values + kLanes, high);
+    RowGroup& own = to[g * rows];
+    store_bytes(own.values, low);
+    store_bytes(own.values + kLanes, high);
     const int32_t first = sum(low), second = sum(high);
-    const int64_t at = row * groups + g;
     const float scale = int8_scale(most);
-    to.scales[at] = Bits == 4 ? scale * 0.0625f : scale;
-    to.of_mins[at] = static_cast<float>(-(first + second)) * scale;
-    to.offsets[kHalves * at] = -128 * first;
-    to.offsets[kHalves * at + 1] = -128 * second;
+    own.scale = Bits == 4 ? scale * 0.0625f : scale;
+    own.of_min = static_cast<float>(-(first + second)) * scale;
+    own.offsets[0] = -128 * first;
+    own.offsets[1] = -128 * second;
   }
 }
 
 template <int Bits>
-QuantizedRows quantized(const Product& product, const Rows& rows, int64_t groups) {
+const RowGroup* quantized(const Product& product, const Rows& rows, int64_t groups) {
   constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
-  Scratch& scratch = Scratch::get();
-  const int64_t all = rows.count * groups;
-  const QuantizedRows to{{scratch.take<int8_t>(all * kGroup), groups},
-                         scratch.take<float>(all),
-                         scratch.take<float>(all),
-                         scratch.take<int32_t>(all * kHalves)};
+  auto* const to = Scratch::get().take<RowGroup>(rows.count * groups);
   const auto each_row = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) quantize_row<Bits>(x + r * product.inner, product.inner, groups, r, to);
+      for (int64_t r = first; r < last; ++r) {
+        quantize_row<Bits>(x + r * product.inner, product.inner, groups, rows.count, to + r);
+      }
     });
   };
   if (rows.type == Type::kBFloat16) {
@@ -73,7 +70,7 @@ struct BlocksWeight {
   const Half* mins;
   const uint8_t* min_steps;
   int64_t span, spans;
-  const QuantizedRows& x;
+  const RowGroup* x;
   int64_t rows, blocks, groups, block_bytes;
   const Division& division;
   const Output& out;
@@ -95,7 +92,6 @@ struct BlocksWeight {
   template <int R>
   [[gnu::always_inline]] void add_groups(int64_t row, int64_t block, int64_t begin, int64_t end,
                                          TileResults<R, 1>& results) const {
-    const int64_t first = row * groups;
     Floats total[R];
     each<R>([&](auto r) { total[r] = Floats(0.0f); });
     int64_t of_span = begin / span;
@@ -104,54 +100,53 @@ struct BlocksWeight {
       const Floats scale = load(scales + at_span), min = mins == nullptr ? Floats(0.0f) : load(mins + at_span);
       for (; g < last; ++g) {
         const int64_t group = block * groups + g;
+        const RowGroup* const of_rows = x + g * rows + row;
         Ints sums[R];
         Floats of_channels = scale;
         if constexpr (Bits == 4) {
-          add_levels(first + g, group, sums);
+          add_levels(of_rows, group, sums);
           if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
         } else {
-          add_values(first + g, group, sums);
+          add_values(of_rows, group, sums);
         }
         each<R>([&](auto r) {
-          total[r] = total[r] + to_floats(sums[r]) * (of_channels * x.scales[first + r * groups + g]);
+          total[r] = total[r] + to_floats(sums[r]) * (of_channels * of_rows[r].scale);
         });
         if (mins != nullptr) {
           const Floats least = min * to_floats(bits_as<int32_t>(widened(min_steps + group * kBlock)));
-          each<R>([&](auto r) { total[r] = total[r] + least * x.of_mins[first + r * groups + g]; });
+          each<R>([&](auto r) { total[r] = total[r] + least * of_rows[r].of_min; });
         }
       }
     }
     each<R>([&](auto r) { results.of[r][0] = total[r]; });
   }
 
-  const int8_t* values(int64_t at, int64_t row) const { return x.place.to + (at + row * groups) * kGroup; }
-
-  // 16 times the sums of a group of 4-bit levels; `at` is that group of the first row.
+  // 16 times the sums of a group of 4-bit levels.
   template <int R>
-  [[gnu::always_inline]] void add_levels(int64_t at, int64_t group, Ints (&sums)[R]) const {
-    GroupSum of_rows[R];
+  [[gnu::always_inline]] void add_levels(const RowGroup* of_rows, int64_t group, Ints (&sums)[R]) const {
+    GroupSum products[R];
     each<4>([&](auto j) {
       const uint8_t* const from = levels + group * kGroupBytes + 64 * j;
       prefetch<Nontemporal>(from);
       const Bytes both = load_bytes(from), low = low_halves(both), high = high_halves(both);
-      each<R>([&](auto r) { of_rows[r].add(low, high, values(at, r) + 8 * j); });
+      each<R>([&](auto r) { products[r].add(low, high, of_rows[r].values + 8 * j); });
     });
-    each<R>([&](auto r) { sums[r] = of_rows[r].with(Ints(0), 0); });
+    each<R>([&](auto r) { sums[r] = products[r].sums(); });
   }
 
   // The sums of a group of 8-bit values, each half times its step.
   template <int R>
-  [[gnu::always_inline]] void add_values(int64_t at, int64_t group, Ints (&sums)[R]) const {
+  [[gnu::always_inline]] void add_values(const RowGroup* of_rows, int64_t group, Ints (&sums)[R]) const {
     each<kHalves>([&](auto half) {
       const Ints step = steps == nullptr ? Ints(1) : steps_at(steps + (kHalves * group + half) * kBlock);
       const Ints factors = in_pairs(step);
       Ints own[R];
-      each<R>([&](auto r) { own[r] = Ints(kOffset ? x.offsets[kHalves * (at + r * groups) + half] : 0); });
+      each<R>([&](auto r) { own[r] = Ints(kOffset ? of_rows[r].offsets[half] : 0); });
       each<4>([&](auto j) {
         const uint8_t* const from = levels + (group * 8 + 4 * half + j) * 64;
         prefetch<Nontemporal>(from);
         const Bytes four = multiplicand(load_bytes(from));
-        each<R>([&](auto r) { own[r] = add_products(own[r], four, values(at, r) + 16 * half + 4 * j, factors); });
+        each<R>([&](auto r) { own[r] = add_products(own[r], four, of_rows[r].values + 16 * half + 4 * j, factors); });
       });
       if (steps != nullptr && !kTakesFactors) each<R>([&](auto r) { own[r] = own[r] * step; });
       each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
@@ -162,7 +157,7 @@ struct BlocksWeight {
 template <int Bits>
 void multiply_with(const Product& product, const Rows& rows, const Output& out) {
   const int64_t groups = padded_inner(product.kind, product.inner) / kGroup, span = product.blocks.span;
-  const QuantizedRows x = quantized<Bits>(product, rows, groups);
+  const RowGroup* const x = quantized<Bits>(product, rows, groups);
   const Division division(product, rows);
   by_division(product, division, [&](auto nontemporal, auto divided) {
     multiply_in_registers(BlocksWeight<nontemporal, divided, Bits>{

@@ -135,8 +135,8 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints) { retu
 
 // ---- a group of an int4 weight ----
 //
-// A GroupSum accumulates a row's products with a group, eight elements at a time. with(zeros, values) is 16 times their
-// sum + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
+// A GroupSum accumulates a row's products with a group, eight elements at a time. sums() is 16 times their sum, and
+// with(zeros, values) that + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
@@ -153,14 +153,17 @@ struct GroupSum {
     });
   }
 
-  Ints with(Ints zeros, int32_t values) const {
-    Ints sums;
+  Ints sums() const {
+    Ints all;
     each<kParts>([&](auto i) {
-      const __m256i all = _mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
-      const __m256i of_zeros = _mm256_madd_epi16((__m256i)zeros.part[i], _mm256_set1_epi32(values));
-      sums.part[i] = (Ints::Part)_mm256_add_epi32(all, of_zeros);
+      all.part[i] = (Ints::Part)_mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
     });
-    return sums;
+    return all;
+  }
+
+  Ints with(Ints zeros, int32_t values) const {
+    return sums() + by_parts<int32_t>(
+                        [&](auto z) { return _mm256_madd_epi16((__m256i)z, _mm256_set1_epi32(values)); }, zeros);
   }
 };
 
@@ -173,6 +176,8 @@ struct GroupSum {
     products = add_products(add_products(products, low, a), high, a + 4);
   }
 
+  Ints sums() const { return bits_as<int32_t>(bits_as<uint32_t>(products) << (kTimes == 16 ? 0 : 4)); }
+
   Ints with(Ints zeros, int32_t values) const {
 #if defined(__AVX512F__)
     return std::bit_cast<Ints>(_mm512_dpwssd_epi32((__m512i)products.part[0], (__m512i)zeros.part[0],
@@ -182,7 +187,7 @@ struct GroupSum {
         [&](auto p, auto z) { return _mm256_dpwssd_avx_epi32((__m256i)p, (__m256i)z, _mm256_set1_epi32(values)); },
         products, zeros);
 #else
-    return bits_as<int32_t>(bits_as<uint32_t>(products) << (kTimes == 16 ? 0 : 4)) + zeros * values;
+    return sums() + zeros * values;
 #endif
   }
 };
