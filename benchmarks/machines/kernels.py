@@ -37,6 +37,7 @@ from specinfer.engine.models import load_models
 from specinfer.hub import resolve
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.disk import STREAMED, Bandwidth
+from specinfer.kernels.file_blocks import SPAN, BlockForm, blocks_bytes, empty_blocks
 from specinfer.kernels.layout import (
     Int4Weight,
     Int8Weight,
@@ -61,6 +62,12 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5
 BLOCK = 16  # cache positions
 PART = 1024  # matrix rows quantized at a time: whole blocks of channels
+FORMS = {  # of GGUF blocks in their own precision
+    "Q4_K": BlockForm(4, span=SPAN, steps=True, mins=True),
+    "Q6_K": BlockForm(8, span=SPAN, steps=True, mins=False),
+    "Q8_0": BlockForm(8, span=1, steps=False, mins=False),
+    "Q4_0": BlockForm(4, span=1, steps=False, mins=False),
+}
 SHOWN_SHARE = 0.01  # share of a forward's time; shorter operations are added up
 
 
@@ -181,6 +188,9 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
         )
 
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
+    for kind, form in FORMS.items():
+        blocks = partial(random_blocks, *weight.shape, form, kernels)
+        yield Kept(kind, blocks, blocks_bytes(*weight.shape, form))
     if output_layer:
         return
     int4 = Int4Weight(*_stacked(quantize_int4(part.float()) for part in parts))
@@ -191,6 +201,16 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
         )
 
     yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
+
+
+def random_blocks(channels: int, inner: int, form: BlockForm, kernels: Kernels) -> Product:
+    """Return a product with random levels, steps and scales in a form of a file's blocks."""
+    weight = empty_blocks(channels, inner, form, kernels.library)
+    for part in (weight.levels, weight.steps, weight.min_steps):
+        part.random_(1, 256)
+    for part in (weight.scales, weight.mins):
+        part.uniform_(-1e-4, 1e-4)
+    return kernels.products.laid_out(weight, None, inner, channels)
 
 
 def _stacked(parts: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
