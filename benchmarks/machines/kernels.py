@@ -62,7 +62,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5
 BLOCK = 16  # cache positions
 PART = 1024  # matrix rows quantized at a time: whole blocks of channels
-FORMS = {  # of GGUF blocks in their own precision
+FORMS = {  # GGUF blocks in their own precision
     "Q4_K": BlockForm(4, span=SPAN, steps=True, mins=True),
     "Q6_K": BlockForm(8, span=SPAN, steps=True, mins=False),
     "Q8_0": BlockForm(8, span=1, steps=False, mins=False),
@@ -189,7 +189,7 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
 
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
     for kind, form in FORMS.items():
-        blocks = partial(random_blocks, *weight.shape, form, kernels)
+        blocks = partial(random_blocks, len(weight), inner, form, kernels)
         yield Kept(kind, blocks, blocks_bytes(*weight.shape, form))
     if output_layer:
         return
