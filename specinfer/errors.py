@@ -164,6 +164,13 @@ def shown(value: object, max_length: int = 60) -> str:
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
+def unread(kind: object) -> str:
+    """Return the words that a part of a message of this type is unsupported; "" for types of text."""
+    name = kind if isinstance(kind, str) else ""
+    sense = next((sense for sense in ("image", "audio", "video") if sense in name), None)
+    return f"{sense} input is not supported" if sense else ""
+
+
 def lack_of_memory(error: BaseException) -> str | None:
     """Return one line about the limit of memory that an allocation met; None for other errors."""
     import resource

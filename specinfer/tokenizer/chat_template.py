@@ -29,7 +29,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specinfer.errors import ModelFileError, RequestError, shown
+from specinfer.errors import ModelFileError, RequestError, shown, unread
 from specinfer.tokenizer.chat_encoder import Rendered, SpecialNames
 
 # Fields of clients and of OpenAI's answers that templates do not read.
@@ -141,7 +141,7 @@ def _part(name: str, part: object) -> str:
         what = name if not isinstance(part, Mapping) else f"{name}.type"
         raise RequestError(
             f"{what} is {shown(part if kind is None else kind, 80)}; allowed: {', '.join(_TEXT_PARTS)}: "
-            "only text is supported"
+            f"{unread(kind) or 'only text is supported'}"
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):

@@ -15,7 +15,7 @@ from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings, text_of
-from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.http.api_error import ApiError, not_read
 
 _BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -127,7 +127,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
 
 def _refusal(block: OtherKind, where: str, allowed: Sequence[str]) -> ApiError:
     return ApiError(
-        f"{where} is of type {block.type[:100]!r}; allowed: {', '.join(allowed)} (the model reads text)",
+        f"{where} is of type {block.type[:100]!r}; allowed: {', '.join(allowed)}{not_read(block.type)}",
         param=where,
     )
 

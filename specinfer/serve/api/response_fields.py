@@ -12,7 +12,7 @@ from specinfer.serve.api.chat import PART_KIND, RefusalPart
 from specinfer.serve.fields.body import Fields, Items, TextOrItems
 from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
 from specinfer.serve.fields.sampling import MAX_LOGPROBS, text_of
-from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.http.api_error import ApiError, not_read
 
 _KINDS: Final = {
     "message": "Message",
@@ -106,7 +106,7 @@ class OtherItem(Fields):
         if self.type in (None, "item_reference"):
             reason = "items cannot be referenced by id; send the item itself, or previous_response_id"
         else:
-            reason = f"allowed: {', '.join(_KINDS)}; send it as a message"
+            reason = f"allowed: {', '.join(_KINDS)}; send it as a message{not_read(self.type)}"
         return ApiError(f"{where} is of type {self.type or 'item_reference'}: {reason}", param=where)
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, unread
 
 _INVALID: Final = ("invalid_request_error", "invalid_request_error")
 # Status -> type of the error in OpenAI's API, and in Anthropic's.
@@ -115,7 +115,8 @@ class ApiError(Exception):
             return cls(f"the body is not JSON: {message}")
         if kind == "literal_error":
             given, allowed = shown(fault["input"]), fault["ctx"]["expected"]
-            return cls(f"{where} is {given}; allowed: {allowed}", param=where)
+            no_sense = not_read(fault["input"]) if where.endswith(".type") else ""
+            return cls(f"{where} is {given}; allowed: {allowed}{no_sense}", param=where)
         message = _AS_JSON.get(kind, message)
         return cls(f"{where or 'the body'}: {message[:1].lower()}{message[1:]}", param=where or None)
 
@@ -165,6 +166,11 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
+
+
+def not_read(kind: object) -> str:
+    """Return the end of an error about a part of this type, if it is an image, audio or video."""
+    return f"; {found} by this server" if (found := unread(kind)) else ""
 
 
 def cut(text: str) -> str:

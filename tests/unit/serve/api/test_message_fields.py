@@ -9,6 +9,7 @@ from tests.scripted_server import says
 from tests.unit.serve.api.messages_server import HI, MessagesServer
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+IMAGE_TYPE = str({"type": "image"})[1:-1]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "time", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "noon"}
 TIME = {"name": "time", "input_schema": {"type": "object"}}
@@ -96,4 +97,5 @@ def test_unsupported_values_are_refused_with_their_path(tokenizer: Tokenizer) ->
         status, kind, message = server.refusal(**body)
         assert (status, kind) == (400, "invalid_request_error"), body
         assert place in message, body
+        assert ("image input is not supported by this server" in message) == (IMAGE_TYPE in str(body)), body
     assert server.backend.works == []

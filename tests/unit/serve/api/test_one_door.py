@@ -142,6 +142,7 @@ def test_content_other_than_text_is_refused_with_its_path(tokenizers: dict[str, 
         with pytest.raises(RequestError) as error:
             pytest.fail(f"{message!r}: {library(tokenizers['chatml'], [user('hi'), message])}")
         assert str(error.value).startswith(f"{place} is "), message
+        assert ("image input is not supported" in str(error.value)) == ("image_url" in str(message))
         assert error.value.parameter == "messages", message
         status, param, _ = Asked(tokenizers["chatml"]).refused(
             "/chat/completions", messages=[user("hi"), message]

@@ -47,6 +47,7 @@ def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
         status, named, message = server.refusal(**whole)
         assert (status, named) == (400, param), body
         assert "response_format.json" not in message
+        assert ("image input is not supported by this server" in message) == ("input_image" in str(body))
     assert server.backend.works == []
 
 

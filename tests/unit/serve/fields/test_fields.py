@@ -50,7 +50,11 @@ def test_a_conversation_that_cannot_be_served() -> None:
                 ({"type": "text", "refusal": "No."}, ".text", "required"),
                 ({"type": "refusal", "text": "a"}, ".refusal", "required"),
                 ({"text": "a"}, ".type", "required"),
-                ({"type": "image_url", "image_url": {}}, ".type", "is 'image_url'; allowed: 'text'"),
+                (
+                    {"type": "image_url", "image_url": {}},
+                    ".type",
+                    "is 'image_url'; allowed: 'text'; image input is not supported by this server",
+                ),
                 ("a", "", "object"),
             )
         ),
