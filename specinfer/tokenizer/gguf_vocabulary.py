@@ -52,7 +52,7 @@ _FILL_IN = {
 # Files of a model's folder that belong to its tokenizer and chat template.
 _FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "processor_config.json"),
 )
 
 

@@ -229,15 +229,15 @@ def _folder_templates(folder: Path) -> dict[str, str]:
 
 def _configured_templates(folder: Path) -> dict[str, str]:
     """The chat templates in JSON files; a single one is "default"."""
-    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        match template := read_optional(file).get("chat_template"):
+    for file in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        match template := read_optional(folder / file).get("chat_template"):
             case None:
                 continue
             case str():
                 return {"default": template}
             case [*named] if all(_is_named_template(entry) for entry in named):
                 return {entry["name"]: entry["template"] for entry in named}
-        raise odd_value(file, "chat_template", template, "a text, or a list of texts with names")
+        raise odd_value(folder / file, "chat_template", template, "a text, or a list of texts with names")
     return {}
 
 

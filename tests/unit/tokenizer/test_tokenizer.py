@@ -111,6 +111,8 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     assert (
         ChatEncoder(Tokenizer.load(folder)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
     )
+    (folder / "processor_config.json").write_text('{"chat_template": "P"}')
+    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "P"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
     assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
     more = folder / "additional_chat_templates"
