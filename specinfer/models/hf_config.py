@@ -6,7 +6,7 @@ is rejected with a ModelError; no setting is ignored silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -96,8 +96,7 @@ class HfFamily:
     ropes: Callable[[Fields], tuple[Rope | None, Rope | None]] = one_rope
     names: Names = field(default_factory=Names)
     also: tuple[str, ...] = ()  # further model_types
-    text_in: Collection[str] = ()  # model_types with the text model's fields in `text_config`
-    others: tuple[str, ...] = ()  # prefixes of tensors of other modalities, which are ignored
+    variant: bool = False  # True: only for model_types in `also`; another entry has the family's name
 
     @property
     def embeddings(self) -> str:

@@ -10,7 +10,7 @@ from specinfer.config import ModelImpl
 from specinfer.errors import ConfigKeyError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.models.decoder import decoder_shapes
-from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.families.registry import HF_FAMILIES, text_fields
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
 from specinfer.models.safetensors import SafetensorsFolder, lacking, some_tensors
@@ -81,7 +81,7 @@ def _folder(files: ModelFiles, impl: ModelImpl, trust_remote_code: bool) -> Open
 
 
 def _is_native(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("model_type") in HF_FAMILIES
+    return text_fields(read_json(folder / "config.json")).get("model_type") in HF_FAMILIES
 
 
 def _check(file: OpenModel) -> None:

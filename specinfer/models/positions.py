@@ -326,4 +326,5 @@ _SCALINGS: Mapping[str, Callable[[Fields, Fields], dict[str, Any]]] = {
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
+    "mrope": _plain,  # its three positions are equal in texts
 }

@@ -7,6 +7,7 @@ read, not mapped, so that their pages take no memory besides the weights. Files 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.config import ModelConfig
-from specinfer.models.families.registry import hf_family, read_config
+from specinfer.models.families.registry import hf_family, other_senses, read_config
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.pieces import LastFew, MadeTensor, StoredTensor, TensorEntry
@@ -32,6 +33,7 @@ from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
+_LOG = logging.getLogger(__name__)
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,6 +47,7 @@ DTYPE_NAMES: Final = {
 }
 FLOATS: Final = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 EAGLE_3: Final = "EAGLE-3"
+_TEXT_PARTS: Final = ("language_model.", "text_model.")  # modules of models with other senses
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MAX_BYTES: Final = 1 << 62
 _KEPT: Final = 2  # experts in memory, one for each thread that reads
@@ -91,22 +94,37 @@ class SafetensorsFolder:
     def __init__(self, path: Path, weights: Sequence[Path]) -> None:
         """`weights` are the folder's safetensors files."""
         self.path = path
-        if (kind := head_kind(tensor_names(weights))) is not None:
+        described = read_json(path / "config.json")
+        senses = other_senses(described)
+        files = _files_by_tensor(path, weights, indexed=bool(senses))
+        if (kind := head_kind(files)) is not None:
             raise ModelFileError(
                 f"{path} is a draft head ({kind}), which makes no text: name it in drafts, beside its target"
             )
         generation = path / "generation_config.json"
-        described = read_json(path / "config.json")
         quantized = quantization_of(described)
         config = read_config(described, read_json(generation) if generation.is_file() else None)
         family = hf_family(described)
-        tensors: Mapping[str, StoredTensor]
-        if quantized is None:
-            tensors = read_entries(weights)
-        else:
-            tensors = dequantized(path, quantized, read_entries(weights, FLOATS | STORED))
-        bare, last = _bare_names(tensors, family, config), LastFew[Tensor](_KEPT)
-        self._entries = {name: _stack(name, one, family.names, last) for name, one in bare.items()}
+        bare = _bare_names(path, files, family, text_alone=bool(senses))
+        if len(bare) < len(files):
+            _LOG.warning(
+                "%s also reads images or sound (%s), and runs as a text model: %d of its %d tensors are not "
+                "read",
+                *(path.name, ", ".join(senses), len(files) - len(bare), len(files)),
+            )
+        used = dict.fromkeys(files[name] for name in bare)
+        dtypes = FLOATS if quantized is None else FLOATS | STORED
+        stored = {bare[name]: one for name, one in read_entries([*used], dtypes, bare).items()}
+        tensors: Mapping[str, StoredTensor] = stored
+        if quantized is not None:
+            tensors = dequantized(path, quantized, stored)
+        elif quantizes := next(filter(quantized_tensor, tensors), None):
+            raise ModelFileError(
+                f"{tensors[quantizes].path} is quantized, but config.json does not declare it: tensor "
+                f"{quantizes!r} is not of a plain model; {INSTEAD}"
+            )
+        last = LastFew[Tensor](_KEPT)
+        self._entries = {name: _stack(name, one, family.names, config, last) for name, one in tensors.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
         self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
@@ -168,12 +186,15 @@ def _transposed(tensor: TensorEntry, last: LastFew[Tensor]) -> StoredTensor:
     return MadeTensor(tensor.path, (experts * rows, inner), read, tensor.dtype)
 
 
-def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor]) -> StoredTensor:
+def _stack(
+    name: str, tensor: StoredTensor, names: Names, config: ModelConfig, last: LastFew[Tensor]
+) -> StoredTensor:
     """The tensor with parts of several experts concatenated by rows."""
     if not isinstance(tensor, TensorEntry):
         return tensor  # quantized tensors are matrices already
     if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
-        return _transposed(tensor, last)
+        inputs = tensor.shape[2 if name.endswith("down_proj") else 1]  # newer folders are not transposed
+        return _transposed(tensor, last) if inputs == config.hidden_size else tensor.joined()
     biases = tuple(stack for stack in names.expert_stacks if stack.endswith("bias"))
     least = 2 if name.endswith(biases) else 3  # dimensions of a stack
     return tensor.joined() if len(tensor.shape) >= least else tensor
@@ -199,16 +220,29 @@ def tensor_names(files: Sequence[Path]) -> list[str]:
     return [name for file in files for name in _read_header(file)[0]]
 
 
-def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
+def _files_by_tensor(path: Path, weights: Sequence[Path], *, indexed: bool) -> dict[str, Path]:
+    """The file of each tensor; with `indexed` by the folder's index, if it has one, which opens no file."""
+    index = path / "model.safetensors.index.json"
+    if indexed and index.is_file():
+        return {name: path / file for name, file in read_json(index)["weight_map"].items()}
+    return {name: file for file in weights for name in _read_header(file)[0]}
+
+
+def read_entries(
+    files: Sequence[Path],
+    dtypes: Mapping[str, torch.dtype] = FLOATS,
+    names: Collection[str] | None = None,
+) -> dict[str, TensorEntry]:
     """The tensors of safetensors files by name, except unused ones; all must have these dtypes.
 
+    `names` are those to read; None: all.
     Raises ModelFileError if a file is damaged, or two files have a tensor of the same name.
     """
     entries: dict[str, TensorEntry] = {}
     for file in files:
         header, start, size = _read_header(file)
         for name, value in header.items():
-            if _UNUSED.search(name):
+            if _UNUSED.search(name) or (names is not None and name not in names):
                 continue
             entry = _entry(file, name, value, start, size, dtypes)
             if name in entries:
@@ -268,38 +302,27 @@ def _entry(
     return TensorEntry(path, dtype, shape, start + begin, math.prod(shape[1:]) * dtype.itemsize)
 
 
-def _bare_names(
-    entries: Mapping[str, StoredTensor], family: HfFamily, config: ModelConfig
-) -> dict[str, StoredTensor]:
-    """The tensors under the names of a plain model of the family, without those of other modalities.
+def _bare_names(path: Path, names: Collection[str], family: HfFamily, *, text_alone: bool) -> dict[str, str]:
+    """The names of files, and those of a plain model of the family.
 
-    Files may have the text decoder alone, without its head, or inside a model with vision.
+    Files may have the text decoder alone, without its head, or inside a model with other senses, whose
+    tensors are left out if `text_alone`.
     """
-    path = next(iter(entries.values())).path if entries else "the folder"
-    for name in entries:
-        if quantized_tensor(name):
-            raise ModelFileError(
-                f"{path} is quantized, but config.json does not declare it: tensor {name!r} is not of a "
-                f"plain model; {INSTEAD}"
-            )
-    root, dot, anchor = family.embeddings.partition(".")
+    root, dot, anchor = family.embeddings.removesuffix("weight").partition(".")
     root += dot
-    prefixes = (root, "", f"language_model.{root}", f"{root}language_model.")
-    prefix = next((p for p in prefixes if p + anchor in entries), None)
+    prefixes = (root, "", *(f"{a}{b}" for part in _TEXT_PARTS for a, b in ((part, root), (root, part))))
+    prefix = next((p for p in prefixes if any(name.startswith(p + anchor) for name in names)), None)
     if prefix is None:
         raise ModelFileError(
-            f"{path} has no tensor {family.embeddings}; it is not a {config.family} language model"
+            f"{path} has no tensor {family.embeddings}; it is not a {family.family} language model"
         )
-    found: dict[str, StoredTensor] = {}
-    for name, entry in entries.items():
-        if name.startswith(family.others):
-            continue
-        if name in ("lm_head.weight", "language_model.lm_head.weight"):
-            found["lm_head.weight"] = entry
-        elif name.startswith(prefix):
-            found[root + name[len(prefix) :]] = entry
-        else:
-            found[name] = entry
+    found: dict[str, str] = {}
+    for name in names:
+        own = name.removeprefix(_TEXT_PARTS[0])
+        if name.startswith(prefix) and not own.startswith("lm_head."):
+            found[name] = root + name.removeprefix(prefix)
+        elif own != name or own.startswith("lm_head.") or not text_alone:
+            found[name] = own
     return found
 
 

@@ -70,6 +70,19 @@ def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
     assert is_of(fingerprint(file), folder)
 
 
+def test_text_parts_of_vl_models(tmp_path: Path) -> None:
+    """Their files have the text's tensors alone."""
+    for name, kind in (("qwen2", "qwen2_vl"), ("qwen3", "qwen3_vl"), ("qwen3-moe", "qwen3_vl_moe")):
+        theirs = save_random(name, tmp_path / name, tied=False)
+        theirs.config.model_type = kind
+        write_gguf(theirs, tmp_path / f"{name}.gguf")
+        folder = SafetensorsFolder(tmp_path / name, [tmp_path / name / "model.safetensors"])
+        file = GGUFFile(read_header(tmp_path / f"{name}.gguf"))
+        got, want = asdict(file.config), asdict(folder.config)
+        assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
+        assert file.shapes == folder.shapes
+
+
 def test_a_quantized_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
     theirs = save_random("llama", tmp_path, tied=False, intermediate_size=64)
     write_gguf(theirs, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)

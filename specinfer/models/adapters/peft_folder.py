@@ -41,6 +41,7 @@ from specinfer.models.sources import Rows
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
+_TEXT_PART: Final = re.compile(r"\b(?:language|text)_model\.")  # of models with other senses
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
@@ -228,7 +229,7 @@ class PeftFolder:
                     f"tensor {name!r} is not a low-rank adapter's lora_A or lora_B of a linear module; DoRA, "
                     "biases, embeddings and modules_to_save are not supported: merge it into the model"
                 )
-            module = match[1].replace("language_model.", "", 1)  # for multimodal models
+            module = _TEXT_PART.sub("", match[1], count=1)
             if module not in known:
                 raise ModelError(
                     f"tensor {name!r} is for a module that cannot have adapters here; allowed: "

@@ -175,13 +175,6 @@ HF: Final = (
         {**_OFFSET, **_BOTH, "qk_norm": QkNorm.HEAD},
         ropes=_ropes,
         also=("gemma3_text",),
-        text_in=("gemma3",),
-        others=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
     ),
     HfFamily(
         Family.OLMO,

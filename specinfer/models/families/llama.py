@@ -41,7 +41,21 @@ from specinfer.models.sources import GATE_UP, QKV, Names
 # Defaults of transformers for keys that config.json omits.
 _LLAMA: Final = defaults(eps=1e-6, context=2048)
 _MISTRAL: Final = defaults(eps=1e-6, context=131072, sliding_window=4096)
+_MINISTRAL: Final = defaults(
+    eps=1e-5, context=262144, num_key_value_heads=8, head_dim=128, sliding_window=None
+)
+_MINISTRAL_ROPE: Final[Fields] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _QWEN: Final = defaults(eps=1e-6, context=32768, sliding_window=4096, max_window_layers=28)
+_QWEN_VL: Final[Fields] = {**_QWEN, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_window_layers": 80}
+_QWEN3_VL: Final = defaults(eps=1e-6, context=128000, head_dim=128, rope_theta=500000.0)
 _SMOLLM3: Final = defaults(
     eps=1e-6, context=32768, tied=True, num_key_value_heads=4, no_rope_layer_interval=4, rope_theta=2000000.0
 )
@@ -88,6 +102,16 @@ _FUSED_GGUF: Final = {"attn_qkv": QKV, "ffn_up": GATE_UP}
 def _qwen(config: ModelConfig, c: Fields) -> ModelConfig:
     first = integer(c, "max_window_layers")
     return replace(config, layer_windows=windows(c, switched_window(c), lambda layer: layer >= first))
+
+
+def _ministral(config: ModelConfig, c: Fields) -> ModelConfig:
+    """Later positions than those of the original context scale their queries, so texts end there."""
+    rope = c["rope_parameters"] if c.get("rope_parameters") is not None else c["rope_scaling"]
+    assert isinstance(rope, Mapping), "rope_from_hf has read it"
+    if rope.get("llama_4_scaling_beta"):
+        original = count(rope, "original_max_position_embeddings", config.max_context)
+        config = replace(config, max_context=min(config.max_context, original))
+    return window_everywhere(config, c)
 
 
 def _smollm3(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -174,8 +198,29 @@ def _glm(config: ModelConfig, c: Fields) -> ModelConfig:
 HF: Final = (
     HfFamily(Family.LLAMA, _LLAMA, ALL_BIASED),
     HfFamily(Family.MISTRAL, _MISTRAL, USUAL, window_everywhere),
+    HfFamily(
+        Family.MISTRAL,
+        _MINISTRAL,
+        USUAL,
+        _ministral,
+        given=lambda c: with_rope(c, _MINISTRAL_ROPE),
+        also=("ministral3",),
+        variant=True,
+    ),
     HfFamily(Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
+    HfFamily(
+        Family.QWEN2,
+        _QWEN_VL,
+        USUAL,
+        _qwen,
+        {"qkv_bias": True},
+        also=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        variant=True,
+    ),
     HfFamily(Family.QWEN3, {**_QWEN, "head_dim": 128}, BIASED, _qwen, {"qk_norm": QkNorm.HEAD}),
+    HfFamily(
+        Family.QWEN3, _QWEN3_VL, BIASED, fixed={"qk_norm": QkNorm.HEAD}, also=("qwen3_vl_text",), variant=True
+    ),
     HfFamily(Family.SMOLLM3, _SMOLLM3, ALL_BIASED, _smollm3),
     HfFamily(Family.SEED_OSS, _SEED, replace(ALL_BIASED, o_bias="attention_out_bias")),
     HfFamily(Family.ERNIE4_5, _ERNIE, _ERNIE_KEYS, names=Names(neighbours=True)),
@@ -213,6 +258,8 @@ GGUF: Final = (
     GgufFamily("llama", Family.LLAMA, _llama_from_gguf, neighbours=True),
     GgufFamily("qwen2", Family.QWEN2),
     GgufFamily("qwen3", Family.QWEN3),
+    GgufFamily("qwen2vl", Family.QWEN2),
+    GgufFamily("qwen3vl", Family.QWEN3),
     GgufFamily("smollm3", Family.SMOLLM3, _smollm3_from_gguf, neighbours=True),
     GgufFamily(
         "seed_oss", Family.SEED_OSS, inside={**INSIDE, "post_attention_norm": "post_attention_layernorm"}

@@ -42,6 +42,13 @@ _QWEN3: Final[Fields] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_QWEN3_VL: Final[Fields] = {
+    **_QWEN3,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "rope_theta": 500000.0,
+}
 _OLMOE: Final = defaults(eps=1e-5, context=4096, num_experts_per_tok=8, norm_topk_prob=False)
 _GRANITE: Final = defaults(eps=1e-6, context=2048, num_experts_per_tok=2)
 _GPT_OSS: Final = defaults(
@@ -189,6 +196,16 @@ HF: Final = (
     ),
     HfFamily(Family.QWEN2_MOE, _QWEN2, USUAL, _qwen2, names=_STACKED),
     HfFamily(Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED),
+    HfFamily(
+        Family.QWEN3_MOE,
+        _QWEN3_VL,
+        BIASED,
+        _qwen3,
+        {"qk_norm": QkNorm.HEAD},
+        names=Names(expert_stacks=_STACKS, turned_stacks=(*_STACKS,)),
+        also=("qwen3_vl_moe_text",),
+        variant=True,
+    ),
     HfFamily(Family.OLMOE, _OLMOE, BIASED, _olmoe, _WHOLE_NORM, names=_STACKED),
     HfFamily(
         Family.GRANITE_MOE,
@@ -274,6 +291,7 @@ def _gpt_oss_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 GGUF: Final = (
     GgufFamily("qwen2moe", Family.QWEN2_MOE, partial(with_gguf_experts, normalized=False)),
     GgufFamily("qwen3moe", Family.QWEN3_MOE, partial(with_gguf_experts, normalized=True)),
+    GgufFamily("qwen3vlmoe", Family.QWEN3_MOE, partial(with_gguf_experts, normalized=True)),
     GgufFamily("olmoe", Family.OLMOE, _olmoe_from_gguf, _WHOLE_NORM),
     GgufFamily("granitemoe", Family.GRANITE_MOE, _granite_from_gguf, neighbours=True),
     GgufFamily(

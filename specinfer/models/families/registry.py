@@ -19,13 +19,14 @@ from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily, not_computed
 
 _SORTS: Final = (
+    (r"llama4", "a model with attention in chunks, which no native layer has"),
     (
         r"mamba|rwkv|jamba|bamba|hybrid|_h1?$|recurrent|lfm2|plamo2|next$|qwen3_?5|linear|minimax$|xlstm|delta",
         "a recurrent hybrid, whose layers keep a state that nodes of a tree cannot share",
     ),
     (
         r"vl$|vl_|vision|llava|clip|vit|siglip|idefics|paligemma|pixtral|mllama|vlm|4mm$|3n$|gemma4|llama4|glm4v",
-        "a model with a vision tower, and specinfer reads text alone",
+        "a model with a vision tower, whose text part is of no family that specinfer has",
     ),
     (r"bert|roberta|electra|embedding|t5_?encoder|xlm", "an encoder, which makes embeddings and no text"),
     (
@@ -65,19 +66,47 @@ def _name(kind: object) -> str:
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for family in (*llama.HF, *gemma.HF, *mixtures.HF, *gpt.HF, *falcon.HF)
-    for kind in (family.family.value, *family.also)
+    for kind in (*(() if family.variant else (family.family.value,)), *family.also)
 }
+_SENSES: Final = re.compile("vision|image|video|audio|speech")  # in keys for images and sound
+# Sizes that the text_config of LLaVA and others omits, by its model_type: those of transformers' classes.
+_SIZES: Final = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_OMITTED: Final[Mapping[object, Fields]] = {
+    "llama": {**_SIZES, "intermediate_size": 11008},
+    "mistral": {**_SIZES, "intermediate_size": 14336},
+}
+_NOT_CAUSAL: Final = ("paligemma",)  # their prompts see what follows, whatever the text part is
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
     for family in (*llama.GGUF, *gemma.GGUF, *mixtures.GGUF, *gpt.GGUF, *falcon.GGUF)
 }
 
 
+def other_senses(config: Fields) -> list[str]:
+    """The keys of config.json for the parts of a model that read images or sound."""
+    return [key for key in config if key.endswith("_config") and _SENSES.search(key)]
+
+
+def text_fields(config: Fields) -> Fields:
+    """The fields of a model's text decoder, with its own model_type.
+
+    They are in `text_config` if the model reads images or sound, too, or among its other fields. Embeddings
+    of such a model are tied if either part says so, or neither says anything.
+    """
+    if config.get("text_config") is None or config.get("model_type") in _NOT_CAUSAL:
+        return {key: value for key, value in config.items() if not _SENSES.search(key)}
+    text, key = mapping(config, "text_config"), "tie_word_embeddings"
+    tied = [part[key] for part in (text, config) if part.get(key) is not None]
+    omitted = _OMITTED.get(text.get("model_type"), {})
+    return {"model_type": config.get("model_type"), **omitted, **text, key: any(tied) or not tied}
+
+
 def hf_family(config: Fields) -> HfFamily:
-    """The family of a config.json; raises ModelError for an unknown model_type."""
-    kind = config.get("model_type")
+    """The family of a config.json's text decoder; raises ModelError for an unknown model_type."""
+    kind, whole = text_fields(config).get("model_type"), config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
-        raise ModelError(f"model_type {kind!r} is {_what(kind)}")
+        inside = "" if kind == whole else f", the text part of {whole!r},"
+        raise ModelError(f"model_type {kind!r}{inside} is {_what(kind)}")
     return HF_FAMILIES[kind]
 
 
@@ -100,9 +129,8 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
     `config` is config.json as written by transformers 4 or 5; `generation_config`, if the folder has one,
     adds end-of-text ids (chat models list the end of a turn only there).
     """
-    family = hf_family(config)
-    text = mapping(config, "text_config") if config["model_type"] in family.text_in else config
-    return family.config(text, (text, config, generation_config or {}))
+    text = text_fields(config)
+    return hf_family(config).config(text, (text, config, generation_config or {}))
 
 
 _LOG = logging.getLogger(__name__)
@@ -158,15 +186,12 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     A known switch among them raises ModelError. A key counts as read if another value gives another config
     or an error. Harmless keys, keys of `SOMETIMES_READ` and values of `_NEUTRAL` are not reported.
     """
-    made = config_from_hf(config, generation_config)
-    nested = config["model_type"] in hf_family(config).text_in
-    fields = mapping(config, "text_config") if nested else config
+    made, family, fields = config_from_hf(config, generation_config), hf_family(config), text_fields(config)
 
     def is_unread(key: str) -> bool:
         changed = {**fields, key: other_value(fields[key])}
         try:
-            other = {**config, "text_config": changed} if nested else changed
-            return config_from_hf(other, generation_config) == made
+            return family.config(changed, (changed, config, generation_config or {})) == made
         except ModelError:
             return False
 
@@ -180,7 +205,7 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     switches = SWITCHES if made.experts is not None else SWITCHES | EXPERTS
     for key in unread:
         if key in switches:
-            raise not_computed(key, fields[key], config["model_type"])
+            raise not_computed(key, fields[key], fields["model_type"])
     if unread:
         _LOG.warning("config.json sets %s, which specinfer does not know and ignores", ", ".join(unread))
     return made

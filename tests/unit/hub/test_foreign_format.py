@@ -103,7 +103,8 @@ def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
     for kind, what, relative in (
         ("qwen3_next", "a recurrent hybrid, ", "Qwen 2.5 and Qwen 3"),
         ("mamba2", "a recurrent hybrid, ", ""),
-        ("qwen2_5_vl", "a model with a vision tower, ", "Qwen 2.5 and Qwen 3"),
+        ("pixtral", "a model with a vision tower, ", "Mistral Small 24B"),
+        ("llama4_text", "a model with attention in chunks, ", "Llama 3"),
         ("nomic-bert", "an encoder, ", ""),
         ("t5", "an encoder with a decoder, ", ""),
         ("deepseek2", "a model with latent attention, ", "DeepSeek-R1-Distill"),

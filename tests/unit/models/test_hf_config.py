@@ -92,6 +92,31 @@ def test_gemma3_inside_a_vision_model():
     assert config.eos_ids == (1, 106)
 
 
+def test_the_text_part_decides_and_either_part_ties() -> None:
+    for text, whole, tied in (
+        ({}, {}, True),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, True),
+        ({}, {"tie_word_embeddings": False}, False),
+    ):
+        config = config_from_hf({"model_type": "any_vl", "text_config": {**QWEN2, **text}, **whole})
+        assert (config.family, config.tie_embeddings) == (Family.QWEN2, tied), (text, whole)
+    qwen = {**QWEN2, "model_type": "qwen2_5_vl", "vision_config": {}, "image_token_id": 5}
+    flat = {**qwen, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    assert read_config(flat).rope == Rope(1000000.0)
+    llava = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert (config_from_hf(llava).num_layers, config_from_hf(llava).intermediate_size) == (32, 11008)
+    with pytest.raises(ModelError, match="'any_text', the text part of 'any', is of no family"):
+        config_from_hf({"model_type": "any", "text_config": {**QWEN2, "model_type": "any_text"}})
+
+
+def test_ministral_ends_where_its_queries_are_scaled() -> None:
+    ministral = {**LLAMA, "model_type": "ministral3", "max_position_embeddings": 262144}
+    assert config_from_hf(ministral).max_context == 16384
+    rope = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 16384}
+    assert config_from_hf({**ministral, "rope_parameters": rope}).max_context == 262144
+
+
 DIVIDED = [  # numbers that nothing can be divided by
     *((LLAMA, "num_attention_heads", 0), (OPT, "num_attention_heads", 0), (LLAMA, "hidden_size", 0)),
     *((LLAMA, "num_attention_heads", -4), (OPT, "hidden_size", 0), (LLAMA, "head_dim", 0)),
@@ -119,7 +144,7 @@ REFUSED = [
     ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu, .*relu, silu"),
     (
         scaled({"rope_type": "ntk", "long_factor": [1.0] * 8}),
-        "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope$",
+        "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope, mrope$",
     ),
     (scaled(LONGROPE, short_factor=None), "short_factor is None; expected a list of numbers"),
     (scaled(LONGROPE, long_factor=[1.0, 0.0] * 4), "long_factor is 0.0; expected more"),
