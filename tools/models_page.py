@@ -22,7 +22,7 @@ from specinfer.models.families.registry import HF_FAMILIES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models: tools/models_page.py -->\n", "<!-- end -->"
-HEAD = "| model_type | native | through transformers: logits differ by |\n|---|---|---|\n"
+HEAD = "| logits differ by | run through transformers | and natively |\n|---|---|---|\n"
 REFUSED = "\ntransformers' code does not run here, by the reason:\n\n"
 COUNTS = re.compile(r"In total, .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
 TOLERANCE = 1e-4
@@ -40,9 +40,9 @@ class Tried(NamedTuple):
 def rows_of(page: str) -> list[Tried]:
     """Return the rows of the page's table and the kinds of its list."""
     part = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
-    found = {}
-    for kind, differs in re.findall(r"^\| `(.+?)` \|.*\| (\S*) *\|$", part, re.M):
-        found[kind] = Tried(kind, bool(differs), differs, "")
+    found: dict[str, Tried] = {}
+    for differs, named in re.findall(r"^\| (\S*) *\| (.*`.*) \|$", part, re.M):
+        found |= {kind: Tried(kind, bool(differs), differs, "") for kind in re.findall(r"`(.+?)`", named)}
     for remark, named in re.findall(r"^- (.+): (`[^:]+`)$", part, re.M):
         found |= {kind: Tried(kind, False, "", remark) for kind in re.findall(r"`(.+?)`", named)}
     return sorted(found.values())
@@ -50,13 +50,15 @@ def rows_of(page: str) -> list[Tried]:
 
 def with_rows(page: str, rows: Sequence[Tried]) -> str:
     """Return the page with these rows, sorted, and with their counts."""
-    lines, refused = [HEAD], dict[str, list[str]]()
+    by_difference, refused = dict[str, tuple[list[str], list[str]]](), dict[str, list[str]]()
     for row in sorted(rows):
         native = row.kind in HF_FAMILIES
         if row.runs or native:
-            lines.append(f"| `{row.kind}` | {'yes' * native} | {row.differs * row.runs} |\n")
+            by_difference.setdefault(row.differs * row.runs, ([], []))[native].append(f"`{row.kind}`")
         if not row.runs:
             refused.setdefault(row.remark, []).append(f"`{row.kind}`")
+    ordered = sorted(by_difference.items(), key=lambda one: float(one[0] or 1))
+    lines = [HEAD, *(f"| {differs} | {' '.join(a)} | {' '.join(b)} |\n" for differs, (a, b) in ordered)]
     lines.append(REFUSED)
     lines += [f"- {remark}: {', '.join(named)}\n" for remark, named in refused.items()]
     ours = sum(row.kind in HF_FAMILIES for row in rows)
