@@ -16,7 +16,7 @@ _ARCHITECTURES = {
     **{"gpt_bigcode": "starcoder", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "gpt_oss": "gpt-oss"},
     "gemma3_text": "gemma3",
 }
-_HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "granitemoe", "smollm3"}
+_HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "granitemoe", "smollm3", "mistral3"}
 _KEY_HEADS_BECOME_STACKS = {"falcon", "gptneox"}
 # Keys that only some architectures have, by the name of the config's field.
 _SCALES = {

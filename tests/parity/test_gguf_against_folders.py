@@ -70,9 +70,12 @@ def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
     assert is_of(fingerprint(file), folder)
 
 
-def test_text_parts_of_vl_models(tmp_path: Path) -> None:
+def test_text_parts_of_models_with_towers(tmp_path: Path) -> None:
     """Their files have the text's tensors alone."""
-    for name, kind in (("qwen2", "qwen2_vl"), ("qwen3", "qwen3_vl"), ("qwen3-moe", "qwen3_vl_moe")):
+    for name, kind in (
+        *(("qwen2", "qwen2_vl"), ("qwen3", "qwen3_vl"), ("qwen3-moe", "qwen3_vl_moe")),
+        ("mistral-full", "mistral3"),
+    ):
         theirs = save_random(name, tmp_path / name, tied=False)
         theirs.config.model_type = kind
         write_gguf(theirs, tmp_path / f"{name}.gguf")
@@ -81,6 +84,8 @@ def test_text_parts_of_vl_models(tmp_path: Path) -> None:
         got, want = asdict(file.config), asdict(folder.config)
         assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
         assert file.shapes == folder.shapes
+        query = "model.layers.1.self_attn.q_proj.weight"
+        assert torch.equal(file.read_rows(query, 0, 32), folder.read_rows(query, 0, 32))
 
 
 def test_a_quantized_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from specinfer.models.families.mixtures import (
     window_everywhere,
     with_gguf_experts,
 )
-from specinfer.models.fields import Fields, count, integer
+from specinfer.models.fields import Fields, count, integer, number
 from specinfer.models.gguf_config import BEHIND, BOTH_SIDES, INSIDE, GgufFamily, GgufHead
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.gguf_config import windows as gguf_windows
@@ -112,6 +112,13 @@ def _ministral(config: ModelConfig, c: Fields) -> ModelConfig:
         original = count(rope, "original_max_position_embeddings", config.max_context)
         config = replace(config, max_context=min(config.max_context, original))
     return window_everywhere(config, c)
+
+
+def _ministral_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
+    if not number(head.fields, "attention.temperature_scale", 0.0):
+        return config
+    original = count(head.fields, "rope.scaling.original_context_length", config.max_context)
+    return replace(config, max_context=min(config.max_context, original))
 
 
 def _smollm3(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -256,6 +263,7 @@ HF: Final = (
 )
 GGUF: Final = (
     GgufFamily("llama", Family.LLAMA, _llama_from_gguf, neighbours=True),
+    GgufFamily("mistral3", Family.MISTRAL, _ministral_from_gguf, neighbours=True),
     GgufFamily("qwen2", Family.QWEN2),
     GgufFamily("qwen3", Family.QWEN3),
     GgufFamily("qwen2vl", Family.QWEN2),

@@ -77,6 +77,17 @@ def test_gguf_yarn_extends_the_context():
     assert log.yarn.attention_factor == pytest.approx(usual / (1 + 0.05 * math.log(4)))
 
 
+def test_a_file_of_ministral_ends_where_its_queries_are_scaled():
+    said = {"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0}
+    said |= {"rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 1.0}
+    plain = config_from_gguf(as_architecture("mistral3", **said), SHAPES)
+    scaled = config_from_gguf(
+        as_architecture("mistral3", **said, **{"attention.temperature_scale": 0.1}), SHAPES
+    )
+    assert (plain.max_context, scaled.max_context) == (1024, 64)
+    assert scaled.rope == Rope(10000.0, yarn=YarnScaling(16.0, 64, attention_factor=1.0))
+
+
 def test_gguf_longrope_is_known_by_its_tensors():
     both = {"rope_factors_short.weight": (1.0,) * 8, "rope_factors_long.weight": (2.0,) * 8}
     said = {"llama.rope.scaling.original_context_length": 128, "llama.rope.scaling.attn_factor": 1.19}
