@@ -111,7 +111,7 @@ class HfFamily:
         """
         for name in _SWITCHES:
             computed = name in self.defaults or (name == "use_qk_norm" and "qk_norm" in self.fixed)
-            if c.get(name) and not computed:
+            if c.get(name) and c[name] != "vision" and not computed:  # of images alone, in Gemma 4
                 raise not_computed(name, c[name], self.family.value)
         c, keys = self.given({**self.defaults, **c}), self.keys
         rope, local_rope = self.ropes(c)
