@@ -104,6 +104,8 @@ def test_the_text_part_decides_and_either_part_ties() -> None:
     qwen = {**QWEN2, "model_type": "qwen2_5_vl", "vision_config": {}, "image_token_id": 5}
     flat = {**qwen, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     assert read_config(flat).rope == Rope(1000000.0)
+    images_alone = {**LLAMA, "use_bidirectional_attention": "vision"}
+    assert read_config(images_alone) == config_from_hf(LLAMA)
     llava = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
     assert (config_from_hf(llava).num_layers, config_from_hf(llava).intermediate_size) == (32, 11008)
     with pytest.raises(ModelError, match="'any_text', the text part of 'any', is of no family"):
