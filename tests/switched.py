@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,29 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.kernels.choice import Kernels
-from specinfer.models.config import Activation, Experts, Family, ModelConfig, Norm, NormPlace, QkNorm
-from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.kernels.choice import Kernels, draft_kernels
+from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
+from specinfer.models.config import (
+    Activation,
+    Experts,
+    Family,
+    LayerHeads,
+    ModelConfig,
+    Norm,
+    NormPlace,
+    PerLayer,
+    QkNorm,
+)
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.positions import Alibi, Rope
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import NoProgress
 from specinfer.speculation_config import Quantization
+from specinfer.tokenizer import Tokenizer
+from tests.engines import Tiny
+from tests.kernels import kernels
 
 PLAIN: Final = ModelConfig(
     family=Family.LLAMA,
@@ -34,6 +50,20 @@ PLAIN: Final = ModelConfig(
     tie_embeddings=True,
     attention_scale=0.25,
     max_context=1024,
+)
+_HEADS: Final = {"heads": 4, "groups": 2, "key_size": 12, "value_size": 16}
+_DELTA: Final = Recurrence(
+    kind=LayerKind.GATED_DELTA, taps=4, channels=112, **_HEADS, norm=GateNorm.BEFORE, norm_groups=4
+)
+_MAMBA: Final = Recurrence(
+    kind=LayerKind.MAMBA2,
+    taps=3,
+    channels=112,
+    **_HEADS,
+    conv_bias=True,
+    norm=GateNorm.BEHIND,
+    norm_groups=2,
+    max_dt=0.9,
 )
 _LAYER_NORM: Final = replace(PLAIN, norm=Norm.LAYER, norm_bias=True)
 SWITCHED: Final[Mapping[str, ModelConfig]] = {
@@ -82,6 +112,22 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
         activation=Activation.CLAMPED_SWISH,
         experts=Experts(6, 2, 64, normalized=True, bias=True),
     ),
+    "gemma4": replace(
+        PLAIN,
+        norm_place=NormPlace.BOTH,
+        qk_norm=QkNorm.HEAD,
+        num_layers=6,
+        layer_windows=(5, 5, None) * 2,
+        local_rope=Rope(10000.0),
+        rope=Rope(10000.0, divisors=(1.0,) * 6 + (1e30,) * 6),
+        global_heads=LayerHeads(24, 1, values_are_keys=True),
+        shared_layers=3,
+        layer_inner=(96,) * 3 + (192,) * 3,
+        value_norm=True,
+        output_factor=True,
+        per_layer=PerLayer(16, 48),
+        activation=Activation.GELU_TANH,
+    ),
     "sinks": replace(PLAIN, attention_sinks=True, qkv_bias=True, o_bias=True),
     "starcoder": replace(
         _LAYER_NORM,
@@ -94,19 +140,61 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
         mlp_bias=True,
         activation=Activation.GELU_TANH,
     ),
+    "lfm2": replace(
+        PLAIN,
+        qk_norm=QkNorm.HEAD,
+        layer_kinds=(LayerKind.SHORT_CONV, LayerKind.ATTENTION, LayerKind.SHORT_CONV),
+        recurrence=Recurrence(
+            kind=LayerKind.SHORT_CONV, taps=3, channels=64, conv_bias=True, bias=True, out_bias=True
+        ),
+    ),
+    "qwen3.5": replace(
+        PLAIN,
+        norm_weight_offset=1.0,
+        qk_norm=QkNorm.HEAD,
+        gated_attention=True,
+        rope=Rope(10000.0, rotated=8),
+        layer_kinds=(LayerKind.GATED_DELTA, LayerKind.ATTENTION, LayerKind.GATED_DELTA),
+        recurrence=_DELTA,
+    ),
+    "qwen3-next": replace(
+        PLAIN,
+        experts=Experts(6, 2, 64, normalized=True, shared_size=32, dense_layers=frozenset({0})),
+        layer_kinds=(LayerKind.GATED_DELTA, LayerKind.GATED_DELTA, LayerKind.ATTENTION),
+        recurrence=replace(_DELTA, tiled=True, groups=1, channels=88),
+    ),
+    "nemotron-h": replace(
+        PLAIN,
+        gated_mlp=False,
+        activation=Activation.RELU2,
+        rope=None,
+        layer_kinds=(LayerKind.MAMBA2, LayerKind.ATTENTION, LayerKind.NONE),
+        layers_without_mlp=frozenset({0}),
+        recurrence=_MAMBA,
+    ),
+    "falcon-h1": replace(
+        PLAIN,
+        layer_kinds=(LayerKind.BOTH,) * 3,
+        recurrence=replace(_MAMBA, norm=GateNorm.NONE, bias=True, min_dt=0.1, max_dt=math.inf),
+    ),
 }
+RECURRENT: Final = [name for name, config in SWITCHED.items() if config.recurrence is not None]
 
 
 class RandomFile:
     """Random tensors for the names that a decoder reads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, noise: float = 0.0) -> None:
+        """With `noise` the model is similar to that without."""
         self.path = Path("random")
         self._tensors: dict[str, Tensor] = {}
         chance = torch.Generator().manual_seed(3)
         for name, shape in decoder_shapes(config).items():
-            middle = 1.0 - config.norm_weight_offset if "norm.weight" in name else 0.0
+            of_row = 1.0 if "mixer.norm" in name else 1.0 - config.norm_weight_offset
+            middle = -1.0 if name.endswith("decay") else of_row if "norm.weight" in name else 0.0
             self._tensors[name] = middle + 0.2 * torch.randn(shape, generator=chance)
+        for tensor in self._tensors.values() if noise else ():
+            tensor += noise * torch.randn(tensor.shape, generator=chance)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -118,10 +206,21 @@ class RandomFile:
 
 def build(
     config: ModelConfig,
-    kernels: Kernels,
+    chosen: Kernels,
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "none",
+    noise: float = 0.0,
 ) -> Decoder:
     """Build a decoder of this config; its tensors depend only on the order of their names."""
-    with WeightReader(RandomFile(config), dtype, NoProgress(), quantization) as reader:
-        return Decoder(config, Weights(reader, torch.device("cpu"), kernels))
+    with WeightReader(RandomFile(config, noise), dtype, NoProgress(), quantization) as reader:
+        return Decoder(config, Weights(reader, torch.device("cpu"), chosen))
+
+
+def switched_tiny(config: ModelConfig, tokenizer: Tokenizer) -> Tiny:
+    """Return a target, a draft that often agrees with it, and one that seldom does."""
+    native = kernels("native")
+    target, *drafts = (
+        build(config, native if not noise else draft_kernels(native), noise=noise)
+        for noise in (0.0, 0.02, 0.4)
+    )
+    return Tiny(target, *drafts, tokenizer=tokenizer)

@@ -146,6 +146,18 @@ class AttentionSpec:
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     alibi: AlibiSpec | None = None
     sinks_N: Tensor | None = None  # logits without values, in the activations' dtype
+    # True if the product also makes a gate, [N H] behind v; attended values are multiplied by its sigmoid.
+    # Its owner does that, and an AttentionBackend gets rows without the gate.
+    gated: bool = False
+    # Matrices beside that of queries: 2 are of keys and values, 1 is of keys, which before norm and rotation
+    # are the values; 0: K and V are those that an earlier layer has written.
+    kv_matrices: int = 2
+    value_norm: bool = False  # an RMSNorm over each value, without weights
+
+    @property
+    def width(self) -> int:
+        """The number of channels of the product that makes q, k and v."""
+        return (self.num_heads + self.kv_matrices * self.num_kv_heads) * self.head_dim
 
     @property
     def plain(self) -> bool:

@@ -85,12 +85,15 @@ class _Bound:
 
     def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         rows, n, k = qkv_TC.shape[0], heads.num_heads, heads.num_kv_heads
-        qkv = qkv_TC.view(rows, n + 2 * k, -1)
-        q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, n + k :]
+        qkv = qkv_TC.view(rows, n + heads.kv_matrices * k, -1)
+        q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, qkv.shape[1] - k :]
         keys, values = self._keys[heads.layer], self._values[heads.layer]
-        whole = heads.whole_norms
-        keys[self._write_slots] = rotated(k_TKH, heads.k_norm, heads.norm_eps, rotation, whole=whole)
-        values[self._write_slots] = v_TKH
+        whole, size = heads.whole_norms, (heads.head_dim,)
+        if heads.kv_matrices:
+            keys[self._write_slots] = rotated(k_TKH, heads.k_norm, heads.norm_eps, rotation, whole=whole)
+            if heads.value_norm:
+                v_TKH = F.rms_norm(v_TKH.float(), size, None, heads.norm_eps).to(v_TKH.dtype)
+            values[self._write_slots] = v_TKH
         q_TNH = rotated(q_TNH, heads.q_norm, heads.norm_eps, rotation, whole=whole)
         out_TNH = torch.empty_like(q_TNH)
         if not heads.plain:

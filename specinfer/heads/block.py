@@ -37,7 +37,8 @@ from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.kernels.product import product_args
 from specinfer.kernels.structures import BlockHeadArgs
-from specinfer.models.decoder import Decoder, DecoderLayer
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm, rotations
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights

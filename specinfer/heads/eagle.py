@@ -26,7 +26,8 @@ from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary
-from specinfer.models.decoder import Decoder, DecoderLayer
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch

@@ -55,6 +55,9 @@ def heads_args(heads: AttentionSpec) -> HeadsArgs:
         None if heads.alibi is None else heads.alibi.slopes_N.data_ptr(),
         heads.alibi is not None and heads.alibi.rounded,
         _address(heads.sinks_N),
+        False,  # rows come without the gate
+        heads.kv_matrices,
+        heads.value_norm,
     )
 
 
@@ -65,21 +68,29 @@ def _address(tensor: Tensor | None) -> int | None:
 class NativeCache:
     """A cache with the library's arguments for it."""
 
-    __slots__ = ("_kept", "args", "checked", "dtype", "key_addresses", "library", "shape", "value_addresses")
+    __slots__ = (
+        *("_kept", "args", "checked", "dtype", "library"),
+        *("key_addresses", "shapes", "slots", "value_addresses"),
+    )
 
     def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Hold the caches of all layers; raises ValueError if they differ in shape or dtype."""
-        both = (*keys, *values)
-        alike = {(tuple(t.shape), t.dtype, t.is_contiguous(), t.device.type) for t in both}
-        self.shape, self.dtype = keys[0].shape, keys[0].dtype
+        """Hold the caches of all layers; raises ValueError if they differ in anything but their heads.
+
+        The caches of a layer without attention are empty.
+        """
+        both = [tensor for tensor in (*keys, *values) if tensor.numel()] or [keys[0]]
+        alike = {(len(t), t.dim(), t.dtype, t.is_contiguous(), t.device.type) for t in both}
+        self.slots, self.dtype = len(both[0]), both[0].dtype
+        self.shapes = [k.shape for k in keys]
         if (
-            alike != {(tuple(self.shape), self.dtype, True, "cpu")}
+            alike != {(self.slots, 3, self.dtype, True, "cpu")}
             or self.dtype not in FLOATS
-            or len(self.shape) != 3
+            or self.shapes != [v.shape for v in values]
         ):
+            found = {(tuple(t.shape), t.dtype, t.is_contiguous(), t.device.type) for t in both}
             raise ValueError(
                 "the caches must be contiguous [P, K, H] of bfloat16 or float32 on the CPU, all alike, got "
-                f"{sorted(alike, key=str)}"
+                f"{sorted(found, key=str)}"
             )
         self.library = library
         self._kept = both
@@ -87,11 +98,11 @@ class NativeCache:
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
         addresses = map(ctypes.addressof, (self.key_addresses, self.value_addresses))
-        self.args = CachesArgs(*addresses, self.shape[0])
+        self.args = CachesArgs(*addresses, self.slots)
 
     def check(self, dtype: torch.dtype, heads: AttentionSpec) -> None:
         """Raise ValueError if the heads or the dtype do not fit the cache."""
-        (_, kv_heads, head), cached = self.shape, self.dtype
+        (_, kv_heads, head), cached = self.shapes[heads.layer], self.dtype
         if (kv_heads, head, cached) != (heads.num_kv_heads, heads.head_dim, dtype):
             raise ValueError(
                 f"rows of {dtype} for {heads.num_kv_heads} heads of {heads.head_dim}; the caches have "
@@ -135,7 +146,7 @@ class NativeAttend:
         self.paths = PathsArgs(
             *(tables, at, shared, ends, tails), *(blocks, requests, rows, paths.num_tails, paths.block_size)
         )
-        fault = cache.library.fault_of_paths(ctypes.byref(self.paths), cache.shape[0])
+        fault = cache.library.fault_of_paths(ctypes.byref(self.paths), cache.slots)
         if fault:
             raise ValueError(f"{_FAULTS[fault]}: {self._described(paths)}")
 
@@ -146,7 +157,7 @@ class NativeAttend:
         return (
             f"{paths.num_rows} rows, requests {paths.requests_R4.tolist()} (first row, end, table, "
             f"positions), {blocks.size} blocks of {paths.block_size} numbered {numbers}, a cache of "
-            f"{self.cache.shape[0]} slots"
+            f"{self.cache.slots} slots"
         )
 
     def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
@@ -155,8 +166,7 @@ class NativeAttend:
         Raises ValueError if rows, heads or RoPE do not fit the cache and the paths.
         """
         head = heads.head_dim
-        width = (heads.num_heads + 2 * heads.num_kv_heads) * head
-        code, rows = check_rows(qkv_TC, width), len(qkv_TC)
+        code, rows = check_rows(qkv_TC, heads.width), len(qkv_TC)
         self.cache.check(qkv_TC.dtype, heads)
         if rows != self.paths.rows:
             raise ValueError(f"{rows} rows for paths of {self.paths.rows}")

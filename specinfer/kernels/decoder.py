@@ -10,29 +10,35 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Lock
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionSpec, Rotation
+from specinfer.attention.backend import Rotation
 from specinfer.kernels.attention import NativeAttend, NativeCache, heads_args
+from specinfer.kernels.layer_parts import ExpertParts, LayerParts
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
+from specinfer.kernels.native_recurrence import NativeRecurrence, states_args
 from specinfer.kernels.ops import NativeOps, NormParts, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_tensor, product_args
+from specinfer.kernels.states import StatePass
 from specinfer.kernels.structures import (
     ACTIVATIONS,
     TYPES,
     DecoderArgs,
     DecoderRowsArgs,
     ExpertsArgs,
+    HeadsArgs,
     LayerArgs,
     NormArgs,
+    PerLayerArgs,
     ProductArgs,
     RotationsArgs,
+    ScoresArgs,
+    StatesArgs,
     TapsArgs,
 )
 
@@ -44,56 +50,21 @@ _LOST: Final = 3
 _ROPES: Final = {"global": 0, "local": 1, "none": 2}  # as in cpu/layers.h
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertParts:
-    """The products of a mixture of experts: the router, and per expert gate and up stacked, and down."""
-
-    router: Product  # float32; after the experts' logits it has the logit of the shared expert's gate, if any
-    each: Sequence[tuple[Product, Product]]
-    shared: tuple[Product, Product] | None  # an expert that every row uses
-    per_token: int
-    normalized: bool  # the weights of a row's experts add up to 1
-
-    @property
-    def products(self) -> list[Product]:
-        """All products."""
-        shared = () if self.shared is None else self.shared
-        return [self.router, *(product for both in self.each for product in both), *shared]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParts:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or another form in models/config.py."""
-
-    norms: Sequence[NormParts | None]  # before attention, before the MLP, after attention, after the MLP
-    heads: AttentionSpec
-    # qkv, o; gate and up (or up alone), down; experts replace the last two
-    products: tuple[Product, ...]
-    experts: ExpertParts | None = None
-    rope: Literal["global", "local", "none"]  # "local": the rotation of sliding-window layers
-    parallel: bool  # x += attention + mlp, both of the same x
-    activation: str
-    gated: bool
-    clip: float | None  # limit of the values of q, k and v
-    scale: float  # factor of each term added to x
-
-    @property
-    def all_products(self) -> list[Product]:
-        """Every product of the layer."""
-        return [*self.products, *([] if self.experts is None else self.experts.products)]
-
-
 class NativeLayers:
     """The argument structures of layers whose parts are all native."""
 
-    __slots__ = ("_experts", "_kept", "args", "library")
+    __slots__ = ("_experts", "_kept", "_recurrences", "args", "library", "size")
 
     def __init__(self, layers: Sequence[LayerParts], library: Library) -> None:
         """All products must be native."""
         self.library = library
         self._kept = list(layers)  # owns the memory that `args` points to
         self._experts = [None if layer.experts is None else _experts_args(layer.experts) for layer in layers]
-        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers, self._experts))
+        self._recurrences = [
+            None if layer.recurrence is None else NativeRecurrence.of(layer.recurrence) for layer in layers
+        ]
+        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers, self._experts, self._recurrences))
+        self.size = _hidden_size(layers[0])
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts], ops: Ops) -> NativeLayers | None:
@@ -117,16 +88,41 @@ class NativeLayers:
         layers = len(self.args)
         if len(cache.key_addresses) != layers:
             raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
-        cache.check(dtype, self._kept[0].heads)  # all layers have the same size and number of heads
+        attending = [layer.heads for layer in self._kept if layer.heads is not None]
+        for heads in {(one.num_kv_heads, one.head_dim): one for one in attending}.values():
+            cache.check(dtype, heads)
         cache.checked = self
 
+    def states_of(self, states: StatePass | None, rows: int) -> StatesArgs | None:
+        """The arguments for the states of a pass; raises ValueError if they do not fit these layers."""
+        recurrence = next(filter(None, reversed(self._recurrences)), None)
+        if recurrence is None:
+            return None
+        if states is None:
+            raise ValueError("got no states; a model with recurrent layers needs those of its requests")
+        recurrence.check(states)
+        return states_args(states, rows, self.library)
 
-def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
+
+def _hidden_size(layer: LayerParts) -> int:
+    products = layer.all_products if layer.recurrence is None else layer.recurrence.products
+    return int(product_args(products[0]).inner)
+
+
+def _layer_args(
+    layer: LayerParts, experts: ExpertsArgs | None, recurrence: NativeRecurrence | None
+) -> LayerArgs:
     norms = [NormArgs() if norm is None else norm.args for norm in layer.norms]
-    products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
+    products = [product_args(product) for product in layer.products]
+    heads = HeadsArgs()
+    if layer.heads is None:
+        products = [ProductArgs(), ProductArgs(), *products]
+    else:
+        heads = heads_args(layer.heads)
+        heads.gated = layer.heads.gated
     args = LayerArgs(
         *norms,
-        heads_args(layer.heads),
+        heads,
         *products,
         *[ProductArgs()] * (4 - len(products)),
         _ROPES[layer.rope],
@@ -138,6 +134,13 @@ def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
     )
     if experts is not None:
         args.experts = ctypes.pointer(experts)
+    if recurrence is not None:
+        args.recurrence = ctypes.pointer(recurrence.args)
+    if (own := layer.per_layer) is not None:
+        both = product_args(own.gate), product_args(own.out)
+        args.per_layer = ctypes.pointer(PerLayerArgs(*both, own.after.args, own.first))
+    if layer.factor is not None:
+        args.factor = layer.factor.data_ptr()
     return args
 
 
@@ -152,6 +155,9 @@ def _experts_args(parts: ExpertParts) -> ExpertsArgs:
         per_token=parts.per_token,
         normalized=parts.normalized,
         shared=parts.shared is not None,
+        shared_gated=parts.shared_gated,
+        gated=parts.gated,
+        scores=ScoresArgs() if parts.scores is None else parts.scores.args,
     )
     if parts.shared is not None:
         args.shared_gate_up, args.shared_down = map(product_args, parts.shared)
@@ -211,16 +217,8 @@ class NativeDecoder:
     """
 
     __slots__ = (
-        "_args",
-        "_embedding_VD",
-        "_layers",
-        "_library",
-        "_norm",
-        "_output",
-        "_places",
-        "_rotations",
-        "_size",
-        "_type",
+        *("_args", "_embedding_VD", "_layers", "_library", "_norm", "_output"),
+        *("_places", "_rotations", "_size", "_type", "_writing"),
     )
 
     def __init__(
@@ -234,19 +232,21 @@ class NativeDecoder:
         norm: NormParts | None,
         output: Product,
         rotations: tuple[int, MakeRotations],
+        writing: int,
     ) -> None:
         """`embedding_VD` is contiguous and of `dtype`, as are `places`; None: each call passes rows of it.
 
         `norm` is the final norm, if there is one. `output` computes logits here if it is native. `rotations`
         are the number of rotation tables and the function that makes them: for global layers, and for
-        sliding-window layers if different.
+        sliding-window layers if different. Only the first `writing` layers write K and V.
         """
         self._library = layers.library
         self._layers = layers
         self._embedding_VD = embedding_VD
         self._type = dtype
-        self._size = int(layers.args[0].qkv.inner)
+        self._size = layers.size
         self._places = places
+        self._writing = writing
         self._norm = norm  # owns memory that the arguments point to, as do places
         self._output = output if isinstance(output, NativeProduct) else None
         self._args = DecoderArgs(
@@ -280,15 +280,18 @@ class NativeDecoder:
         max_logits: int,
         embedding_ND: Tensor | None = None,
         adapted: AdaptedRows | None = None,
+        states: StatePass | None = None,
+        per_layer_TC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Inputs of the output layer for these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
 
         Writes K and V of every row. `taps` are indices of layers, or the number of layers for the last
         output; their inputs are [T, N, D]. Logits are computed if at most `max_logits` rows are chosen. With
-        `embedding_ND`, token ids index that table; `adapted` are the rows with adapters. Raises IndexError
-        for a token outside the embeddings, and for a position below 0 or beyond the last learned
-        position. Raises ValueError for an unfitting cache or invalid arrays, PeerLostError if a rank that
-        shares the layers is lost.
+        `embedding_ND`, token ids index that table; `adapted` are the rows with adapters, and `per_layer_TC`
+        the inputs of every layer beside the residual stream. Writes the `states` of recurrent layers. Raises
+        IndexError for a token outside the embeddings, and for a position below 0 or beyond the last learned
+        position. Raises ValueError for an unfitting cache, unfitting states or invalid arrays, PeerLostError
+        if a rank that shares the layers is lost.
         """
         self._layers.check(attend.cache, self._type)
         count, size = attend.paths.rows, self._size
@@ -303,6 +306,7 @@ class NativeDecoder:
         logits_RV: Tensor | None = None
         if self._output is not None and 0 < chosen <= max_logits:
             logits_RV = torch.empty(chosen, self._output.channels, dtype=self._type)
+        of_states = self._layers.states_of(states, count)
         ids = (ctypes.c_int64 * len(taps))(*taps)
         out = None if tapped_TND is None else tapped_TND.data_ptr()
         rows = DecoderRowsArgs(
@@ -313,13 +317,19 @@ class NativeDecoder:
             ctypes.pointer(adapted.args(count, self._type))
             if isinstance(adapted, NativeAdaptedRows)
             else None,
+            None if of_states is None else ctypes.pointer(of_states),
+            None if per_layer_TC is None else per_layer_TC.data_ptr(),
+            0 if per_layer_TC is None else per_layer_TC.shape[1],
         )
         tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
 
         def call() -> int:
             args = self._args
-            if embedding_ND is not None:
+            reads = chosen > 0 or len(taps) > 0  # else nothing needs the layers that write no K and V
+            if embedding_ND is not None or not reads:
                 args = DecoderArgs.from_buffer_copy(args)
+                args.num_layers = args.num_layers if reads else self._writing
+            if embedding_ND is not None:
                 args.embedding, args.tokens = embedding_ND.data_ptr(), len(embedding_ND)
             fault: int = self._library.decode(
                 *(ctypes.byref(args), ctypes.byref(rows), ctypes.byref(attend.paths)),

@@ -41,6 +41,10 @@ from specinfer.kernels.structures import (
     NormArgs,
     PathsArgs,
     ProductArgs,
+    RecurrenceArgs,
+    ScoresArgs,
+    StatesArgs,
+    StreamsArgs,
     TapsArgs,
 )
 from specinfer.progress import Progress
@@ -74,7 +78,13 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
         *(_ADDRESS, _ADDRESS, _COUNT, _COUNT, _FLAG),
     ),
     "gate": (None, _FLAG, _FLAG, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
-    "choose_experts": (None, _ADDRESS, _COUNT, _COUNT, _COUNT, _COUNT, _FLAG, _ADDRESS, _ADDRESS),
+    "predict_streams": (None, _FLAG, POINTER(StreamsArgs), *[_ADDRESS] * 5, _COUNT),
+    "correct_streams": (None, _FLAG, POINTER(StreamsArgs), *[_ADDRESS] * 5, _COUNT),
+    "cut_off": (None, _FLAG, _ADDRESS, _COUNT, c_float, _COUNT, _COUNT),
+    "choose_experts": (
+        *(None, _ADDRESS, _COUNT, _COUNT, _COUNT, _COUNT, _FLAG, POINTER(ScoresArgs)),
+        *(_ADDRESS, _ADDRESS),
+    ),
     "open_gates": (None, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "add_weighted": (None, _FLAG, *[_ADDRESS] * 4, _COUNT, _COUNT),
     "activate": (None, _FLAG, _FLAG, _ADDRESS, _ADDRESS, _COUNT, _COUNT),
@@ -82,6 +92,12 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "rope_and_store": (None, _FLAG, _HEADS, _PATHS, *[_ADDRESS] * 6),
     "tree_attention": (None, _FLAG, _HEADS, _PATHS, *[_ADDRESS] * 4),
     "fault_of_paths": (_FLAG, _PATHS, _COUNT),
+    "fault_of_states": (_FLAG, POINTER(StatesArgs), _COUNT),
+    "recur": (
+        *(None, POINTER(RecurrenceArgs), _FLAG, _ADDRESS, _ADDRESS),
+        *(POINTER(StatesArgs), _COUNT, _ADDRESS),
+    ),
+    "open_values": (None, _FLAG, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT),
     "decode": (
         *(_FLAG, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), _PATHS, _ADDRESS, _ADDRESS),
         *(POINTER(TapsArgs), _ADDRESS, _ADDRESS),

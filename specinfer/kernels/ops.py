@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.kernels.library import Library
+from specinfer.kernels.native_recurrence import NativeRecurrence, states_args
 from specinfer.kernels.product import check_rows, check_tensor, float_code
-from specinfer.kernels.structures import ACTIVATIONS, NormArgs
+from specinfer.kernels.recurrence import RecurrenceParts, recur
+from specinfer.kernels.states import StatePass
+from specinfer.kernels.structures import ACTIVATIONS, NormArgs, ScoresArgs, StreamsArgs
 
 _CLAMP: Final = 7.0
 _CLAMPED: Final = "clamped_swish"
@@ -37,6 +40,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     _CLAMPED: _clamped_swish,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -59,6 +63,21 @@ class NormParts:
         """The library's structure, which points to this object's memory."""
         bias = None if self.bias_D is None else self.bias_D.data_ptr()
         return NormArgs(self.weight_D.data_ptr(), bias, self.eps, self.centred)
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidScores:
+    """Scores of experts that are sigmoids of their logits; a softmax has none of this."""
+
+    bias_E: Tensor | None  # float32, added to scores in choosing experts, not in weighing them
+    scale: float = 1.0  # of the weights
+    epsilon: float = 0.0  # added to the sum of the chosen experts' scores, which divides normalized ones
+
+    @property
+    def args(self) -> ScoresArgs:
+        """The library's structure, which points to this object's memory."""
+        bias = None if self.bias_E is None else self.bias_E.data_ptr()
+        return ScoresArgs(True, self.scale, self.epsilon, bias)
 
 
 class Ops:
@@ -97,25 +116,73 @@ class Ops:
         act = _ACTIVATIONS[activation]
         return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
 
+    def predict_streams(
+        self, x_TSD: Tensor, routed_TS: Tensor, coefficients_CS: Tensor, active: int
+    ) -> tuple[Tensor, Tensor]:
+        """x_j + the sum of x_k * f_jk, [T, S, D], and its active stream, [T, D].
+
+        Factors f are coefficients [S * S, S] times tanh(routed / D); both are float32.
+        """
+        _, count, size = x_TSD.shape
+        factors_TSS = _factors(routed_TS, coefficients_CS, size).view(-1, count, count)
+        x = x_TSD.float()
+        for k in range(count):
+            x = x + x_TSD[:, k, None].float() * factors_TSS[:, :, k, None]
+        predicted_TSD = x.to(x_TSD.dtype)
+        return predicted_TSD, predicted_TSD[:, active].contiguous()
+
+    def correct_streams(
+        self, x_TSD: Tensor, routed_TS: Tensor, coefficients_SS: Tensor, before_TD: Tensor, behind_TD: Tensor
+    ) -> None:
+        """x_j += (behind - before) * (f_j + 1) in place, with coefficients [S, S]."""
+        factors_TS = _factors(routed_TS, coefficients_SS, x_TSD.shape[2]) + 1
+        moved_TD = behind_TD.float() - before_TD.float()
+        x_TSD.copy_(x_TSD.float() + moved_TD[:, None] * factors_TS[:, :, None])
+
+    def cut_off(self, gate_TF: Tensor, deviations: float) -> None:
+        """Subtract each row's mean and that many standard deviations in place; negative values become 0.
+
+        Gates may be columns of longer rows.
+        """
+        wide_TF = gate_TF.float()
+        mean_T1 = wide_TF.mean(-1, keepdim=True)
+        deviation_T1 = (wide_TF - mean_T1).square().mean(-1, keepdim=True).sqrt()
+        gate_TF.copy_((wide_TF - (mean_T1 + deviation_T1 * deviations)).relu())
+
     def activate(self, x_TF: Tensor, activation: str) -> Tensor:
         """act(x), [T, F]."""
         return torch.cat([_ACTIVATIONS[activation](part) for part in _single_rows(x_TF)])
 
     def choose_experts(
-        self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
+        self,
+        logits_TC: Tensor,
+        count: int,
+        each: int,
+        *,
+        normalized: bool,
+        scores: SigmoidScores | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The `each` experts of every row, ascending, int64 [T, each], and their weights, float32.
 
         The experts with the largest of the first `count` logits are chosen; ties go to the lower number.
-        Weights are softmaxes over the chosen if `normalized`, else over all. A row with a logit that is not
-        finite gets the first experts and NaN weights, which end its request.
+        Weights are softmaxes over the chosen if `normalized`, else over all, or such `scores`. A row with a
+        logit that is not finite gets the first experts and NaN weights, which end its request.
         """
         logits_TE = logits_TC[:, :count]
         sound_T1 = logits_TE.isfinite().all(1, keepdim=True)
         logits_TE = logits_TE.where(sound_T1, torch.zeros(()))
-        best_TE = logits_TE.sort(dim=1, descending=True, stable=True).indices
+        score_TE = logits_TE
+        if scores is not None:
+            score_TE = torch.cat([torch.sigmoid(row) for row in _single_rows(logits_TE)])
+        choice_TE = score_TE if scores is None or scores.bias_E is None else score_TE + scores.bias_E
+        best_TE = choice_TE.sort(dim=1, descending=True, stable=True).indices
         numbers_TK = best_TE[:, :each].sort(1).values
-        if normalized:
+        if scores is not None:
+            weights_TK = score_TE.gather(1, numbers_TK)
+            if normalized:
+                weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + scores.epsilon)
+            weights_TK = weights_TK * scores.scale
+        elif normalized:
             weights_TK = logits_TE.gather(1, numbers_TK).softmax(1)
         else:
             weights_TK = logits_TE.softmax(1).gather(1, numbers_TK)
@@ -130,6 +197,23 @@ class Ops:
     def add_weighted(self, total_TD: Tensor, made_RD: Tensor, rows_R: Tensor, weights_R: Tensor) -> None:
         """total[rows] += weights * made in place, in float32; rows must be distinct."""
         total_TD[rows_R] += weights_R[:, None] * made_RD.float()
+
+    def open_values(self, values_TC: Tensor, gates_TC: Tensor) -> Tensor:
+        """values * sigmoid(gates), [T, C], in float32, rounded once; may change the values."""
+        pairs = zip(_single_rows(values_TC), _single_rows(gates_TC), strict=True)
+        return torch.cat([(v.float() * torch.sigmoid(g.float())).to(v.dtype) for v, g in pairs])
+
+    def recur(
+        self, parts: RecurrenceParts, made_TC: Tensor, gates_TG: Tensor | None, states: StatePass
+    ) -> Tensor:
+        """The rows for the last product of a recurrent block; see kernels/recurrence.py."""
+        return recur(parts, made_TC, gates_TG, states)
+
+
+def _factors(routed_TS: Tensor, coefficients_CS: Tensor, size: int) -> Tensor:
+    """The factors of streams, [T, C]; each row alone."""
+    rows = _single_rows(routed_TS)
+    return torch.cat([(coefficients_CS * torch.tanh(row / size)[:, None]).sum(-1) for row in rows])
 
 
 def _normed(x_TD: Tensor, norm: NormParts) -> Tensor:
@@ -223,6 +307,33 @@ class NativeOps(Ops):
         self.library.gate(code, *given, rows, size)
         return out_TF
 
+    def predict_streams(
+        self, x_TSD: Tensor, routed_TS: Tensor, coefficients_CS: Tensor, active: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Ops."""
+        rows, count, size = x_TSD.shape
+        out_TSD, active_TD = torch.empty_like(x_TSD), x_TSD.new_empty(rows, size)
+        given = x_TSD.data_ptr(), routed_TS.data_ptr(), coefficients_CS.data_ptr()
+        streams = ctypes.byref(StreamsArgs(count, size, active))
+        made = out_TSD.data_ptr(), active_TD.data_ptr()
+        self.library.predict_streams(float_code(x_TSD), streams, *given, *made, rows)
+        return out_TSD, active_TD
+
+    def correct_streams(
+        self, x_TSD: Tensor, routed_TS: Tensor, coefficients_SS: Tensor, before_TD: Tensor, behind_TD: Tensor
+    ) -> None:
+        """See Ops."""
+        rows, count, size = x_TSD.shape
+        streams = ctypes.byref(StreamsArgs(count, size, 0))
+        given = (one.data_ptr() for one in (x_TSD, routed_TS, coefficients_SS, before_TD, behind_TD))
+        self.library.correct_streams(float_code(x_TSD), streams, *given, rows)
+
+    def cut_off(self, gate_TF: Tensor, deviations: float) -> None:
+        """See Ops."""
+        rows, size = gate_TF.shape
+        given = gate_TF.data_ptr(), gate_TF.stride(0), deviations
+        self.library.cut_off(float_code(gate_TF), *given, rows, size)
+
     def activate(self, x_TF: Tensor, activation: str) -> Tensor:
         """See Ops."""
         code, out_TF = check_rows(x_TF, x_TF.shape[-1]), torch.empty_like(x_TF)
@@ -231,7 +342,13 @@ class NativeOps(Ops):
         return out_TF
 
     def choose_experts(
-        self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
+        self,
+        logits_TC: Tensor,
+        count: int,
+        each: int,
+        *,
+        normalized: bool,
+        scores: SigmoidScores | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See Ops; logits are contiguous float32."""
         rows, stride = logits_TC.shape
@@ -239,7 +356,8 @@ class NativeOps(Ops):
         numbers_TK = torch.empty(rows, each, dtype=torch.int64)
         weights_TK = torch.empty(rows, each)
         given = logits_TC.data_ptr(), stride, rows, count, each, normalized
-        self.library.choose_experts(*given, numbers_TK.data_ptr(), weights_TK.data_ptr())
+        chosen = ctypes.byref(ScoresArgs() if scores is None else scores.args)
+        self.library.choose_experts(*given, chosen, numbers_TK.data_ptr(), weights_TK.data_ptr())
         return numbers_TK, weights_TK
 
     def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
@@ -257,3 +375,30 @@ class NativeOps(Ops):
         code, size = check_rows(made_RD, total_TD.shape[1]), total_TD.shape[1]
         given = total_TD.data_ptr(), made_RD.data_ptr(), rows_R.data_ptr(), weights_R.data_ptr()
         self.library.add_weighted(code, *given, len(made_RD), size)
+
+    def recur(
+        self, parts: RecurrenceParts, made_TC: Tensor, gates_TG: Tensor | None, states: StatePass
+    ) -> Tensor:
+        """See Ops; raises ValueError if rows, gates or states do not fit the block."""
+        native, rows = NativeRecurrence.of(parts), len(made_TC)
+        native.check(states)
+        code = check_rows(made_TC, parts.sizes.width)
+        if parts.gates is not None:
+            given_TG = made_TC[:0] if gates_TG is None else gates_TG
+            check_tensor("gates", given_TG, torch.float32, rows, parts.sizes.gates)
+        out_TV = made_TC.new_empty(rows, parts.sizes.values)
+        self.library.recur(
+            *(ctypes.byref(native.args), code, made_TC.data_ptr()),
+            None if gates_TG is None else gates_TG.data_ptr(),
+            *(ctypes.byref(states_args(states, rows, self.library)), rows, out_TV.data_ptr()),
+        )
+        return out_TV
+
+    def open_values(self, values_TC: Tensor, gates_TC: Tensor) -> Tensor:
+        """See Ops; changes the values in place."""
+        code, (rows, size) = check_rows(values_TC, values_TC.shape[1]), values_TC.shape
+        if gates_TC.shape != values_TC.shape or gates_TC.dtype != values_TC.dtype or gates_TC.stride(1) != 1:
+            raise ValueError(f"gates must be rows of {size} {values_TC.dtype}, got {list(gates_TC.shape)}")
+        given = gates_TC.data_ptr(), gates_TC.stride(0), values_TC.data_ptr()
+        self.library.open_values(code, *given, rows, size)
+        return values_TC

@@ -14,10 +14,10 @@ KINDS: Final[dict[Kind, int]] = {
     **{"blocks4": 4, "blocks8": 5},  # blocks of GGUF files, unchanged
 }
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
-ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
+ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4, "relu2": 5}
 FILE_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
 FLOAT_KINDS: Final = {"F32": 8, "F16": 9, "BF16": 10}  # of files, as the blocks above
-STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
+STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings", "recurrences")
 _PADDED: Final[dict[Kind, int]] = {
     **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
     **{"blocks4": 32, "blocks8": 32},
@@ -131,6 +131,7 @@ class HeadsArgs(ctypes.Structure):
         ("slopes", c_void_p),
         ("rounded", c_int32),
         ("sinks", c_void_p),
+        *_alike(c_int32, "gated", "kv_matrices", "value_norm"),
     )
 
 
@@ -143,6 +144,12 @@ class PathsArgs(ctypes.Structure):
     )
 
 
+class ScoresArgs(ctypes.Structure):
+    """The scores of experts, as in cpu/experts.h."""
+
+    _fields_ = (("sigmoid", c_int32), *_alike(c_float, "scale", "epsilon"), ("bias", c_void_p))
+
+
 class ExpertsArgs(ctypes.Structure):
     """A mixture of experts, as in cpu/experts.h."""
 
@@ -150,8 +157,50 @@ class ExpertsArgs(ctypes.Structure):
         ("router", ProductArgs),
         *_alike(POINTER(ProductArgs), "gate_up", "down"),
         *_alike(c_int64, "count", "per_token"),
-        *_alike(c_int32, "normalized", "shared"),
+        *_alike(c_int32, "normalized", "shared", "shared_gated", "gated"),
         *_alike(ProductArgs, "shared_gate_up", "shared_down"),
+        ("scores", ScoresArgs),
+    )
+
+
+class RecurrenceArgs(ctypes.Structure):
+    """A recurrent block, as in cpu/recurrence.h."""
+
+    _fields_ = (
+        *_alike(c_int32, "kind", "norm"),
+        *_alike(ProductArgs, "first", "last", "gates"),
+        *_alike(c_int64, "layer", "taps", "channels", "heads", "groups", "key_size", "value_size"),
+        *_alike(c_void_p, "conv", "conv_bias", "decay", "dt_bias", "skip", "norm_weight"),
+        *_alike(c_int64, "norm_weights", "norm_groups"),
+        *_alike(c_float, "norm_eps", "min_dt", "max_dt"),
+        ("tiled", c_int32),
+    )
+
+
+class StatesArgs(ctypes.Structure):
+    """The recurrent states of a pass, as in cpu/recurrence.h."""
+
+    _fields_ = (
+        *_alike(c_void_p, "requests", "visits", "saves"),
+        *_alike(c_int64, "num_requests", "num_visits", "num_saves"),
+        *_alike(c_void_p, "states", "rings"),
+        *_alike(c_int64, "layers", "slots", "ring_slots", "nodes", "state_floats", "input_floats"),
+    )
+
+
+class StreamsArgs(ctypes.Structure):
+    """Residual streams, as in cpu/layer_ops.h."""
+
+    _fields_ = _alike(c_int64, "count", "size", "active")
+
+
+class PerLayerArgs(ctypes.Structure):
+    """A layer's term of per-layer embeddings, as in cpu/layers.h."""
+
+    _fields_ = (
+        *_alike(ProductArgs, "gate", "out"),
+        ("after", NormArgs),
+        ("first", c_int64),
     )
 
 
@@ -165,6 +214,9 @@ class LayerArgs(ctypes.Structure):
         *_alike(c_int32, "rope", "parallel", "activation", "gated"),
         *_alike(c_float, "clip", "scale"),
         ("experts", POINTER(ExpertsArgs)),
+        ("recurrence", POINTER(RecurrenceArgs)),
+        ("per_layer", POINTER(PerLayerArgs)),
+        ("factor", c_void_p),
     )
 
 
@@ -213,6 +265,9 @@ class DecoderRowsArgs(ctypes.Structure):
         *_alike(c_void_p, "tokens", "positions", "chosen"),
         ("num_chosen", c_int64),
         ("adapted", POINTER(AdaptedRowsArgs)),
+        ("states", POINTER(StatesArgs)),
+        ("per_layer", c_void_p),
+        ("per_layer_width", c_int64),
     )
 
 

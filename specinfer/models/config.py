@@ -5,13 +5,17 @@ A family is a set of values of these fields plus a name map (sources.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.kernels.parts import SumParts
+from specinfer.kernels.recurrence_config import LayerKind, Recurrence
+from specinfer.models.fields import check_size
 from specinfer.models.positions import Alibi, Rope, check_rope
+from specinfer.models.ranges import PipelineStage, Ranges
+
+_MOST_STREAMS: Final = 8  # as in kernels/cpu/layer_ops.h
 
 
 class Family(StrEnum):
@@ -30,6 +34,8 @@ class Family(StrEnum):
     GPT_OSS = "gpt_oss"
     GRANITE_MOE = "granitemoe"
     GEMMA3 = "gemma3"
+    GEMMA3N = "gemma3n"
+    GEMMA4 = "gemma4"
     PHI3 = "phi3"
     GLM = "glm"
     GLM4 = "glm4"
@@ -53,6 +59,15 @@ class Family(StrEnum):
     NEOX = "gpt_neox"
     STABLELM = "stablelm"
     OPT = "opt"
+    LFM2 = "lfm2"
+    LFM2_MOE = "lfm2_moe"
+    QWEN3_NEXT = "qwen3_next"
+    QWEN3_5 = "qwen3_5_text"
+    QWEN3_5_MOE = "qwen3_5_moe_text"
+    GRANITE_HYBRID = "granitemoehybrid"
+    BAMBA = "bamba"
+    NEMOTRON_H = "nemotron_h"
+    FALCON_H1 = "falcon_h1"
     TRANSFORMERS = "transformers"  # any model whose layers transformers' own code runs (models/hosted/)
 
 
@@ -63,6 +78,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     GELU = "gelu"  # exact, by the error function
+    RELU2 = "relu2"  # the square of relu
     CLAMPED_SWISH = "clamped_swish"  # min(x, 7) * sigmoid(1.702 x), times clamp(up, -7, 7) + 1 (gpt-oss)
 
 
@@ -102,7 +118,9 @@ class Experts:
     """The MLPs of a mixture: a router chooses `per_token` of `count` experts for each token.
 
     The router's softmax is over all experts, or if `normalized` over the chosen ones, so that weights add up
-    to 1.
+    to 1. With `sigmoid` an expert's score is the sigmoid of its logit instead. A `choice_bias` is added to it
+    in choosing experts. Weights are `scale` times the score; if `normalized`, it is first divided by the sum
+    of the chosen scores + `epsilon`.
     """
 
     count: int
@@ -112,9 +130,16 @@ class Experts:
     shared_size: int = 0  # MLP size of an expert that every token uses, weighted by the sigmoid of its gate
     dense_layers: frozenset[int] = frozenset()  # layers with a single MLP instead
     bias: bool = False  # True if the router and its experts have biases
+    shared_gated: bool = True  # otherwise that expert has the weight 1
+    gated: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
+    sigmoid: bool = False
+    choice_bias: bool = False
+    scale: float = 1.0
+    epsilon: float = 0.0
+    beside: bool = False  # True if every layer has an MLP as well (beside.py)
 
     def __post_init__(self) -> None:
-        _positive("the size of experts", self.size)
+        check_size("the size of experts", self.size)
         if not 1 <= self.per_token <= self.count:
             raise ModelError(
                 f"num_experts is {self.count} and num_experts_per_tok {self.per_token}; allowed: 1 expert or "
@@ -127,57 +152,43 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineStage:
-    """Layers first .. end - 1 of a model of `count`, on one of several pipeline stages.
+class LayerHeads:
+    """The key-value heads of a layer."""
 
-    The first stage also embeds tokens, and computes logits from the last stage's output.
-    """
-
-    first: int
-    end: int
-    count: int
-
-    @property
-    def begins(self) -> bool:
-        """True for the first stage."""
-        return self.first == 0
-
-    @property
-    def ends(self) -> bool:
-        """True for the last stage, which has the final norm."""
-        return self.end == self.count
-
-    def taps(self, layers: Iterable[int]) -> list[int]:
-        """The given layers of the model whose inputs this stage computes; `count` means the output."""
-        return [i for i in layers if self.first <= i < self.end or (self.ends and i == self.count)]
+    head_dim: int
+    num_kv_heads: int
+    values_are_keys: bool = False  # values are the product of k, before its norm and its rotation
 
 
 @dataclass(frozen=True, slots=True)
-class InnerRange:
-    """A rank's part of MLPs of one kind; None: all of it."""
+class PerLayer:
+    """Per-layer embeddings: each token has `size` values for each layer, which adds a term made of them.
 
-    columns: range | None = None  # rows of the first matrices, and columns of the last
-    sums: SumParts | None = None  # parts of float sums over these columns; None: one part
+    Their table has `vocab` rows; tokens behind it have those of token 0.
+    """
+
+    size: int
+    vocab: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
-    """One rank's parts of a model's matrices; None: all.
+class AltUp:
+    """The streams of a Gemma 3n (altup.py)."""
 
-    models/shard.py computes them.
-    """
+    streams: int
+    active: int  # the one that layers compute
+    scaled: bool  # the active stream is scaled before it makes the term of per-layer inputs
+    rank: int  # of the product beside attention
+    # For each layer the standard deviations above the mean of a row's gates below which they become 0; 0:
+    # none does.
+    sparsity: tuple[float, ...]
 
-    queries: range | None = None  # rows of q, and columns of o
-    keys: range | None = None  # rows of k, and of v
-    inner: range | None = None  # rows of an MLP's first matrices, and columns of its last
-    vocab: range | None = None  # rows of the output layer
-    table: range | None = None  # rows of the embeddings
-    stage: PipelineStage | None = None  # layers
-    # Parts of float sums over the columns of o, and of an MLP's last matrix; None: one part.
-    o: SumParts | None = None
-    down: SumParts | None = None
-    experts: InnerRange = InnerRange()  # part of every expert of a mixture
-    shared_expert: InnerRange = InnerRange()
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.streams <= _MOST_STREAMS:
+            raise ModelError(
+                f"altup_active_idx is {self.active} and altup_num_inputs {self.streams}; allowed: up to "
+                f"{_MOST_STREAMS} inputs, and an index below that. The config is damaged."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,28 +233,51 @@ class ModelConfig:
     attention_scale: float
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
     attention_sinks: bool = False  # a learned logit per head without a value (gpt-oss)
+    gated_attention: bool = False  # attended values times the sigmoid of a gate of each (Qwen3.5)
     residual_scale: float = 1.0  # factor of each term added to the residual stream (Granite)
     logit_scale: float = 1.0  # factor of logits (Cohere; Granite: 1 / logits_scaling)
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     max_context: int
     eos_ids: tuple[int, ...] = ()
     experts: Experts | None = None  # None: every layer has one MLP
+    layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; empty: all are attention
+    layers_without_mlp: frozenset[int] = frozenset()  # by their numbers in the whole model (Nemotron-H)
+    recurrence: Recurrence | None = None  # None: no layer has a state
+    # Factors of the file's tensors by their names inside a layer, which weights have when they are read
+    # (Falcon-H1).
+    weight_factors: tuple[tuple[str, float], ...] = ()
+    global_heads: LayerHeads | None = None  # if layers without a window have other heads (Gemma 4)
+    # The last layers that have no keys and values: each attends to those of the last layer before them that
+    # has a window, or none, as they do (Gemma 3n and 4).
+    shared_layers: int = 0
+    layer_inner: tuple[int, ...] = ()  # MLP sizes of all layers, if they differ
+    value_norm: bool = False  # an RMSNorm over each head's value, without weights
+    output_factor: bool = False  # a learned factor of each layer's output (Gemma 4)
+    per_layer: PerLayer | None = None
+    altup: AltUp | None = None
     # Hidden, since cache keys of whole models use the repr.
     part: Ranges = field(default=Ranges(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            _positive(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("num_kv_heads", "head_dim", "max_context"):
-            _positive(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"the model has {self.num_heads} query heads and {self.num_kv_heads} key-value heads; "
                 "the first must be a multiple of the second. The config is damaged."
             )
-        for rope in (self.rope, self.local_rope):
+        for rope, windowed in ((self.rope, self.local_rope is None), (self.local_rope, True)):
             if rope is not None:
-                check_rope(rope, self.head_dim)
+                own = None if windowed else self.global_heads
+                check_rope(rope, self.head_dim if own is None else own.head_dim)
+        if self.global_heads is not None and self.num_heads % self.global_heads.num_kv_heads:
+            raise ModelError(
+                f"the model has {self.num_heads} query heads and {self.global_heads.num_kv_heads} key-value "
+                "heads in layers without a window; the first must be a multiple of the second. The config is "
+                "damaged."
+            )
         if self.norm_bias and self.norm is not Norm.LAYER:
             raise ModelError("RMSNorms have a bias, which is not supported; only LayerNorms may have one")
         if len(self.layer_windows) != self.num_layers:
@@ -251,16 +285,48 @@ class ModelConfig:
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
                 f"but the model has {self.num_layers}"
             )
+        if self.layer_kinds and (len(self.layer_kinds) != self.num_layers or not self._has_recurrence):
+            raise ModelError(
+                f"the config has kinds of {len(self.layer_kinds)} layers for {self.num_layers}, or no sizes "
+                "of the state of recurrent ones. The config is damaged."
+            )
         if len({w for w in self.layer_windows if w is not None}) > 1:
             raise ModelError(
                 f"sliding windows {sorted({w for w in self.layer_windows if w is not None})} differ between "
                 "layers; one window size per model is supported"
             )
 
+        keyed = max(0, self.num_layers - self.shared_layers)  # layers that have keys
+        if self.shared_layers and not set(self.layer_windows[keyed:]) <= set(self.layer_windows[:keyed]):
+            raise ModelError(
+                f"the last {self.shared_layers} of {self.num_layers} layers use the keys and values of "
+                "earlier ones, and there is none of their kind. The config is damaged."
+            )
+
     @property
     def stage(self) -> PipelineStage:
         """The layers of the whole model that this part has."""
         return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a layer, by its number in this part."""
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind.ATTENTION
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers with keys and values, in this part."""
+        kinds = (LayerKind.ATTENTION, LayerKind.BOTH)
+        return [layer for layer in range(self.num_layers) if self.kind_of(layer) in kinds]
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        """Numbers of the layers with a state, in this part."""
+        kinds = (LayerKind.ATTENTION, LayerKind.NONE)
+        return [layer for layer in range(self.num_layers) if self.kind_of(layer) not in kinds]
+
+    @property
+    def _has_recurrence(self) -> bool:
+        return self.recurrence is not None or not self.recurrent_layers
 
     def extends(self, tokens: int) -> bool:
         """True if texts of that many tokens need other rotations (LongRope)."""
@@ -283,6 +349,33 @@ class ModelConfig:
         dense = self.experts is None or layer in self.experts.dense_layers
         return None if dense else self.experts
 
+    def heads_of(self, layer: int) -> LayerHeads:
+        """The key-value heads of a layer, by its number in this part."""
+        if self.global_heads is not None and self.layer_windows[layer] is None:
+            return self.global_heads
+        return LayerHeads(self.head_dim, self.num_kv_heads)
+
+    def cache_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        own = self.num_layers - self.shared_layers
+        if layer < own:
+            return layer
+        return max(i for i in range(own) if self.layer_windows[i] == self.layer_windows[layer])
+
+    def inner_of(self, layer: int) -> int:
+        """The size of a layer's MLP."""
+        return self.layer_inner[layer] if self.layer_inner else self.intermediate_size
+
+    @property
+    def layers_differ(self) -> bool:
+        """True if layers differ in their matrices, or have further ones (Gemma 3n and 4)."""
+        return bool(self.global_heads or self.shared_layers or self.layer_inner or self.per_layer)
+
+    @property
+    def op_by_op(self) -> bool:
+        """True if no native call computes the layers."""
+        return self.altup is not None or (self.experts is not None and self.experts.beside)
+
     @property
     def plain_layers(self) -> bool:
         """True if layers have the form of Llama or Qwen: RMSNorm before each block, a gated MLP and rope.
@@ -304,8 +397,3 @@ class ModelConfig:
     def window(self) -> int | None:
         """The sliding window of the layers that have one; None if no layer has."""
         return next((w for w in self.layer_windows if w is not None), None)
-
-
-def _positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise ModelError(f"{name} is {value}; expected at least 1. The config is damaged.")

@@ -5,32 +5,27 @@ Shapes: T rows of a step, R rows with logits, D hidden size, V vocabulary, P pos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, AttentionSpec, Rotation
+from specinfer.attention.backend import Rotation
 from specinfer.kernels.attention import NativeAttend
-from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, Places
+from specinfer.kernels.decoder import NativeDecoder, NativeLayers, Places
 from specinfer.kernels.low_rank import AdaptedLayer
-from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import Product
-from specinfer.models.config import ModelConfig, NormPlace, QkNorm
-from specinfer.models.experts import Mixture, expert_matrices, mixture
+from specinfer.models.config import ModelConfig
+from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput, Residual, check_taps
 from specinfer.models.layers import (
-    MLP,
-    Attention,
     RotaryEmbedding,
     RowNorm,
-    attention_spec,
     embedding_and_output,
     rotations,
 )
+from specinfer.models.per_layer import PerLayerInputs
 from specinfer.models.shared_sums import TableOnDisk
 from specinfer.models.weight_memory import Weights
 
@@ -52,18 +47,23 @@ class Decoder(LanguageModel):
         if config.learned_positions and stage.begins:
             self._places = Places(weights.tensor("model.embed_positions.weight"), config.position_offset)
         self._final_norm = RowNorm.of("model.norm", config, weights)
+        self._per_layer: PerLayerInputs | None = None
+        if config.per_layer is not None:
+            self._per_layer = PerLayerInputs(config, config.per_layer, weights)
+        own = config.global_heads
+        sizes = config.head_dim if own is None else own.head_dim, config.head_dim
         self._ropes = [
-            RotaryEmbedding(rope, config.head_dim, self.device)
-            for rope in (config.rope, config.local_rope)
+            RotaryEmbedding(rope, size, self.device)
+            for rope, size in zip((config.rope, config.local_rope), sizes, strict=True)
             if rope is not None
         ]
         # True if logits need operations after the product of the output layer.
         self._changes_logits = config.logit_scale != 1.0 or config.logit_softcap is not None
         self._layers: Iterable[DecoderLayer] = weights.each(
-            lambda i: DecoderLayer(i, config, weights, f"model.layers.{stage.first + i}"), config.num_layers
+            lambda i: self._layer(i, weights, f"model.layers.{stage.first + i}"), config.num_layers
         )
         native: NativeLayers | None = None
-        if self.stream is None:  # a single call cannot wait for weights
+        if self.stream is None and not config.op_by_op:  # a single call cannot wait for weights
             native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
         self._native: NativeDecoder | None = None
         if native is not None:
@@ -77,7 +77,12 @@ class Decoder(LanguageModel):
                 norm=self._final_norm.parts,
                 output=self.output,
                 rotations=(len(self._ropes), partial(rotations, self._ropes, config.max_context)),
+                writing=config.num_layers - config.shared_layers,
             )
+
+    def _layer(self, layer: int, weights: Weights, prefix: str) -> DecoderLayer:
+        """The layer of that number in this part."""
+        return DecoderLayer(layer, self.config, weights, prefix)
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
@@ -105,6 +110,7 @@ class Decoder(LanguageModel):
         if self._changes_logits:
             max_logits = 0  # the native call computes the product alone
         taps = [tap - stage.first for tap in context.taps]
+        per_layer_TC = self._per_layer_inputs(token_ids_T)
         if not stage.ends:  # the output of the last layer here goes to the next stage
             taps.append(self.config.num_layers)
             rows, max_logits = token_ids_T[:0], 0
@@ -116,6 +122,8 @@ class Decoder(LanguageModel):
         hidden_RD, tapped_TND, logits_RV = self._native(
             *(token_ids_T, context.positions_T, rows, attend, taps, max_logits, embedding_ND),
             adapted=context.adapted,
+            states=context.states,
+            per_layer_TC=per_layer_TC,
         )
         if stage.ends or tapped_TND is None:
             return PassOutput(hidden_RD, tapped_TND, logits_RV)
@@ -132,7 +140,7 @@ class Decoder(LanguageModel):
             if stage_input_TD is None
             else Residual(stage_input_TD)
         )
-        residual, tapped_TND = self.run_layers(residual, context)
+        residual, tapped_TND = self.run_layers(residual, context, self._per_layer_inputs(token_ids_T))
         if self.config.stage.ends:
             return PassOutput(self.final_norm(residual, rows), tapped_TND)
         stage_output_TD = residual.summed()
@@ -149,7 +157,17 @@ class Decoder(LanguageModel):
             x_TD += F.embedding(positions_T + self._places.offset, self._places.table_PD)
         return Residual(x_TD)
 
-    def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
+    def _per_layer_inputs(self, token_ids_T: Tensor) -> Tensor | None:
+        """The inputs of all layers beside the residual stream, [T, C]; None if there are none."""
+        if self._per_layer is None:
+            return None
+        rows_ND, places_T = self.table.rows(token_ids_T)
+        embedded_TD = self.kernels.ops.embed(places_T, rows_ND, self._embedding_scale)
+        return self._per_layer(token_ids_T, embedded_TD)
+
+    def run_layers(
+        self, residual: Residual, context: PassContext, per_layer_TC: Tensor | None = None
+    ) -> tuple[Residual, Tensor | None]:
         """The output of the layers for `residual`, and the inputs of tapped layers, [T, N, D].
 
         Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; the number of layers
@@ -173,7 +191,8 @@ class Decoder(LanguageModel):
         for i, layer in enumerate(self._layers, start=stage.first):
             see(i, residual)
             adapted = AdaptedLayer.of(context.adapted, i - stage.first)
-            y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend, adapted)
+            given = turns[layer.rope], context.attend, adapted, context.states
+            y_TD = layer(residual.x_TD, residual.y_TD, *given, per_layer_TC)
             residual = Residual(residual.x_TD, y_TD)
         see(stage.end, residual)
         return residual, tapped_TND if taps else None
@@ -189,202 +208,3 @@ class Decoder(LanguageModel):
             logits_RV = logits_RV * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
-
-
-class DecoderLayer:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or another form in its config.
-
-    Each norm fuses the residual add before it: a layer gets the last block's output, not yet added to x, and
-    returns its MLP's.
-    """
-
-    __slots__ = (
-        *("_after_attention", "_after_mlp", "_before_attention", "_before_mlp"),
-        *("_attention", "_config", "_mlp", "rope"),
-    )
-
-    def __init__(
-        self, layer: int, config: ModelConfig, weights: Weights, prefix: str, *, input_norm: bool = True
-    ) -> None:
-        """Tensor names start with `prefix`; without `input_norm` it has no norm before attention."""
-        self._config = config
-        self.rope: Literal["global", "local", "none"] = "global"
-        if config.rope is None or layer in config.layers_without_rope:
-            self.rope = "none"
-        elif config.layer_windows[layer] is not None:
-            self.rope = "local"
-
-        def norm(name: str | None) -> RowNorm | None:
-            return None if name is None else RowNorm.of(f"{prefix}.{name}", config, weights)
-
-        def linear(
-            bias: bool,
-            *names: str,
-            rows: Sequence[range | None] = (),
-            columns: range | None = None,
-            parts: SumParts | None = None,
-        ) -> Product:
-            full = [f"{prefix}.{name}" for name in names]
-            return weights.linear(*full, bias=bias, rows=rows, columns=columns, parts=parts)
-
-        names = norm_names(config)
-        self._before_attention = norm(names[0]) if input_norm else None
-        self._after_attention = norm(names[1])
-        self._before_mlp = norm(names[2])
-        self._after_mlp = norm(names[3])
-        part = config.part
-        heads = [part.queries, part.keys, part.keys]
-        self._attention = Attention(
-            attention_spec(layer, config, weights, f"{prefix}.self_attn"),
-            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
-            linear(config.o_bias, "self_attn.o_proj", columns=part.queries, parts=part.o),
-            config.qkv_clip,
-        )
-        first = ["mlp.gate_proj", "mlp.up_proj"] if config.gated_mlp else ["mlp.up_proj"]
-        experts = config.experts_of(config.stage.first + layer)
-        self._mlp: MLP | Mixture
-        if experts is not None:
-            self._mlp = mixture(config, experts, weights, f"{prefix}.mlp")
-        else:
-            self._mlp = MLP(
-                linear(config.mlp_bias, *first, rows=[part.inner] * len(first)),
-                linear(config.mlp_bias, "mlp.down_proj", columns=part.inner, parts=part.down),
-                config.activation,
-                weights.kernels.ops,
-                gated=config.gated_mlp,
-            )
-
-    @property
-    def heads(self) -> AttentionSpec:
-        """Its attention, without products."""
-        return self._attention.heads
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        y_TD: Tensor | None,
-        rope: Rotation | None,
-        attend: Attend,
-        adapted: AdaptedLayer | None = None,
-    ) -> Tensor:
-        """Return the term to be added to x, [T, D]; x += y in place."""
-        return self.of_normed(x_TD, _add_norm(x_TD, y_TD, self._before_attention), rope, attend, adapted)
-
-    def of_normed(
-        self,
-        x_TD: Tensor,
-        given_TC: Tensor,
-        rope: Rotation | None,
-        attend: Attend,
-        adapted: AdaptedLayer | None = None,
-    ) -> Tensor:
-        """The same with given inputs of q, k and v, and nothing to be added to x first."""
-        made_TD = self._attention(given_TC, rope, attend, adapted)
-        if self._config.parallel_block:
-            if self._before_mlp is not None:
-                given_TC = self._before_mlp(x_TD)
-            return self._term(made_TD + self._mlp_output(given_TC, adapted), None)
-        y_TD = self._term(made_TD, self._after_attention)
-        made_TD = self._mlp_output(_add_norm(x_TD, y_TD, self._before_mlp), adapted)
-        return self._term(made_TD, self._after_mlp)
-
-    def _mlp_output(self, input_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
-        """The output of the MLP or mixture; adapters do not change mixtures."""
-        mlp = self._mlp
-        return mlp(input_TD) if isinstance(mlp, Mixture) else mlp(input_TD, adapted)
-
-    def _term(self, made_TD: Tensor, after: RowNorm | None) -> Tensor:
-        """The term still to be added to x after a block; overwrites `made_TD`."""
-        if after is not None:
-            made_TD = after(made_TD)
-        if self._config.residual_scale != 1.0:
-            made_TD *= self._config.residual_scale
-        return made_TD
-
-    def parts(self) -> LayerParts:
-        """Its parts for a native call."""
-        config, attention, mlp = self._config, self._attention, self._mlp
-        before, after = self._before_attention, self._after_attention
-        norms = before, self._before_mlp, after, self._after_mlp
-        return LayerParts(
-            norms=[None if norm is None else norm.parts for norm in norms],
-            heads=attention.heads,
-            products=(attention.qkv, attention.o, *(() if isinstance(mlp, Mixture) else mlp.products)),
-            experts=mlp.parts() if isinstance(mlp, Mixture) else None,
-            rope=self.rope,
-            parallel=config.parallel_block,
-            activation=config.activation.value,
-            gated=config.gated_mlp,
-            clip=attention.clip,
-            scale=config.residual_scale,
-        )
-
-
-def _add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
-    """x += y in place, if there is a y; then the norm of x, or x itself without a norm."""
-    if norm is not None:
-        return norm(x_TD, y_TD)
-    if y_TD is not None:
-        x_TD += y_TD
-    return x_TD
-
-
-def norm_names(config: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:
-    """The names of a layer's norms: before and after attention, before and after the MLP."""
-    if config.norm_place is NormPlace.BOTH:
-        return (
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        )
-    if config.norm_place is NormPlace.BEHIND:
-        return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-    return "input_layernorm", None, None if config.shared_norm else "post_attention_layernorm", None
-
-
-def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a Decoder of this config asks for, by name, with their shapes."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.stage.begins:
-        shapes["model.embed_tokens.weight"] = config.vocab_size, hidden
-        if not config.tie_embeddings:
-            shapes["lm_head.weight"] = config.vocab_size, hidden
-        if config.learned_positions:
-            positions = config.max_context + config.position_offset
-            shapes["model.embed_positions.weight"] = positions, hidden
-    norms = ["model.norm"]
-    matrices = [
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-    ]
-    dense = [
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ]
-    if not config.gated_mlp:
-        dense.pop(0)
-    for i in range(config.stage.first, config.stage.end):
-        prefix = f"model.layers.{i}"
-        norms += [f"{prefix}.{name}" for name in norm_names(config) if name is not None]
-        if config.qk_norm is not QkNorm.NONE:
-            sizes = (q, kv) if config.qk_norm is QkNorm.WHOLE else (head, head)
-            shapes |= {
-                f"{prefix}.self_attn.{x}_norm.weight": (size,) for x, size in zip("qk", sizes, strict=True)
-            }
-        if config.attention_sinks:
-            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
-        experts = config.experts_of(i)
-        mlp = dense if experts is None else expert_matrices(experts, hidden)
-        for name, rows, columns, bias in [*matrices, *mlp]:
-            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
-    for name in norms:
-        shapes[f"{name}.weight"] = (hidden,)
-        if config.norm_bias:
-            shapes[f"{name}.bias"] = (hidden,)
-    return shapes

@@ -3,7 +3,7 @@
 Shapes: T rows of a step, D hidden size, E experts, K experts of a row.
 
     logits   router(x), in float32; the K largest are chosen, the lower number first if equal
-    weights  their softmax over all experts, or over the K (Experts.normalized)
+    weights  their softmax over all experts, or over the K (Experts.normalized); or sigmoids (Experts.sigmoid)
     result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) if there is one
 
 Rows are grouped by expert, so that one product computes all rows of an expert. A row's sum is added in
@@ -20,13 +20,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.kernels.decoder import ExpertParts
-from specinfer.kernels.ops import Ops
+from specinfer.kernels.layer_parts import ExpertParts
+from specinfer.kernels.ops import Ops, SigmoidScores
 from specinfer.kernels.product import Product
-from specinfer.models.config import Experts, InnerRange, ModelConfig
+from specinfer.models.config import Experts, ModelConfig
 from specinfer.models.layers import MLP
+from specinfer.models.ranges import InnerRange
 from specinfer.models.weight_memory import Weights
 
+ROUTER_NORM, EXPERT_FACTORS = "mlp.router_scale", "mlp.expert_scale"  # of mixtures beside an MLP
 EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of routed experts
 
 
@@ -39,15 +41,22 @@ class Mixture:
     each: Sequence[MLP]
     shared: MLP | None
     ops: Ops
+    scores: SigmoidScores | None = None
     # Called with the chosen experts before the first of them computes; None: all are in memory.
     want: Callable[[Sequence[int]], None] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        config, ops, logits_TC = self.config, self.ops, self.router(x_TD.float())
+        return self.of_routed(x_TD, self.router(x_TD.float()))
+
+    def of_routed(self, x_TD: Tensor, logits_TC: Tensor, factors_E: Tensor | None = None) -> Tensor:
+        """The same with given logits of the router, and factors of the experts' weights."""
+        config, ops = self.config, self.ops
         numbers_TK, weights_TK = ops.choose_experts(
-            logits_TC, config.count, config.per_token, normalized=config.normalized
+            logits_TC, config.count, config.per_token, normalized=config.normalized, scores=self.scores
         )
+        if factors_E is not None:
+            weights_TK = weights_TK * factors_E[numbers_TK]
         total_TD = torch.zeros(x_TD.shape, device=x_TD.device)
         chosen = sorted({*numbers_TK.flatten().tolist()})
         if self.want is not None:
@@ -58,7 +67,12 @@ class Mixture:
             ops.add_weighted(total_TD, made_RD, rows_R.contiguous(), weights_TK[rows_R, places_R])
         if self.shared is not None:
             all_T = torch.arange(len(x_TD), device=x_TD.device)
-            ops.add_weighted(total_TD, self.shared(x_TD), all_T, ops.open_gates(logits_TC, config.count))
+            open_T = (
+                ops.open_gates(logits_TC, config.count)
+                if config.shared_gated
+                else total_TD.new_ones(len(x_TD))
+            )
+            ops.add_weighted(total_TD, self.shared(x_TD), all_T, open_T)
         return total_TD.to(x_TD.dtype)
 
     def parts(self) -> ExpertParts:
@@ -69,6 +83,9 @@ class Mixture:
             shared=None if self.shared is None else self.shared.products,
             per_token=self.config.per_token,
             normalized=self.config.normalized,
+            shared_gated=self.config.shared_gated,
+            gated=self.config.gated,
+            scores=self.scores,
         )
 
 
@@ -77,15 +94,21 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
     part, ops = config.part, weights.kernels.ops
 
     def mlps(names: Sequence[str], own: InnerRange, *, bias: bool = False) -> list[MLP]:
-        found = weights.gated([f"{prefix}.{name}" for name in names], own.columns, own.sums, bias=bias)
-        return [MLP(*both, config.activation, ops, gated=True) for both in found]
+        gated, full = experts.gated, [f"{prefix}.{name}" for name in names]
+        found = weights.gated(full, own.columns, own.sums, bias=bias, gated=gated)
+        return [MLP(*both, config.activation, ops, gated=gated) for both in found]
 
-    gates = ["gate", "shared_expert_gate"] if experts.shared_size else ["gate"]
+    gates = ["gate", "shared_expert_gate"] if experts.shared_size and experts.shared_gated else ["gate"]
     router = weights.linear(*(f"{prefix}.{name}" for name in gates), bias=experts.bias, precise=True)
+    scores: SigmoidScores | None = None
+    if experts.sigmoid:
+        choice_E = weights.exact(f"{prefix}.gate.choice_bias") if experts.choice_bias else None
+        scores = SigmoidScores(choice_E, experts.scale, experts.epsilon)
     # Before the experts, as a prepared file has all other matrices of a layer in one piece.
     shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
     each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
-    return Mixture(experts, router, each, shared[0], ops, weights.expert_prefetch(f"{prefix}.experts.0"))
+    prefetch = weights.expert_prefetch(f"{prefix}.experts.0")
+    return Mixture(experts, router, each, shared[0], ops, scores, prefetch)
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:
@@ -93,9 +116,11 @@ def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, 
     found = [("mlp.gate", experts.count, hidden, experts.bias)]
     mlps = [(f"mlp.experts.{number}", experts.size, experts.bias) for number in range(experts.count)]
     if experts.shared_size:
-        found.append(("mlp.shared_expert_gate", 1, hidden, False))
+        if experts.shared_gated:
+            found.append(("mlp.shared_expert_gate", 1, hidden, False))
         mlps.append(("mlp.shared_expert", experts.shared_size, False))
     for name, size, bias in mlps:
-        found += [(f"{name}.{first}_proj", size, hidden, bias) for first in ("gate", "up")]
+        firsts = ("gate", "up") if experts.gated else ("up",)
+        found += [(f"{name}.{first}_proj", size, hidden, bias) for first in firsts]
         found.append((f"{name}.down_proj", hidden, size, bias))
     return found

@@ -59,6 +59,12 @@ def count(c: Fields, key: str, default: int | None = None) -> int:
     return value
 
 
+def check_size(name: str, value: int) -> None:
+    """Raise ModelError for a size below 1."""
+    if value <= 0:
+        raise ModelError(f"{name} is {value}; expected at least 1. The config is damaged.")
+
+
 def positive(c: Fields, key: str, default: float | None = None) -> float:
     """A number above 0; `default` if the key is missing or null."""
     value = number(c, key, default)

@@ -77,6 +77,6 @@ def _sizes(model: OpenModel) -> hashlib._Hash:
 
 def _vector(model: OpenModel, name: str) -> bytes:
     values = model.read_rows(name, 0, model.shapes[name][0]).to(torch.float32)
-    if "norm" in name:
+    if "norm" in name and ".mixer." not in name:
         values = values + model.config.norm_weight_offset  # as in a GGUF file
     return values.contiguous().numpy().tobytes()

@@ -22,8 +22,9 @@ from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.kernels.file_blocks import BlockForm, StoredRows
 from specinfer.models.families.registry import gguf_family
+from specinfer.models.fields import count
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
-from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead
+from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead, next_layers
 from specinfer.models.sources import Sources
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -74,7 +75,9 @@ class GGUFFile:
             name: tuple(self._read(one, 0, one.shape[0]).float().tolist()) for name, one in rope.items()
         }
         head = GgufHead(family.architecture, header.metadata, shapes, numbers)
-        self.config = family.config(head)
+        self.config, layers = family.config(head), count(head.fields, "block_count")
+        behind = tuple(f"blk.{layer}." for layer in range(layers - next_layers(head.fields), layers))
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
         self._sources = Sources(self.path, family.names(head), shapes, self.config)
         self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
 

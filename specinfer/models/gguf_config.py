@@ -22,56 +22,69 @@ from specinfer.models.fields import (
     positive,
 )
 from specinfer.models.positions import LongRope, Rope, YarnScaling, longest_text, yarn_attention_factor
-from specinfer.models.sources import Inside, Names
+from specinfer.models.sources import FACTOR_GATE_X, SHARED, Inside, Names
 
 # Tensors of GGUF files that are part of the config.
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-OUTSIDE: Final = {
+OUTSIDE: Final[Inside] = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # LFM2
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": tuple(f"model.altup_projections.{i}" for i in range(3)),
+    "altup_unembd_proj": tuple(f"model.altup_unembed_projections.{i}" for i in range(3)),
 }
+_MLP: Final = ("gate", "up", "down")
 INSIDE: Final[Inside] = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in _MLP},
+    **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+    **{f"ffn_{name}_shexp": f"{SHARED}{name}_proj" for name in _MLP},
+    **{"ssm_conv1d": "mixer.conv", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj"},
+    **{"shortconv.in_proj": FACTOR_GATE_X, "shortconv.conv": "mixer.conv"},
+    "shortconv.out_proj": "mixer.out_proj",
 }
 _EXPERT_STACKS: Final = {
-    "ffn_gate_exps.weight": ("gate_proj",),
-    "ffn_up_exps.weight": ("up_proj",),
-    "ffn_down_exps.weight": ("down_proj",),
+    **{f"ffn_{name}_exps.{end}": (f"{name}_proj",) for name in _MLP for end in ("weight", "bias")},
     "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
-    "ffn_gate_exps.bias": ("gate_proj",),
-    "ffn_up_exps.bias": ("up_proj",),
-    "ffn_down_exps.bias": ("down_proj",),
 }
-_WHOLE: Final = {"attn_sinks.weight": "self_attn.sinks"}
-# Names for models with norms before and after each block.
-BOTH_SIDES: Final[Inside] = {
-    **INSIDE,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+_WHOLE: Final = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_a": "mixer.decay",
+    "ssm_d": "mixer.skip",
+    "ssm_dt.bias": "mixer.dt_bias",
+    "exp_probs_b.bias": "mlp.gate.choice_bias",
+    "ffn_norm": "post_attention_layernorm.weight",  # Falcon-H1
+    "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "ffn_gate_inp.scale": "mlp.router_scale",
+    "ffn_down_exps.scale": "mlp.expert_scale",
 }
 # Names for models with norms after each block.
 BEHIND: Final[Inside] = {
-    **INSIDE,
-    "post_attention_norm": "post_attention_layernorm",
+    **{**INSIDE, "post_attention_norm": "post_attention_layernorm"},
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Names for models with norms before and after each block.
+BOTH_SIDES: Final[Inside] = {
+    **{**BEHIND, "ffn_norm": "pre_feedforward_layernorm"},
+    # Gemma 4
+    **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection"},
+    **{"post_norm": "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2"},
+    **{f"post_ffw_norm_{number}": f"post_feedforward_layernorm_{number}" for number in (1, 2)},
+    # Gemma 3n
+    **{"altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm"},
+    **{"altup_predict_coef": "altup.prediction_coefs", "altup_correct_coef": "altup.correction_coefs"},
+    **{"laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right"},
+    "laurel_post_norm": "laurel.post_laurel_norm",
 }
 
 
@@ -104,6 +117,7 @@ class GgufFamily:
     ones: tuple[str, ...] = ()  # see Names
     rope: bool = True
     theta: float = 10000.0  # rope's default
+    given: Callable[[GgufHead], GgufHead] = lambda head: head  # converts metadata before they are read
 
     def names(self, head: GgufHead) -> Names:
         """The map from a file's tensor names to the decoder's."""
@@ -117,10 +131,11 @@ class GgufFamily:
 
     def config(self, head: GgufHead) -> ModelConfig:
         """The config of a file; raises ModelError for anything unsupported."""
-        c, shapes = head.fields, head.shapes
+        given = self.given(head)
+        c, shapes = given.fields, given.shapes
         hidden = count(c, "embedding_length")
         heads = count(c, "attention.head_count")
-        layers = integer(c, "block_count", limit=MAX_LAYERS)
+        layers = integer(c, "block_count", limit=MAX_LAYERS) - next_layers(c)
         head_dim = count(c, "attention.key_length", hidden // heads)
         if integer(c, "attention.value_length", head_dim) != head_dim:
             raise ModelError(
@@ -129,18 +144,25 @@ class GgufFamily:
         rotated = count(c, "rope.dimension_count", head_dim)
         context = integer(c, "context_length")
         part = None if rotated == head_dim else rotated
-        rope = rope_from_gguf(c, context, self.theta, head.rope, part) if self.rope else None
+        rope = rope_from_gguf(c, context, self.theta, given.rope, part) if self.rope else None
         if "token_embd.weight" not in shapes:
             raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
         norm = self.fixed.get("norm", Norm.RMS)
+
+        def has(*ends: str) -> bool:
+            """True if a tensor's name ends like this."""
+            return any(name.endswith(ends) for name in shapes)
+
         config = ModelConfig(
             family=self.family,
             vocab_size=shapes["token_embd.weight"][0],
             hidden_size=hidden,
-            intermediate_size=integer(c, "feed_forward_length"),
+            intermediate_size=of_all_layers(
+                c, "feed_forward_length", integer(c, "expert_feed_forward_length", 0) or None
+            ),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=integer(c, "attention.head_count_kv", heads),
+            num_kv_heads=of_all_layers(c, "attention.head_count_kv", heads),
             head_dim=head_dim,
             norm=norm,
             norm_bias="output_norm.bias" in shapes,
@@ -148,10 +170,10 @@ class GgufFamily:
             rope=rope,
             layer_windows=(window_of(c),) * layers,
             tie_embeddings="output.weight" not in shapes,
-            qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & shapes.keys()),
-            o_bias="blk.0.attn_output.bias" in shapes,
-            mlp_bias="blk.0.ffn_down.bias" in shapes,
-            qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,
+            qkv_bias=has(".attn_q.bias", ".attn_qkv.bias"),
+            o_bias=has(".attn_output.bias"),
+            mlp_bias=has(".ffn_down.bias"),
+            qk_norm=QkNorm.HEAD if has(".attn_q_norm.weight") else QkNorm.NONE,
             qkv_clip=optional_positive(c, "attention.clamp_kqv"),
             embedding_scale=positive(c, "embedding_scale", 1.0),
             attention_scale=positive(c, "attention.scale", float(head_dim) ** -0.5),
@@ -168,6 +190,22 @@ class GgufFamily:
             ),
         )
         return self.adjusted(replace(config, **self.fixed), head)
+
+
+def of_all_layers(c: Fields, key: str, default: int | None = None) -> int:
+    """A size that the file has once, or for each layer, 0 in those without it."""
+    value = c.get(key)
+    if not isinstance(value, list):
+        return integer(c, key, default)
+    sizes = {integer({key: one}, key) for one in value} - {0}
+    if len(sizes) != 1:
+        raise ModelError(f"{key} is {sorted(sizes)} in different layers; supported: one for all layers")
+    return sizes.pop()
+
+
+def next_layers(c: Fields) -> int:
+    """The number of layers behind the last that predict further tokens, which are not used."""
+    return integer(c, "nextn_predict_layers", 0)
 
 
 def window_of(c: Fields) -> int | None:

@@ -31,6 +31,7 @@ _ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "swish": Activation.SILU,
+    "relu2": Activation.RELU2,
 }
 
 
@@ -95,8 +96,9 @@ class HfFamily:
     # The embeddings of layers without a window, and of those with one if they differ.
     ropes: Callable[[Fields], tuple[Rope | None, Rope | None]] = one_rope
     names: Names = field(default_factory=Names)
-    also: tuple[str, ...] = ()  # further model_types
-    variant: bool = False  # True: only for model_types in `also`; another entry has the family's name
+    also: tuple[str, ...] = ()  # further model_types; a family's last row has its value, too
+    others: tuple[str, ...] = ()  # prefixes of unread tensors, as of layers for further tokens
+    passed_over: frozenset[str] = frozenset()  # keys that have no effect beside some values of other keys
 
     @property
     def embeddings(self) -> str:
@@ -194,6 +196,12 @@ def activation(name: object) -> Activation:
     if isinstance(name, str) and name in _ACTIVATIONS:
         return _ACTIVATIONS[name]
     raise ModelError(f"the activation is {name!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")
+
+
+def check_silu(c: Fields, key: str, what: str) -> None:
+    """Raise ModelError if a key of config.json names another activation than SiLU."""
+    if c.get(key, "silu") not in ("silu", "swish"):
+        raise ModelError(f"{key} is {c[key]!r}; supported for {what}: 'silu'")
 
 
 def check_unquantized(config: Fields) -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 from specinfer.attention.backend import Attend
 from specinfer.kernels.low_rank import AdaptedRows, Adapter
 from specinfer.kernels.product import Product
-from specinfer.models.config import ModelConfig, PipelineStage
+from specinfer.kernels.states import StatePass
+from specinfer.models.config import ModelConfig
+from specinfer.models.ranges import PipelineStage
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights
 
@@ -43,6 +45,7 @@ class PassContext:
     attend: Attend  # writes K and V of every row
     taps: Sequence[int] = ()  # layers whose inputs are returned
     adapted: AdaptedRows | None = None  # rows with adapters; None: no row has one
+    states: StatePass | None = None  # of a model with recurrent layers
 
 
 class PassOutput(NamedTuple):

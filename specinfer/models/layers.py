@@ -164,11 +164,22 @@ class RowNorm:
 class MLP:
     """down(act(gate(x)) * up(x)), gate and up stacked in one matrix [2 F, D]; or down(act(up(x)))."""
 
-    __slots__ = ("_act", "_activation", "down", "up")
+    __slots__ = ("_act", "_activation", "_ops", "_sparsity", "down", "up")
 
-    def __init__(self, up: Product, down: Product, activation: Activation, ops: Ops, *, gated: bool) -> None:
-        """`up` computes gate, then up, if `gated`."""
+    def __init__(
+        self,
+        up: Product,
+        down: Product,
+        activation: Activation,
+        ops: Ops,
+        *,
+        gated: bool,
+        sparsity: float = 0.0,
+    ) -> None:
+        """`up` computes gate, then up, if `gated`; `sparsity` is described in models/config.py."""
         self.up = up
+        self._ops = ops
+        self._sparsity = sparsity
         self.down = down
         self._activation = activation.value
         self._act = ops.gate if gated else ops.activate
@@ -180,7 +191,10 @@ class MLP:
 
     def __call__(self, x_TD: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
         """[T, D] -> [T, D]."""
-        inner_TF = self._act(times(self.up, UP, x_TD, adapted), self._activation)
+        made_TC = times(self.up, UP, x_TD, adapted)
+        if self._sparsity:
+            self._ops.cut_off(made_TC[:, : made_TC.shape[1] // 2], self._sparsity)
+        inner_TF = self._act(made_TC, self._activation)
         return times(self.down, DOWN, inner_TF, adapted)
 
 
@@ -192,6 +206,7 @@ class Attention:
     qkv: Product
     o: Product
     clip: float | None  # limit of the absolute values of q, k and v
+    ops: Ops
 
     def __call__(
         self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapted: AdaptedLayer | None = None
@@ -200,14 +215,24 @@ class Attention:
         qkv_TC = times(self.qkv, QKV, x_TD, adapted)
         if self.clip is not None:
             qkv_TC = qkv_TC.clamp_(-self.clip, self.clip)
-        return times(self.o, OUT, attend(self.heads, qkv_TC, rotation), adapted)
+        if not self.heads.gated:
+            return times(self.o, OUT, attend(self.heads, qkv_TC, rotation), adapted)
+        size = self.heads.num_heads * self.heads.head_dim
+        attended_TC = attend(self.heads, qkv_TC[:, :-size].contiguous(), rotation)
+        attended_TC = self.ops.open_values(attended_TC, qkv_TC[:, -size:])
+        return times(self.o, OUT, attended_TC, adapted)
 
 
 def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: str) -> AttentionSpec:
     """The attention of a layer whose tensor names start with `prefix`."""
 
+    heads = config.heads_of(layer)
+    matrices = 1 if heads.values_are_keys else 2
+    if config.cache_of(layer) != layer:
+        matrices = 0
+
     def norm(name: str) -> Tensor | None:
-        if config.qk_norm is QkNorm.NONE:
+        if config.qk_norm is QkNorm.NONE or (name == "k_norm" and not matrices):
             return None
         return weights.tensor(f"{prefix}.{name}.weight", plus=config.norm_weight_offset)
 
@@ -225,8 +250,8 @@ def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: st
     return AttentionSpec(
         layer=layer,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         scale=config.attention_scale,
         window=config.layer_windows[layer],
         q_norm=norm("q_norm"),
@@ -236,6 +261,9 @@ def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: st
         softcap=config.attention_softcap,
         alibi=alibi,
         sinks_N=sinks_N,
+        gated=config.gated_attention,
+        kv_matrices=matrices,
+        value_norm=config.value_norm,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from specinfer.config import ModelImpl
 from specinfer.errors import ConfigKeyError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
-from specinfer.models.decoder import decoder_shapes
+from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.families.registry import HF_FAMILIES, text_fields
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
@@ -17,6 +18,7 @@ from specinfer.models.safetensors import SafetensorsFolder, lacking, some_tensor
 
 _LOG = logging.getLogger(__name__)
 # With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
 
 
@@ -96,12 +98,23 @@ def _check(file: OpenModel) -> None:
                 f"{file.path}: tensor {name!r} has shape {list(found[name])}, the config asks for "
                 f"{list(shape)}; config and weights belong to different models, get both again"
             )
-    extra = [name for name in found if name not in wanted and not _is_zero_bias(file, name, wanted)]
+    extra = [
+        name
+        for name in found
+        if name not in wanted
+        if not (_is_zero_bias(file, name, wanted) or _is_of_shared_layer(file, name))
+    ]
     if extra:
         raise ModelFileError(
             f"{file.path} has unexpected {some_tensors(extra)}; ignoring weights would change the text. "
             f"This is not a plain {file.config.family} model: merge adapters into it, or use another."
         )
+
+
+def _is_of_shared_layer(file: OpenModel, name: str) -> bool:
+    """True for keys and values of a layer that uses another's, which published files have."""
+    found = _KEYS_AND_VALUES.match(name)
+    return found is not None and file.config.cache_of(int(found[1])) != int(found[1])
 
 
 def _is_zero_bias(file: OpenModel, name: str, wanted: Collection[str]) -> bool:

@@ -106,7 +106,7 @@ class SafetensorsFolder:
         config = read_config(described, read_json(generation) if generation.is_file() else None)
         family = hf_family(described)
         bare = _bare_names(path, files, family, text_alone=bool(senses))
-        if len(bare) < len(files):
+        if senses and len(bare) < len(files):
             _LOG.warning(
                 "%s also reads images or sound (%s), and runs as a text model: %d of its %d tensors are not "
                 "read",
@@ -146,7 +146,7 @@ class SafetensorsFolder:
 
     def stored(self, name: str) -> StoredRows | None:
         """The place of a tensor in its file; None if its elements are not those of rows of the file."""
-        if name not in self._sources or (source := self._sources[name]).transposed:
+        if name not in self._sources or (source := self._sources[name]).transposed or source.changed:
             return None
         entry = self._entries[source.name]
         return entry.stored(name, source.rows) if isinstance(entry, TensorEntry) else None
@@ -158,7 +158,7 @@ class SafetensorsFolder:
         """A reader of rows of a matrix for `int4_rows` without rounding; None for other matrices."""
         source = self._sources[name]
         matrix = self._entries[source.name]
-        if not isinstance(matrix, IntegerMatrix) or source.transposed:
+        if not isinstance(matrix, IntegerMatrix) or source.transposed or source.changed:
             return None
         read = matrix.int4_reader()
         if read is None:
@@ -310,7 +310,8 @@ def _bare_names(path: Path, names: Collection[str], family: HfFamily, *, text_al
     """
     root, dot, anchor = family.embeddings.removesuffix("weight").partition(".")
     root += dot
-    prefixes = (root, "", *(f"{a}{b}" for part in _TEXT_PARTS for a, b in ((part, root), (root, part))))
+    apart = (f"{a}{b}" for part in _TEXT_PARTS for a, b in ((part, root), (root, part)))
+    prefixes = (root, "", "backbone.", *apart)
     prefix = next((p for p in prefixes if any(name.startswith(p + anchor) for name in names)), None)
     if prefix is None:
         raise ModelFileError(
@@ -318,6 +319,8 @@ def _bare_names(path: Path, names: Collection[str], family: HfFamily, *, text_al
         )
     found: dict[str, str] = {}
     for name in names:
+        if name.startswith(family.others):
+            continue
         own = name.removeprefix(_TEXT_PARTS[0])
         if name.startswith(prefix) and not own.startswith("lm_head."):
             found[name] = root + name.removeprefix(prefix)

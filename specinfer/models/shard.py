@@ -14,6 +14,9 @@ Sums of floats, over heads and over columns, have fixed parts that no shard cuts
 that as many ranks would have. With 8 parts, three ranks have 2, 3 and 3 eighths of an MLP; with 12 parts a
 third each.
 
+A recurrent block is divided as attention is, value heads with those of their keys; a short convolution by
+channels.
+
 Layout: the assignment of layers to stages. With four ranks in two stages of 3 and 27 layers, ranks 0 and 1
 share layers 0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
 """
@@ -28,7 +31,9 @@ from typing import Final
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import InnerRange, ModelConfig, PipelineStage, QkNorm, Ranges
+from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
+from specinfer.models.config import ModelConfig, QkNorm
+from specinfer.models.ranges import InnerRange, PipelineStage, Ranges, RecurrenceRange
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
 _ROWS: Final = 16  # interleaved rows of a matrix
@@ -75,6 +80,8 @@ class Shard:
                 str(size) for size in range(1, _MAX_RANKS + 1) if Shard(0, size, self.parts)._fits(config)
             ]
             cut = f", in {self.parts} parts of sums" if self.parts > 1 else ""
+            if config.recurrence is not None:
+                cut += f", and recurrent layers {_shown(config.recurrence)}"
             raise ConfigError(
                 f"tensor_parallel is {self.size}: with {config.num_heads} heads in {config.num_kv_heads} "
                 f"groups, and an MLP of {min(_inner_sizes(config))}{cut}, a rank would have none; allowed "
@@ -85,12 +92,16 @@ class Shard:
                 f"tensor_parallel is {self.size}: a {config.family} model norms the queries of all heads "
                 "together, which ranks cannot divide; use pipeline_parallel, which divides whole layers"
             )
-        o, down = self._head_sums(config), self._column_sums(config.intermediate_size)
+        o = self._sums_over(config.num_heads, config.num_kv_heads, config.head_dim)
+        down = self._column_sums(config.intermediate_size)
         experts, of_expert, of_shared = config.experts, InnerRange(), InnerRange()
         if experts is not None:
             of_expert, of_shared = self._inner(experts.size), self._inner(experts.shared_size)
+        recurrence, of_recurrence = self._recurrence(config)
         if self.size == 1:
-            sums = Ranges(o=o, down=down, experts=of_expert, shared_expert=of_shared)
+            sums = Ranges(
+                o=o, down=down, experts=of_expert, shared_expert=of_shared, recurrence=of_recurrence
+            )
             return config if o is None else replace(config, part=sums)
         (queries, keys), inner = own, self.columns(config.intermediate_size)
         head, vocab, alibi = config.head_dim, self.vocab(config.vocab_size), config.alibi
@@ -106,6 +117,7 @@ class Shard:
             alibi=alibi,
             intermediate_size=len(inner),
             experts=experts,
+            recurrence=recurrence,
             part=Ranges(
                 queries=range(queries.start * head, queries.stop * head),
                 keys=range(keys.start * head, keys.stop * head),
@@ -116,6 +128,7 @@ class Shard:
                 down=down,
                 experts=of_expert,
                 shared_expert=of_shared,
+                recurrence=of_recurrence,
             ),
         )
 
@@ -130,20 +143,63 @@ class Shard:
         return all(
             shard.heads(*heads) and all(map(shard.columns, sizes)) and shard.vocab(config.vocab_size)
             for shard in self._all
+        ) and (config.recurrence is None or all(shard._divides(config.recurrence) for shard in self._all))
+
+    def _divides(self, r: Recurrence) -> bool:
+        """True if this rank has a part of recurrent blocks."""
+        if self.size == 1:
+            return True
+        if r.kind is LayerKind.SHORT_CONV:
+            return bool(self.columns(r.channels))
+        own, each = self.heads(r.heads, r.groups, r.value_size), r.heads // r.groups
+        # A norm is over a whole group, or one head.
+        whole = own is not None and not (own[0].start % each or own[0].stop % each)
+        normed_alone = r.norm is GateNorm.NONE or r.norm_groups == r.heads
+        return own is not None and not r.tiled and (whole or normed_alone)
+
+    def _recurrence(self, config: ModelConfig) -> tuple[Recurrence | None, RecurrenceRange]:
+        """The sizes of this rank's part of recurrent blocks, and its ranges."""
+        r = config.recurrence
+        if r is None:
+            return None, RecurrenceRange()
+        if r.kind is LayerKind.SHORT_CONV:
+            columns, sums = self.columns(r.channels), self._column_sums(r.channels)
+            if self.size == 1:
+                return r, RecurrenceRange(sums=sums)
+            return replace(r, channels=len(columns)), RecurrenceRange(columns, conv=(columns,), sums=sums)
+        sizes = r.heads, r.groups, r.value_size
+        own, sums = self.heads(*sizes), self._sums_over(*sizes)
+        if self.size == 1 or own is None:
+            return r, RecurrenceRange(sums=sums)
+        heads, groups = own
+        values = range(heads.start * r.value_size, heads.stop * r.value_size)
+        keys = range(groups.start * r.key_size, groups.stop * r.key_size)
+        own_parts = [keys, keys, values] if r.kind is LayerKind.GATED_DELTA else [values, keys, keys]
+        conv, first = list[range](), 0
+        for part in own_parts:
+            conv.append(range(first + part.start, first + part.stop))
+            first += r.heads * r.value_size if part is values else r.groups * r.key_size
+        sliced = replace(
+            r,
+            heads=len(heads),
+            groups=len(groups),
+            channels=sum(map(len, conv)),
+            norm_groups=max(1, r.norm_groups * len(heads) // r.heads),
         )
+        return sliced, RecurrenceRange(values, keys, heads, tuple(conv), sums)
 
     def _inner(self, size: int) -> InnerRange:
         """This rank's part of MLPs of that size."""
         return InnerRange(self.columns(size) if self.size > 1 and size else None, self._column_sums(size))
 
-    def _head_sums(self, config: ModelConfig) -> SumParts | None:
+    def _sums_over(self, heads: int, groups: int, head_dim: int) -> SumParts | None:
         """The parts of the sums over heads; None if they are exact."""
         if self.parts == 1:
             return None
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        pieces = [piece for group in _pieces(*heads, self.parts) for piece in group]
-        ends = [0, *(piece.stop * config.head_dim for piece in pieces)]
-        begins = [own[0].start * config.head_dim for shard in self._all if (own := shard.heads(*heads))]
+        pieces = [piece for group in _pieces(heads, groups, head_dim, self.parts) for piece in group]
+        ends = [0, *(piece.stop * head_dim for piece in pieces)]
+        all_own = [shard.heads(heads, groups, head_dim) for shard in self._all]
+        begins = [own[0].start * head_dim for own in all_own if own is not None]
         return _parts(ends, begins, self.rank)
 
     def _column_sums(self, inner: int) -> SumParts | None:
@@ -219,6 +275,7 @@ class Layout:
             config,
             num_layers=behind - first,
             layer_windows=config.layer_windows[first:behind],
+            layer_kinds=config.layer_kinds[first:behind],
             layers_without_rope=frozenset(
                 i - first for i in config.layers_without_rope if first <= i < behind
             ),
@@ -231,6 +288,13 @@ def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
     bounds = tuple(map(ends.index, (*begins, ends[-1])))
     own = ends[bounds[rank] : bounds[rank + 1] + 1]
     return SumParts(tuple(end - own[0] for end in own[1:]), bounds, rank)
+
+
+def _shown(r: Recurrence) -> str:
+    if r.kind is LayerKind.SHORT_CONV:
+        return f"of {r.channels} channels"
+    normed = "" if r.norm is GateNorm.NONE or r.norm_groups == r.heads else ", each with a norm"
+    return f"of {r.heads} heads in {r.groups} groups{normed}{', tiled' if r.tiled else ''}"
 
 
 def _inner_sizes(config: ModelConfig) -> list[int]:

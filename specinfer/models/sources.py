@@ -6,9 +6,10 @@ tensor for each, and heads in which the two elements of a rotated pair are half 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Final
@@ -17,13 +18,21 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.kernels.recurrence_config import GATES, input_rows
 from specinfer.models.config import Experts, ModelConfig, QkNorm
 from specinfer.models.quantized.pieces import LastFew
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
+SHARED: Final = "mlp.shared_expert."
+# Stacks that have the parts of one head or group after another.
+GATED_QUERY: Final = ("self_attn.q_proj", "self_attn.gate_proj")
+QKVZ: Final = ("mixer.in_proj_q", "mixer.in_proj_k", "mixer.in_proj_v", "mixer.in_proj_z")
+FACTOR_GATE_X: Final = ("mixer.in_proj_factor", "mixer.in_proj_gate", "mixer.in_proj_x")
+BETA_A: Final = tuple(f"mixer.{name}" for name in GATES)
 Rows = range | tuple[int, ...]
 Inside = Mapping[str, str | tuple[str, ...]]
+_VECTORS: Final = ("mixer.decay", "mixer.skip", "mixer.norm.weight")
 _LAYER: Final = "model.layers."  # the decoder's prefix of names inside layers, before the layer's number
 _NUMBER: Final = re.compile(r"\.(\d+)\.")
 _ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
@@ -33,12 +42,21 @@ _ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_nor
 class Source:
     """A tensor of a file, and its rows that make up the decoder's tensor, in their order; None is all.
 
-    If `transposed`, they are columns of the file's tensor.
+    If `transposed`, they are columns of the file's tensor. If `log`, the file's x stands for -exp(x);
+    otherwise elements are multiplied by `factor`.
     """
 
     name: str
     rows: Rows | None = None
     transposed: bool = False
+    log: bool = False
+    flat: bool = False  # a vector that the file has as a matrix
+    factor: float = 1.0
+
+    @property
+    def changed(self) -> bool:
+        """True if elements differ from the file's."""
+        return self.log or self.factor != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +68,8 @@ class Names:
     """
 
     layers: str = _LAYER  # the prefix of names inside layers, before the layer's number
-    outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
+    # The file's name -> the decoder's; a tuple is stacked by rows, as many each as a row has columns.
+    outside: Inside = field(default_factory=dict)
     inside: Inside = field(default_factory=dict)  # a tuple is stacked by rows
     # Tensors with the matrices or biases of all experts concatenated, and the matrices of each expert in
     # them, by full names inside a layer.
@@ -78,22 +97,30 @@ class Names:
         in_layer = stem.startswith(self.layers) and between and number.isdecimal()
         if in_layer and config.experts is not None and (of_each := self.expert_stacks.get(f"{own}.{kind}")):
             return self._experts(name, f"{_LAYER}{number}.mlp.experts", of_each, config, config.experts)
-        if in_layer and (whole := self.whole.get(f"{own}.{kind}")):
-            return {f"{_LAYER}{number}.{whole}": Source(name)}
+        number, _, after = name.removeprefix(self.layers).partition(".")
+        if name.startswith(self.layers) and (whole := self.whole.get(after)):
+            return {f"{_LAYER}{number}.{whole}": Source(name, log=kind == "A_log")}
         if kind not in ("weight", "bias"):
             return {name: Source(name)}
         if not in_layer:
-            return {self.outside.get(stem, stem) + dot + kind: Source(name)}
+            there, size = self.outside.get(stem, stem), config.hidden_size
+            if isinstance(there, str):
+                return {there + dot + kind: Source(name)}
+            parts = (range(first * size, (first + 1) * size) for first in range(len(there)))
+            return {one + dot + kind: Source(name, rows) for one, rows in zip(there, parts, strict=True)}
         starred = _NUMBER.sub(".*.", own)
         inside = self.inside.get(starred, own)
+        if config.experts is None:  # one MLP is that which mixtures of the family have for all tokens
+            inside = _single(inside)
         if isinstance(inside, str) and (expert := _NUMBER.search(own)):
             inside = inside.replace("*", expert[1])
         stack = (inside,) if isinstance(inside, str) else inside
-        found = {}
+        found, factors = {}, dict(config.weight_factors)
         for part, rows in zip(stack, self._stacked(stack, config), strict=True):
             here = f"{_LAYER}{number}.{part}.{kind}"
             turned = own in self.transposed and kind == "weight"
-            found[here] = Source(name, self._in_order(here, rows, config), turned)
+            factor = factors.get(f"{part}.{kind}", 1.0)
+            found[here] = Source(name, self._in_order(here, rows, config), turned, factor=factor)
         return found
 
     def _experts(
@@ -114,23 +141,36 @@ class Names:
     def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:
         if len(stack) == 1:
             return [None]
-        if self.by_key_head and tuple(stack) == QKV:
-            return _by_key_head(config.num_heads, config.num_kv_heads, config.head_dim)
         rows = {
             "self_attn.q_proj": config.num_heads * config.head_dim,
+            "self_attn.gate_proj": config.num_heads * config.head_dim,
             "self_attn.k_proj": config.num_kv_heads * config.head_dim,
             "self_attn.v_proj": config.num_kv_heads * config.head_dim,
             "mlp.gate_proj": config.intermediate_size,
             "mlp.up_proj": config.intermediate_size,
         }
-        ends = accumulate((rows[part] for part in stack), initial=0)
+        if config.experts is not None:
+            rows |= {SHARED + name.removeprefix("mlp."): config.experts.shared_size for name in GATE_UP}
+        recurrence = config.recurrence
+        if recurrence is not None:
+            rows |= {f"mixer.{name}": count for name, count in input_rows(recurrence).items()}
+            rows |= {f"mixer.{name}": recurrence.heads for name in GATES}
+        counts = tuple(rows[part] for part in stack)
+        if tuple(stack) == GATED_QUERY:
+            return _by_group(config.num_heads, counts)
+        if self.by_key_head and tuple(stack) == QKV:
+            return _by_group(config.num_kv_heads, counts)
+        if recurrence is not None and tuple(stack) in (QKVZ, BETA_A):
+            return _by_group(recurrence.groups, counts)
+        ends = accumulate(counts, initial=0)
         return [range(start, stop) for start, stop in pairwise(ends)]
 
     def _in_order(self, name: str, rows: Rows | None, config: ModelConfig) -> Rows | None:
         """These rows, with those of rotated heads in the decoder's order."""
-        if config.rope is None or _ROTATED.search(name) is None:
+        if _ROTATED.search(name) is None:
             return rows
-        order = _head_order(config.head_dim, config.rope.rotated, self.neighbours)
+        rotated = None if config.rope is None else config.rope.rotated
+        order = _head_order(config.head_dim, rotated, self.neighbours)
         if order is None:
             return rows
         heads = config.num_heads if "self_attn.q_" in name else config.num_kv_heads
@@ -152,6 +192,7 @@ class Sources:
         """`shapes` are the file's tensors; `path` is for messages."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._sources: dict[str, Source] = {}
+        self._rows = {name: shape[0] for name, shape in shapes.items()}  # of the file's tensors
         self._turned = LastFew[Tensor](1)  # the transpose of a tensor, for its next rows
         for there, shape in shapes.items():
             found = names.sources(there, config)
@@ -170,6 +211,8 @@ class Sources:
                         f"{path}: tensors {self._sources[name].name!r} and {there!r} are both {name!r}; "
                         "get the file again"
                     )
+                if name.endswith(_VECTORS) and len(shape) > 1:  # as a matrix, in GGUF files
+                    source, shape = replace(source, flat=True), (math.prod(shape),)
                 self._sources[name] = source
                 self.shapes[name] = shape if source.rows is None else (len(source.rows), *shape[1:])
         inside = [f"{_LAYER}{layer}." for layer in range(config.num_layers)]
@@ -188,7 +231,18 @@ class Sources:
         if name not in self._sources:
             return torch.ones(stop - start)
         source = self._sources[name]
+        found = self._stored(name, source, read, start, stop)
+        if source.log:
+            return -torch.exp(found.float())
+        return found if source.factor == 1.0 else found.float() * source.factor
+
+    def _stored(
+        self, name: str, source: Source, read: Callable[[str, int, int], Tensor], start: int, stop: int
+    ) -> Tensor:
+        """These rows with the elements of the file."""
         there, rows = source.name, source.rows
+        if source.flat:
+            return read(there, 0, self._rows[there]).flatten()[start:stop]
         if source.transposed:
             chosen = range(self.shapes[name][0]) if rows is None else rows
             turned = self._turned.get(there, lambda: read(there, 0, self.shapes[name][1]).T)
@@ -227,14 +281,18 @@ def _reordered(rows: Rows, order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rows[head + place] for head in range(0, len(rows), size) for place in order)
 
 
+def _single(inside: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(inside, str):
+        return inside.replace(SHARED, "mlp.")
+    return tuple(name.replace(SHARED, "mlp.") for name in inside)
+
+
 @cache
-def _by_key_head(heads: int, kv_heads: int, size: int) -> tuple[Rows, Rows, Rows]:
-    """The rows of q, k and v in a stack that is grouped by key-value head."""
-    queries = heads // kv_heads * size
-    group = queries + 2 * size
-    starts = range(0, kv_heads * group, group)
-    return (
-        tuple(row for start in starts for row in range(start, start + queries)),
-        tuple(row for start in starts for row in range(start + queries, start + queries + size)),
-        tuple(row for start in starts for row in range(start + queries + size, start + group)),
+def _by_group(groups: int, counts: tuple[int, ...]) -> tuple[Rows, ...]:
+    """The rows of each of the stacked matrices of these sizes; each group has its part of all."""
+    size = sum(counts) // groups
+    ends = accumulate((count // groups for count in counts), initial=0)
+    return tuple(
+        tuple(row for first in range(0, groups * size, size) for row in range(first + begin, first + end))
+        for begin, end in pairwise(ends)
     )

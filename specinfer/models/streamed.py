@@ -36,7 +36,7 @@ from specinfer.models.placement import Placement
 from specinfer.models.prepared import PreparedFile, Record
 from specinfer.models.shared_sums import EmbeddingTable, TableOnDisk
 from specinfer.models.stream import LayerStream
-from specinfer.models.weight_memory import Weights, product_over
+from specinfer.models.weight_memory import Weights, first_matrices, product_over
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
@@ -146,17 +146,18 @@ class StreamedWeights(Weights):
         parts: SumParts | None = None,
         *,
         bias: bool = False,
+        gated: bool = True,
     ) -> list[Pair]:
         """See `Weights.gated`; experts are loaded when they are used."""
         experts = self._experts
         if experts is None or prefixes[0] not in experts.numbers:
-            return super().gated(prefixes, columns, parts, bias=bias)
+            return super().gated(prefixes, columns, parts, bias=bias, gated=gated)
         assert columns is None, "one process has all of a streamed model"
         return [
             experts.products(
                 prefix,
                 (
-                    self._expert_product([f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias, None),
+                    self._expert_product(first_matrices(prefix, gated=gated), bias, None),
                     self._expert_product([f"{prefix}.down_proj"], bias, parts),
                 ),
             )

@@ -103,6 +103,11 @@ class Weights:
         assert self.group is not None, "other ranks have the other rows"
         return ShardedTable(whole[rows.start : rows.stop].clone(), rows.start, len(whole), self.group)
 
+    def rows_on_disk(self, name: str) -> EmbeddingTable:
+        """The table of that name, whose rows stay in the file, whatever its format; in memory on a GPU."""
+        on_disk = self._reader.rows_on_disk(name) if self.device.type == "cpu" else None
+        return EmbeddingTable(self.tensor(name)) if on_disk is None else on_disk
+
     def linear(
         self,
         *names: str,
@@ -120,7 +125,7 @@ class Weights:
         part of the product has `rows` of each matrix, or `columns` of one; None is all. With `columns` it
         takes rows of that length, and returns the sum over all ranks. `parts` define the order in which sums
         of floats are added, on one rank or several. A `precise` product has float32 rows, weights and bias
-        for any dtype of the model, and is whole on every rank. `memory` is for the matrix, if it has a place.
+        for any dtype of the model, and no `columns`. `memory` is for the matrix, if it has a place.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -129,7 +134,13 @@ class Weights:
         channels, inner = self._reader.shape(matrices)
         if precise:
             b = torch.cat([self.exact(f"{name}.bias") for name in names]) if bias else None
-            return self._product(self._filled(matrices, self._precise(channels, inner)), b, inner, channels)
+            precise_weight = self._filled(matrices, self._precise(channels, inner))
+            if any(one is not None for one in rows):
+                all_rows, stacked = precise_weight, self._stacked(matrices, rows)
+                channels = sum(map(len, stacked))
+                precise_weight = self._precise(channels, inner)
+                cut(all_rows, stacked, range(inner), precise_weight)
+            return self._product(precise_weight, b, inner, channels)
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         if columns is not None or any(one is not None for one in rows):
             return self._part(matrices, b, rows, columns, parts, output_layer)
@@ -156,13 +167,15 @@ class Weights:
         parts: SumParts | None = None,
         *,
         bias: bool = False,
+        gated: bool = True,
     ) -> list[tuple[Product, Product]]:
         """The products of gated MLPs of one shape: one for gate_proj and up_proj, and one for down_proj.
 
+        MLPs that are not `gated` have up_proj alone.
         Their matrices are in adjacent memory. `columns` are this rank's part of the MLPs, and `parts` define
         how sums over all of them are added, as with `linear`. With `bias` each product has one.
         """
-        names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
+        names = [(first_matrices(prefix, gated=gated), f"{prefix}.down_proj") for prefix in prefixes]
         memory: Iterable[tuple[Weight | None, Weight | None]] = repeat((None, None), len(names))
         if columns is None and self._reader.quantization != "gguf":  # blocks of a file differ
             shapes = [
@@ -173,7 +186,7 @@ class Weights:
         # An expert's matrices are read in sequence, which is their order in a prepared file.
         return [
             (
-                self.linear(*both, bias=bias, rows=[columns, columns], memory=first),
+                self.linear(*both, bias=bias, rows=[columns] * len(both), memory=first),
                 self.linear(down, bias=bias, columns=columns, parts=parts, memory=last),
             )
             for (both, down), (first, last) in zip(names, memory, strict=True)
@@ -190,12 +203,7 @@ class Weights:
     ) -> Product:
         """The product with these ranges of matrices; the whole matrices are in memory temporarily."""
         channels, inner = self._reader.shape(matrices)
-        stacked, first = list[range](), 0
-        for name, part in zip_longest(matrices, rows):
-            count = self._reader.shape([name])[0]
-            own = range(count) if part is None else part
-            stacked.append(range(first + own.start, first + own.stop))
-            first += count
+        stacked = self._stacked(matrices, rows)
         within = range(inner) if columns is None else columns
         whole = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, None))
         largest = float(whole.scales.max()) if isinstance(whole, Int4Weight) else None
@@ -215,6 +223,16 @@ class Weights:
         if parts is None:
             return partial(exact_sum, product, self.group)
         return partial(branch_sum, product, parts, self.group)
+
+    def _stacked(self, matrices: Sequence[str], rows: Sequence[range | None]) -> list[range]:
+        """These rows of each matrix as rows of all, stacked; None is all."""
+        stacked, first = list[range](), 0
+        for name, part in zip_longest(matrices, rows):
+            count = self._reader.shape([name])[0]
+            own = range(count) if part is None else part
+            stacked.append(range(first + own.start, first + own.stop))
+            first += count
+        return stacked
 
     def _plain(self, matrices: Sequence[str]) -> bool:
         """True if matrices are read in the file's layout, because neither products nor files have another."""
@@ -293,6 +311,11 @@ class Weights:
             return [make(number) for number in range(count)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="layers") as pool:
             return [*pool.map(make, range(count))]
+
+
+def first_matrices(prefix: str, *, gated: bool) -> list[str]:
+    """The names of an MLP's matrices before its activation."""
+    return [f"{prefix}.gate_proj", f"{prefix}.up_proj"] if gated else [f"{prefix}.up_proj"]
 
 
 def product_over(

@@ -44,6 +44,7 @@ from specinfer.kernels.layout import (
     quantize_int8,
 )
 from specinfer.kernels.library import Library
+from specinfer.kernels.recurrence_config import GATES
 from specinfer.kernels.structures import BLOCK, FILE_KINDS, FLOAT_KINDS
 from specinfer.models.gguf import GGUFFile, elements_of
 from specinfer.models.hosted.folder import HostedFolder
@@ -61,6 +62,8 @@ READERS: Final = 2  # threads that read a tensor, or prepared layers
 _SERIAL: Final = 1 << 14
 # Tensors of routers, which are always float32.
 ROUTERS: Final = ("mlp.gate.weight", "mlp.gate.bias", "mlp.shared_expert_gate.weight")
+# Matrices that are always float32.
+FLOAT32: Final = (*ROUTERS, *(f"mixer.{name}.weight" for name in (*GATES, "conv")))
 _Reader = Callable[[int, int], Tensor]  # start row, end row -> rows
 
 
@@ -202,8 +205,16 @@ class WeightReader:
     def table_on_disk(self, name: str) -> TableOnDisk | None:
         """The embeddings of a model in its file's blocks, which stay there; None for other tables."""
         stored = None if self.keeps else table_in_file(self._file, self.quantization, name)
-        if stored is None:
+        return None if stored is None else self._table_on_disk(name, stored)
+
+    def rows_on_disk(self, name: str) -> TableOnDisk | None:
+        """A table that stays in its file for any quantization; None if its rows are not there."""
+        stored = self._file.stored(name) if isinstance(self._file, GGUFFile | SafetensorsFolder) else None
+        if stored is None or not isinstance(stored.rows, range):
             return None
+        return self._table_on_disk(name, stored)
+
+    def _table_on_disk(self, name: str, stored: StoredRows) -> TableOnDisk:
         self.mark_read([name])
         inner = self._shapes[name][1]
 

@@ -13,12 +13,13 @@ from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.file_blocks import blocks_bytes
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
-from specinfer.models.decoder import decoder_shapes
+from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.experts import EXPERTS
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.open_model import OpenModel, open_model
+from specinfer.models.per_layer import PER_LAYER_TABLE
 from specinfer.models.placement import ExpertMemory
-from specinfer.models.weight_reader import ROUTERS, blocks_file, table_in_file
+from specinfer.models.weight_reader import FLOAT32, blocks_file, table_in_file
 from specinfer.speculation_config import Quantization
 
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
@@ -46,7 +47,7 @@ def estimate_bytes(
         return weight_bytes(opened.config, dtype, kernels, quantization)
     size = table_bytes(opened, dtype, quantization)
     for name, shape in opened.shapes.items():
-        if name != _TABLE:
+        if name not in (_TABLE, PER_LAYER_TABLE):
             floats = len(shape) < 2 or name.endswith(LOOKED_UP)
             size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
     if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the table
@@ -65,7 +66,7 @@ def weight_bytes(
     if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
         size = 0  # on another stage, or PyTorch multiplies with the embeddings
     for name, shape in decoder_shapes(config).items():
-        if name == "lm_head.weight":
+        if name in ("lm_head.weight", PER_LAYER_TABLE):  # the output layer is counted, the table is on disk
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
             size += len(part.table) * config.hidden_size * dtype.itemsize
@@ -122,7 +123,7 @@ def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantizatio
 def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a single matrix; stacked with other blocks it may take more."""
     shape = model.shapes[name]
-    if quantization == "gguf" and not name.endswith(ROUTERS):
+    if quantization == "gguf" and not name.endswith(FLOAT32):
         if (form := blocks_file(model).block_form(name)) is not None:
             return blocks_bytes(math.prod(shape[:-1]), shape[-1], form)
         quantization = "none"
@@ -131,7 +132,7 @@ def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization:
 
 def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a matrix after specinfer's quantization, if any."""
-    if name.endswith(ROUTERS):
+    if name.endswith(FLOAT32):
         return math.prod(shape) * 4
     if quantization == "none":
         return math.prod(shape) * dtype.itemsize

@@ -16,8 +16,11 @@ from specinfer.errors import DamagedFileError, ModelError, ModelFileError, Unhos
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.machine import release_free_memory
+from specinfer.models.altup import AltUpDecoder
+from specinfer.models.beside import MixtureDecoder
 from specinfer.models.config import ModelConfig
-from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.draft_memory import DraftMemory
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder
@@ -134,7 +137,7 @@ def load_streamed(
             table_in_memory=table_in_memory,
             draft_memory=draft_memory,
         )
-        built = Decoder(part or model.config, weights)
+        built = native_model(part or model.config, weights)
         weights.check(show)
     release_free_memory()
     return built
@@ -244,7 +247,7 @@ def prepare(
             show.showing(file_bytes(model, matrices), f"preparing {title}"),
             WeightReader(model, dtype, show, quantization, kept, kernels.products.library) as reader,
         ):
-            Decoder(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
+            native_model(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
         if _identity(model, kind, dtype) != made_from:
             raise ModelFileError(f"{model.path} was changed while {title} was prepared; start again")
         kept.finish()
@@ -260,7 +263,15 @@ def _built(file: OpenModel, config: ModelConfig, weights: Weights) -> LanguageMo
             return HostedModel(file, weights)
         except UnhostedError as error:
             raise ModelError(f"{file.path.name} {error}: transformers' code cannot run it here") from error
-    return Decoder(config, weights)
+    return native_model(config, weights)
+
+
+def native_model(config: ModelConfig, weights: Weights) -> Decoder:
+    """The decoder of a config."""
+    if config.altup is not None:
+        return AltUpDecoder(config, weights)
+    beside = config.experts is not None and config.experts.beside
+    return (MixtureDecoder if beside else Decoder)(config, weights)
 
 
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:

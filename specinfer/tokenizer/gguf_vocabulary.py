@@ -1,7 +1,7 @@
-"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", "gemma4").
 
 A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer. SentencePiece BPE merges the
-pair whose union has the highest score, so its merges are listed in order of the scores.
+pair whose union has the highest score, so its merges are listed in order of the scores, except Gemma 4's.
 `write_tokenizer` writes such a tokenizer as files for transformers.
 """
 
@@ -33,6 +33,7 @@ END_TOKENS = frozenset(
         "<|im_end|>",  # ChatML: Qwen, SmolLM
         "<|endoftext|>",
         "<end_of_turn>",  # Gemma
+        "<turn|>",  # Gemma 4
         "<eos>",
         "<|eot_id|>",  # Llama 3
         "<|eom_id|>",
@@ -73,6 +74,10 @@ _BLANKS = rf"\s*[\r\n]+|{_SPACES}"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _QWEN2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
+_QWEN35 = (
+    rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+)
 _LLAMA3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
 # Words that also end between a lower-case and an upper-case letter.
 _CASES = (
@@ -103,6 +108,7 @@ _RULES: Final[Mapping[str, PreTokenizer]] = {
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez": PreTokenizer((_QWEN2,), nfc=True),
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
     "ufakzeka": PreTokenizer((rf"{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}",)),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": PreTokenizer(
@@ -154,10 +160,13 @@ def read_vocabulary(header: GgufHeader) -> Tokenizer:
         backend, add_bos = _byte_level(metadata, tokens, types)
     elif kind == "llama":
         backend, add_bos = _sentencepiece(metadata, tokens, types), True
+    elif kind == "gemma4":
+        backend, add_bos = _sentencepiece(metadata, tokens, types, _merges(metadata)), True
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     else:
         raise ModelFileError(
-            f"{header.path} has a tokenizer of kind {kind!r}; supported: 'gpt2' (byte-level BPE) and "
-            "'llama' (SentencePiece BPE): use the model's safetensors folder instead"
+            f"{header.path} has a tokenizer of kind {kind!r}; supported: 'gpt2' (byte-level BPE), 'llama' "
+            "and 'gemma4' (SentencePiece BPE): use the model's safetensors folder instead"
         )
     bos, eos = metadata.token_id("bos_token_id", tokens), metadata.token_id("eos_token_id", tokens)
     ends = {eos, metadata.token_id("eot_token_id", tokens), metadata.token_id("eom_token_id", tokens)}
@@ -220,12 +229,8 @@ def _byte_level(
             "use the model's safetensors folder instead"
         )
     rules = PRE_TOKENIZERS[name]
-    merges = [tuple(merge.split(" ")) for merge in gguf_texts(metadata.header, "merges")]
-    if not {2}.issuperset(map(len, merges)):
-        raise ModelFileError(f"{metadata.header.path}: a merge is not a pair of tokens; damaged file")
-    backend = _backend(
-        metadata, {"vocab": first_ids(tokens), "merges": merges, "ignore_merges": rules.ignore_merges}
-    )
+    bpe = {"vocab": first_ids(tokens), "merges": _merges(metadata), "ignore_merges": rules.ignore_merges}
+    backend = _backend(metadata, bpe)
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
@@ -237,7 +242,17 @@ def _byte_level(
     return backend, rules.add_bos
 
 
-def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _merges(metadata: _Metadata) -> list[tuple[str, ...]]:
+    merges = [tuple(merge.split(" ")) for merge in gguf_texts(metadata.header, "merges")]
+    if not {2}.issuperset(map(len, merges)):
+        raise ModelFileError(f"{metadata.header.path}: a merge is not a pair of tokens; damaged file")
+    return merges
+
+
+def _sentencepiece(
+    metadata: _Metadata, tokens: list[str], types: list[int], merges: list[tuple[str, ...]] | None = None
+) -> tokenizers.Tokenizer:
+    """SentencePiece BPE with these merges; None: those of the scores."""
     scores = metadata.numbers("scores", gguf_value(metadata.header, "scores"))
     if len(scores) != len(tokens):
         raise ModelFileError(
@@ -257,7 +272,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
         metadata,
         {
             "vocab": ids,
-            "merges": _merges_by_score(tokens, scores, types, ids),
+            "merges": _merges_by_score(tokens, scores, types, ids) if merges is None else merges,
             "unk_token": None if unknown is None else tokens[unknown],
             "fuse_unk": True,
             "byte_fallback": BYTE in types,

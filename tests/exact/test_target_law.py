@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from specinfer import LLM
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -24,8 +26,12 @@ from tests.adapters import write_adapter
 from tests.engines import ENGINE, runner_of
 from tests.hosted import load_hosted, save_tiny
 from tests.kernels import kernels
-from tests.switched import SWITCHED, build
+from tests.parity.families import save_random
+from tests.parity.gguf_files import write_gguf
+from tests.states import StateRunner
+from tests.switched import RECURRENT, SWITCHED, build
 from tests.tiny_models import write_pair, write_tiny_mixture
+from tests.unit.runtime.test_row_independence import differing_chunks
 
 from .enumeration import all_trees
 
@@ -33,6 +39,15 @@ CPU = torch.device("cpu")
 TEXT = [5, 17, 39, 3, 9, 31]  # then the root
 ROOT, TOKENS, DEEPEST = 12, (7, 23), 3
 TABLE = [2, 0, 3]
+# Sizes that blocks of 32 divide.
+HYBRIDS: dict[str, dict[str, object]] = {
+    "lfm2": {},
+    "qwen3.5": {},
+    "qwen3-next": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "granite-hybrid": {"mamba_d_head": 32, "shared_intermediate_size": 64},
+    "falcon-h1": {"mamba_d_ssm": 64},
+    "nemotron-h": {},
+}
 TREES = [*all_trees(vocab=2, max_nodes=DEEPEST + 1)]
 Forward = Callable[[Rows], Tensor]
 
@@ -69,9 +84,9 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
     return tuple(path)
 
 
-def loaded(path: Path, cache: Path, quantization: str) -> Forward:
+def load_native(path: Path, cache: Path, quantization: str) -> LanguageModel:
     """A model of a file or folder, computed by native kernels."""
-    model = load_model(
+    return load_model(
         path,
         dtype=torch.float32,
         device=CPU,
@@ -79,7 +94,10 @@ def loaded(path: Path, cache: Path, quantization: str) -> Forward:
         quantization=quantization,
         cache=cache,
     )
-    return of_runner(ModelRunner(model, num_blocks=4, block_size=4))
+
+
+def loaded(path: Path, cache: Path, quantization: str) -> Forward:
+    return of_runner(ModelRunner(load_native(path, cache, quantization), num_blocks=4, block_size=4))
 
 
 def of_runner(runner: ModelRunner) -> Forward:
@@ -90,13 +108,24 @@ def of_runner(runner: ModelRunner) -> Forward:
 @pytest.mark.parametrize("name", SWITCHED)
 def test_decoders_with_every_switch(name: str, quantization: str) -> None:
     model = build(SWITCHED[name], kernels("native"), torch.float32, quantization)
-    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+    assert differing(of_runner(StateRunner(model, num_blocks=4, block_size=4))) == []
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
     folder = write_tiny_mixture(tmp_path, shared_size=24)
     assert differing(loaded(folder, tmp_path / "kept", quantization)) == []
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+def test_hybrids_in_the_blocks_of_their_files(tmp_path: Path, name: str, kind: GGMLQuantizationType) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **HYBRIDS[name]}
+    write_gguf(save_random(name, tmp_path, tied=False, **sizes), tmp_path / "model.gguf", kind=kind)
+    model = load_native(tmp_path / "model.gguf", tmp_path / "kept", "gguf")
+    assert differing(of_runner(StateRunner(model, num_blocks=4, block_size=4))) == []
+    assert differing_chunks(StateRunner(model, num_blocks=4, block_size=128), (1, 7, 64), 120) == []
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -132,10 +161,10 @@ def test_adapters(tmp_path: Path, own_cache: None, quantization: str) -> None:
         assert not torch.equal(with_it, forward(Rows(TEXT, 0, TABLE, len(TEXT) - 1))), "it says something"
 
 
-def test_a_node_that_sees_its_sibling_is_found() -> None:
-    """The mistake that all of this is to find: a causal mask over the rows of a tree."""
-    model = build(SWITCHED["mpt"], kernels("native"))
-    runner = ModelRunner(model, num_blocks=4, block_size=4)
+@pytest.mark.parametrize("name", ["mpt", *RECURRENT])
+def test_a_node_that_sees_its_sibling_is_found(name: str) -> None:
+    """The mistake that all of this is to find: a causal mask, or a chain, over the rows of a tree."""
+    runner = StateRunner(build(SWITCHED[name], kernels("native")), num_blocks=4, block_size=4)
 
     def causal(rows: Rows) -> Tensor:
         return runner.forward([Rows(rows.token_ids, rows.start, rows.block_table, rows.logits_from)])

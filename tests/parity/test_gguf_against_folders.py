@@ -5,33 +5,50 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import read_header
 from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.gguf import GGUFFile
+from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.models.weights import load_model
+from specinfer.runtime.batch import Rows
+from specinfer.speculation_config import Quantization
+from tests.kernels import kernels
+from tests.states import StateRunner
 
 from .families import CASES, save_random
 from .gguf_files import write_gguf
+from .test_against_transformers import PROMPT, TOLERANCE, logits_of
 
 # Without what GGUF has no keys for: ReLU, windows of some layers, scales of scores, layers with and without
-# rope in another order than every fourth, ALiBi in Falcon, and StarCoder with many key heads.
+# rope in another order than every fourth, ALiBi in Falcon, and StarCoder with many key heads. Tensors of
+# Falcon-H1 have their factors there, and Bamba's rotated heads another order.
 NOT_WRITTEN = {
     *("llama-relu", "llama-llama3-rope", "llama-linear-rope", "mistral", "qwen2-window", "gemma3-softcap"),
     *("opt", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
-    "mixtral",
+    *("mixtral", "gemma3n-unscaled"),
+    *("bamba", "falcon-h1", "falcon-h1-normed", "falcon-h1-behind", "nemotron-h-alone"),
+    "qwen3.5-same-heads",  # kinds of layers in no order
     *("helium", "cwm", "falcon-rw", "starcoder-heads", "starcoder2", "gpt-neox-serial", "stablelm-parallel"),
 }
 MORE = {
+    "granite-hybrid-limits": {"time_step_limit": (0.0, float("inf"))},
     "gemma3": {"query_pre_attn_scalar": 16, "rope_parameters": None},
     "gemma2": {"query_pre_attn_scalar": 16},
     "smollm3": {"no_rope_layers": None, "num_hidden_layers": 5},
     "mpt-heads": {"attn_config": {"clip_qkv": 0.5}},
     "starcoder2": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
+    "qwen3.5": {"linear_num_value_heads": 2},
+    "qwen3.5-moe": {"linear_num_value_heads": 2},
+    "qwen3-next-dense": {"norm_topk_prob": True},
+    "lfm2-moe-softer": {"use_expert_bias": True},
     "gpt-neox-serial": {},
     "stablelm-parallel": {},
 }
@@ -64,7 +81,7 @@ def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
     assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
     assert file.shapes == folder.shapes
     for tensor, shape in folder.shapes.items():
-        offset = folder.config.norm_weight_offset if "norm" in tensor else 0.0
+        offset = folder.config.norm_weight_offset if "norm" in tensor and "mixer" not in tensor else 0.0
         here, there = (model.read_rows(tensor, 0, shape[0]) for model in (folder, file))
         assert torch.equal(here + offset, there), tensor
     assert is_of(fingerprint(file), folder)
@@ -95,3 +112,59 @@ def test_a_quantized_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> N
     file = GGUFFile(read_header(tmp_path / "model.gguf"))
     assert is_of(fingerprint(file), folder)
     assert is_of(fingerprint(folder), file)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "falcon-h1-behind"])
+def test_tensors_of_a_falcon_h1_have_their_factors(name: str, tmp_path: Path) -> None:
+    unbiased = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False)
+    theirs = save_random(name, tmp_path, tied=False, **unbiased)
+    write_gguf(theirs, tmp_path / "model.gguf")
+    ours = load_model(tmp_path / "model.gguf", dtype=torch.float32, device=torch.device("cpu"))
+    got = StateRunner(ours, num_blocks=4, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
+    torch.testing.assert_close(got, logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    theirs = save_random("nemotron-h", tmp_path, tied=False)
+    further = {
+        "blk.5.attn_norm.weight": np.ones(32, np.float32),
+        "blk.5.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
+    }
+    write_gguf(
+        theirs, tmp_path / "model.gguf", add=further, sizes={"block_count": 6, "nextn_predict_layers": 1}
+    )
+    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+    assert file.config.num_layers == 5
+    assert file.shapes == SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"]).shapes
+
+
+@pytest.mark.parametrize("quantization", ["none", "gguf"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_value_heads_in_the_order_of_llama_cpp(name: str, quantization: Quantization, tmp_path: Path) -> None:
+    """The file's config and matrices differ from the folder's, and its logits do not."""
+    theirs = save_random(name, tmp_path, tied=False)
+    write_gguf(theirs, tmp_path / "model.gguf")
+    ours = load_model(
+        tmp_path / "model.gguf",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=kernels("native"),
+        quantization=quantization,
+    )
+    assert ours.config.recurrence is not None
+    assert ours.config.recurrence.tiled
+    got = StateRunner(ours, num_blocks=4, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
+    assert (got - logits_of(theirs, PROMPT)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("end", ["ssm_a", "ssm_conv1d.weight"])
+def test_a_file_without_a_tensor_of_a_recurrence_is_refused(end: str, tmp_path: Path) -> None:
+    theirs = save_random("qwen3.5", tmp_path, tied=False)
+    ours = {"ssm_a": "A_log", "ssm_conv1d.weight": "conv1d.weight"}[end]
+    state = {
+        name: one for name, one in theirs.state_dict().items() if not name.endswith(f"0.linear_attn.{ours}")
+    }
+    theirs.state_dict = lambda: state
+    write_gguf(theirs, tmp_path / "model.gguf")
+    with pytest.raises(ModelFileError, match=r"model\.layers\.0\.mixer"):
+        open_model(tmp_path / "model.gguf")

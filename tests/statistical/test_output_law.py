@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from specinfer.verify.target_law import target_law
 from tests import goodness
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels
+from tests.switched import RECURRENT, SWITCHED, switched_tiny
 
 pytestmark = pytest.mark.slow  # thousands of requests
 
@@ -114,6 +116,15 @@ def test_three_tokens_follow_the_targets_law(
     tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     assert p_value(tiny, options, sampling) > 1e-4
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("options", [{}, {"draw": "iid"}, {"prefix_reuse": False, "lookup": True}], ids=str)
+def test_the_law_of_models_with_recurrent_layers(tiny: Tiny, name: str, options: dict[str, Any]) -> None:
+    flat = replace(SWITCHED[name], vocab_size=VOCAB, max_context=32, logit_scale=0.5)
+    hybrid = switched_tiny(flat, tiny.tokenizer)
+    drafted = {"drafts": TWO, "verifier": "mss", "expansion": (2, 2), **options}
+    assert p_value(hybrid, drafted, ONE) > 1e-4
 
 
 @pytest.mark.parametrize(

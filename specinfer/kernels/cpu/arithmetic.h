@@ -6,17 +6,18 @@
 
 namespace specinfer {
 
-inline Floats fma(Floats a, Floats b, Floats c) {
+// a b + c, rounded once, of one register.
+[[gnu::always_inline]] inline Floats::Part fma_part(Floats::Part a, Floats::Part b, Floats::Part c) {
 #if defined(__AVX512F__)
-  return std::bit_cast<Floats>(_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]));
+  return (Floats::Part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
-  return by_parts<float>([](auto x, auto y, auto z) { return _mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); },
-                         a, b, c);
+  return (Floats::Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  return by_parts<float>(
-      [](auto x, auto y, auto z) { return vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }, a, b, c);
+  return (Floats::Part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
+
+[[gnu::always_inline]] inline Floats fma(Floats a, Floats b, Floats c) { return by_parts<float>(fma_part, a, b, c); }
 
 inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 

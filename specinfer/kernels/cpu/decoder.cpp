@@ -8,7 +8,7 @@ namespace specinfer {
 
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
                   const void* const* values, const Taps& taps, void* read, void* logits) {
-  const int64_t count = paths.rows, size = decoder.layers[0].qkv.inner;
+  const int64_t count = paths.rows, size = decoder.layers[0].size();
   const auto [lowest, highest] = std::minmax_element(rows.positions, rows.positions + count);
   if (*lowest < 0) return Fault::kPosition;
   for (int64_t n = 0; n < decoder.num_rotations; ++n) {
@@ -31,14 +31,19 @@ Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& 
       copy_rows(type, x, y, x, size, count, size);
     }
   }
-  const int64_t half = decoder.layers[0].heads.head / 2;
-  Rope ropes[3] = {};
-  if (decoder.num_rotations > 0) {
-    ropes[0] = ropes[1] = decoder.rotations[0].of(rows.positions, count, half);
-    if (decoder.num_rotations > 1) ropes[1] = decoder.rotations[1].of(rows.positions, count, half);
+  int64_t half[3] = {};  // of the heads of each rope
+  for (int64_t i = 0; i < decoder.num_layers; ++i) {
+    const Layer& layer = decoder.layers[i];
+    if (layer.qkv.weight != nullptr) half[layer.rope] = layer.heads.head / 2;
   }
-  const Left left =
-      run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, keys, values, x, y, taps, rows.adapted);
+  Rope ropes[3] = {};
+  if (decoder.num_rotations > 1) {
+    for (int64_t n = 0; n < 2; ++n) ropes[n] = decoder.rotations[n].of(rows.positions, count, half[n]);
+  } else if (decoder.num_rotations > 0) {
+    ropes[0] = ropes[1] = decoder.rotations[0].of(rows.positions, count, std::max(half[0], half[1]));
+  }
+  const Left left = run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, keys, values, x, y, taps,
+                               rows.adapted, rows.states, rows.per_layer);
   if (left.lost) return Fault::kLost;
   {
     const Timed timed(Stage::kNorm);

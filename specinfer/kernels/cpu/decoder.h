@@ -32,6 +32,8 @@ struct DecoderRows {
   const int64_t* chosen;
   int64_t num_chosen;
   const AdaptedRows* adapted;  // null: no row has an adapter
+  const States* states;        // null: no layer has a recurrence
+  PerLayerInputs per_layer;
 };
 
 enum class Fault : int32_t { kNone, kToken, kPosition, kLost };

@@ -19,7 +19,10 @@ void each_row(int64_t rows, int64_t size, const F& f) {
   });
 }
 
-void choose(const float* logits, int64_t count, int64_t each, bool normalized, int64_t* chosen, float* weights) {
+float sigmoid_of(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+void choose(const float* logits, int64_t count, int64_t each, bool normalized, const Scores& scores, int64_t* chosen,
+            float* weights) {
   if (!std::all_of(logits, logits + count, [](float logit) { return std::isfinite(logit); })) {
     for (int64_t n = 0; n < each; ++n) {
       chosen[n] = n;
@@ -27,7 +30,18 @@ void choose(const float* logits, int64_t count, int64_t each, bool normalized, i
     }
     return;
   }
-  const auto before = [&](int64_t a, int64_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
+  const Scratch::Mark mark;
+  const float* values = logits;  // the largest win
+  if (scores.sigmoid != 0) {
+    auto* const made = Scratch::get().take<float>(count);
+    for (int64_t e = 0; e < count; ++e) {
+      made[e] = sigmoid_of(logits[e]) + (scores.bias == nullptr ? 0.0f : scores.bias[e]);
+    }
+    values = made;
+  }
+  const auto before = [&](int64_t a, int64_t b) {
+    return values[a] > values[b] || (values[a] == values[b] && a < b);
+  };
   int64_t found = 0;  // number of chosen experts, best first
   for (int64_t e = 0; e < count; ++e) {
     if (found == each && !before(e, chosen[each - 1])) continue;
@@ -38,6 +52,12 @@ void choose(const float* logits, int64_t count, int64_t each, bool normalized, i
   const float largest = logits[chosen[0]];
   std::sort(chosen, chosen + each);
   float sum = 0.0f;
+  if (scores.sigmoid != 0) {
+    for (int64_t n = 0; n < each; ++n) sum += weights[n] = sigmoid_of(logits[chosen[n]]);
+    const float divisor = normalized ? sum + scores.epsilon : 1.0f;
+    for (int64_t n = 0; n < each; ++n) weights[n] = weights[n] / divisor * scores.scale;
+    return;
+  }
   for (int64_t n = 0; n < each; ++n) sum += weights[n] = std::exp(logits[chosen[n]] - largest);
   if (!normalized) {
     sum = 0.0f;
@@ -56,7 +76,8 @@ struct Routes {
     const int64_t each = experts.per_token, all = count * each;
     auto* const chosen = scratch.take<int64_t>(all);
     auto* const own = scratch.take<float>(all);
-    choose_experts(logits, experts.router.channels, count, experts.count, each, experts.normalized != 0, chosen, own);
+    choose_experts(logits, experts.router.channels, count, experts.count, each, experts.normalized != 0,
+                   experts.scores, chosen, own);
     auto* const ends = scratch.take<int64_t>(experts.count + 2);  // from 1 on: next free place of each expert
     std::fill_n(ends, experts.count + 2, 0);
     for (int64_t p = 0; p < all; ++p) ++ends[chosen[p] + 2];
@@ -74,23 +95,12 @@ struct Routes {
   }
 };
 
-// x converted to float32.
-const float* widened_rows(Type type, const void* x, int64_t rows, int64_t size) {
-  if (type == Type::kFloat32) return static_cast<const float*>(x);
-  auto* const to = Scratch::get().take<float>(rows * size);
-  const auto* const from = static_cast<const BFloat16*>(x);
-  each_row(rows, size, [&](int64_t r) {
-    for (int64_t i = r * size, end = i + size; i < end; i += kLanes) store(to + i, load(from + i, end - i), end - i);
-  });
-  return to;
-}
-
 }  // namespace
 
 void choose_experts(const float* logits, int64_t stride, int64_t rows, int64_t count, int64_t each, bool normalized,
-                    int64_t* chosen, float* weights) {
+                    const Scores& scores, int64_t* chosen, float* weights) {
   each_row(rows, count, [&](int64_t r) {
-    choose(logits + r * stride, count, each, normalized, chosen + r * each, weights + r * each);
+    choose(logits + r * stride, count, each, normalized, scores, chosen + r * each, weights + r * each);
   });
 }
 
@@ -143,7 +153,7 @@ void run_experts(const Experts& experts, Type type, Activation activation, const
     }
     {
       const Timed timed(Stage::kGate);
-      gate(type, activation, gate_up, inner, count, last.inner);
+      (experts.gated != 0 ? gate : activate)(type, activation, gate_up, inner, count, last.inner);
     }
     const Timed timed(Stage::kProduct);
     multiply(last, {inner, type, count}, made);
@@ -167,7 +177,11 @@ void run_experts(const Experts& experts, Type type, Activation activation, const
     if (!run(experts.shared_gate_up, experts.shared_down, x, rows)) return;
     const Timed timed(Stage::kGate);
     auto* const open = scratch.take<float>(rows);
-    open_gates(logits + experts.count, stride, rows, open);
+    if (experts.shared_gated != 0) {
+      open_gates(logits + experts.count, stride, rows, open);
+    } else {
+      std::fill_n(open, rows, 1.0f);
+    }
     add_weighted(type, total, made, nullptr, open, rows, size);
   }
   const Timed timed(Stage::kGate);

@@ -21,6 +21,9 @@ struct Norm {
 void add_norm(Type type, void* x_TD, const void* y_TD, const Norm& norm, void* out_RD, const int64_t* chosen_R,
               int64_t rows, int64_t size, bool in_place);
 
+// x as float32: x itself, or a copy in Scratch.
+const float* widened_rows(Type type, const void* x_TD, int64_t rows, int64_t size);
+
 // out = x + y, if there is a y; rows of out are `stride` elements apart. out may be x.
 void copy_rows(Type type, const void* x_TD, const void* y_TD, void* out, int64_t stride, int64_t rows, int64_t size);
 
@@ -31,17 +34,44 @@ void scale_rows(Type type, void* x_TD, float factor, int64_t rows, int64_t size)
 void clip_rows(Type type, void* x_TD, float limit, int64_t rows, int64_t size);
 
 // Numbered as in kernels/structures.py.
-enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kClampedSwish, kActivations };
+enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kClampedSwish, kRelu2, kActivations };
 
 // out = act(gate) * up; a row holds gate, then up. With kClampedSwish up becomes clamp(up, -7, 7) + 1.
 void gate(Type type, Activation activation, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
 
+// out = act(gate) * up; rows of up are `stride` elements apart.
+void gate_beside(Type type, Activation activation, const void* gate_TF, const void* up, int64_t stride, void* out_TF,
+                 int64_t rows, int64_t size);
+
 // out = act(x).
 void activate(Type type, Activation activation, const void* x_TF, void* out_TF, int64_t rows, int64_t size);
+
+// values *= sigmoid(gates), whose rows are `stride` elements apart.
+void open_values(Type type, const void* gates, int64_t stride, void* values_TF, int64_t rows, int64_t size);
 
 // out = table rows of `ids`, times scale; returns false and does nothing if an id is outside the table.
 bool embed(Type type, const void* table_VD, int64_t entries, const int64_t* ids_T, float scale, void* out_TD,
            int64_t rows, int64_t size);
+
+// The residual streams of Gemma 3n, in altup.cpp: [T, count, size], of which `active` is the one that layers compute.
+struct Streams {
+  int64_t count, size, active;
+};
+
+constexpr int64_t kMostStreams = 8;
+
+// out = x_j + the sum of x_k * f_jk, and its active stream, [T, D]. Factors are coefficients, [S * S, S], times the
+// tanh of routed, [T, S], / D; both are float32.
+void predict_streams(Type type, const Streams& streams, const void* x_TSD, const float* routed,
+                     const float* coefficients, void* out_TSD, void* active_TD, int64_t rows);
+
+// x_j += (behind - before) * (f_j + 1), with coefficients [S, S].
+void correct_streams(Type type, const Streams& streams, void* x_TSD, const float* routed, const float* coefficients,
+                     const void* before_TD, const void* behind_TD, int64_t rows);
+
+// Subtracts each row's mean and that many standard deviations; negative values become 0. Rows are `stride` elements
+// apart.
+void cut_off(Type type, void* gates, int64_t stride, float deviations, int64_t rows, int64_t size);
 
 // The heads of an attention block, as in kernels/structures.py.
 struct Heads {
@@ -54,6 +84,11 @@ struct Heads {
   const float* slopes;  // [N], ALiBi slopes; or null
   int32_t rounded;      // ALiBi as in Falcon (models/config.py)
   const void* sinks;    // [N], logits without a value; or null
+  int32_t gated;        // rows of q, k and v go on with a gate [N H] (open_values)
+  // Matrices beside that of queries. 2: keys, values; 1: keys, which before norm and rotation are the values; 0: K and
+  // V are in the cache already.
+  int32_t kv_matrices = 2;
+  int32_t value_norm;  // values become v / rms(v)
 };
 
 // Normalizes and rotates query and key heads, writes K and V to the rows' slots and queries to q_TNH. cos, sin:

@@ -14,17 +14,42 @@ Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
   return {own_cos, own_sin};
 }
 
+namespace {
+
+// True if a rank is lost that shares one of the layer's sums.
+bool layer_lost(const Layer& layer) {
+  const Experts* const experts = layer.experts;
+  return lost(layer.o) || lost(experts != nullptr ? experts->down[0] : layer.down) ||
+         (layer.recurrence != nullptr && lost(layer.recurrence->last));
+}
+
+}  // namespace
+
+int64_t Layer::size() const {
+  if (qkv.weight != nullptr) return qkv.inner;
+  if (recurrence != nullptr) return recurrence->first.inner;
+  return experts != nullptr ? experts->router.inner : up.inner;
+}
+
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
                 const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
-                const AdaptedRows* adapted) {
+                const AdaptedRows* adapted, const States* states, const PerLayerInputs& per_layer) {
   const Scratch::Mark mark;
-  const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
+  const int64_t rows = paths.rows, size = layers[0].size(), element = type == Type::kBFloat16 ? 2 : 4;
   int64_t wide = 0, inside = 0, attended = 0, beside = 0;
   for (int64_t i = 0; i < count; ++i) {
     wide = std::max({wide, layers[i].qkv.channels, layers[i].up.channels});
     inside = std::max(inside, layers[i].down.inner);
     attended = std::max(attended, layers[i].o.inner);
-    if (layers[i].parallel != 0) beside = size;
+    if (const Recurrence* const its = layers[i].recurrence) {
+      wide = std::max(wide, its->first.channels);
+      inside = std::max(inside, its->last.inner);
+    }
+    if (layers[i].parallel != 0 || (layers[i].recurrence != nullptr && layers[i].qkv.weight != nullptr)) beside = size;
+    if (const PerLayer* const own = layers[i].per_layer) {
+      wide = std::max(wide, own->gate.channels);
+      inside = std::max(inside, own->out.inner);
+    }
   }
   const auto buffer = [&](int64_t width) { return Scratch::get().take<char>(rows * width * element); };
   void* const normed = buffer(size);
@@ -49,6 +74,10 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     if (after.weight != nullptr) add_norm(type, made, nullptr, after, made, nullptr, rows, size, true);
     if (layer.scale != 1.0f) scale_rows(type, made, layer.scale, rows, size);
     return made;
+  };
+  const auto add = [&](const void* made) {  // y += made
+    const Timed timed(Stage::kNorm);
+    copy_rows(type, y, made, y, size, rows, size);
   };
   const auto tap = [&](int64_t layer, const void* added) {
     const Timed timed(Stage::kNorm);
@@ -76,8 +105,32 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     {
       const Timed timed(Stage::kAttention);
       tree_attention(type, layer.heads, paths, queries, k, v, inner);
+      if (layer.heads.gated != 0) {
+        const int64_t width = layer.qkv.channels, own = layer.o.inner;
+        open_values(type, static_cast<char*>(product) + (width - own) * element, width, inner, rows, own);
+      }
     }
     times(layer.o, 4 * i + 1, inner, to);
+  };
+  const auto remember = [&](int64_t i, const void* from, const AdaptedRows* by, void* to) {
+    const Recurrence& its = *layers[i].recurrence;
+    const auto multiplied = [&](const Product& product, int64_t number, const void* x, void* made) {
+      const Timed timed(Stage::kProduct);
+      multiply_adapted(product, {x, type, rows}, by, number, made);
+    };
+    const Scratch::Mark gates_end;
+    float* gates = nullptr;
+    multiplied(its.first, 4 * i, from, product);
+    if (its.gates.weight != nullptr) {
+      const Timed timed(Stage::kProduct);
+      gates = Scratch::get().take<float>(rows * its.gates.channels);
+      multiply(its.gates, {widened_rows(type, from, rows, size), Type::kFloat32, rows}, gates);
+    }
+    {
+      const Timed timed(Stage::kRecurrence);
+      recur(its, type, product, gates, *states, rows, inner);
+    }
+    multiplied(its.last, 4 * i + 1, inner, to);
   };
   const auto think = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
@@ -90,23 +143,57 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     times(layer.down, 4 * i + 3, inner, to);
   };
 
+  // The term of per-layer inputs, of x.
+  const auto add_per_layer = [&](const Layer& layer, const void* from) {
+    const PerLayer& own = *layer.per_layer;
+    {
+      const Timed timed(Stage::kProduct);
+      multiply(own.gate, {from, type, rows}, product);
+    }
+    {
+      const Timed timed(Stage::kGate);
+      const char* const inputs = static_cast<const char*>(per_layer.rows) + own.first * element;
+      gate_beside(type, layer.activation, product, inputs, per_layer.width, inner, rows, own.gate.channels);
+    }
+    const Timed timed(Stage::kProduct);
+    multiply(own.out, {inner, type, rows}, y);
+  };
+
   const void* added = nullptr;
   for (int64_t i = 0; i < count; ++i) {
     const Layer& layer = layers[i];
-    const void* given = entered(added, layer.before_attention);
-    tap(i, nullptr);  // everything has been added to x
-    attend(i, given, y);
-    if (layer.parallel != 0) {
-      if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);
-      think(i, given, other);
-      const Timed timed(Stage::kNorm);
-      copy_rows(type, y, other, y, size, rows, size);
+    const bool attends = layer.qkv.weight != nullptr, remembers = layer.recurrence != nullptr;
+    const bool thinks = layer.experts != nullptr || layer.up.weight != nullptr;
+    if (attends || remembers) {
+      const void* given = entered(added, layer.before_attention);
+      tap(i, nullptr);  // everything has been added to x
+      if (attends) attend(i, given, y);
+      if (remembers) remember(i, given, attends ? nullptr : adapted, attends ? other : y);
+      if (attends && remembers) add(other);
+      if (layer.parallel != 0) {
+        if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);
+        think(i, given, other);
+        add(other);
+      } else {
+        added = left(layer, y, layer.after_attention);
+        if (thinks) think(i, entered(added, layer.before_mlp), y);
+      }
     } else {
-      added = left(layer, y, layer.after_attention);
-      think(i, entered(added, layer.before_mlp), y);
+      const void* const given = entered(added, layer.before_mlp);
+      tap(i, nullptr);
+      think(i, given, y);
     }
-    if (lost(layer.experts != nullptr ? layer.experts->down[0] : layer.down)) return {nullptr, true};
-    added = left(layer, y, layer.after_mlp);
+    if (layer_lost(layer)) return {nullptr, true};
+    if (thinks) added = left(layer, y, layer.after_mlp);
+    if (layer.per_layer != nullptr) {
+      add_per_layer(layer, entered(added, {}));
+      added = left(layer, y, layer.per_layer->after);
+    }
+    if (layer.factor != nullptr) {
+      const Timed timed(Stage::kNorm);
+      scale_rows(type, x, *layer.factor, rows, size);
+      scale_rows(type, y, *layer.factor, rows, size);
+    }
   }
   tap(count, added);
   return {added, false};

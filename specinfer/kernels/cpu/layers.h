@@ -7,10 +7,19 @@
 #include "layer_ops.h"
 #include "low_rank.h"
 #include "profile.h"
+#include "recurrence.h"
 
 namespace specinfer {
 
-// As in kernels/structures.py; a norm without a weight is absent.
+// x += after(out(act(gate(x)) * p)), where p are a row's elements from `first` on of the inputs of all layers.
+struct PerLayer {
+  Product gate, out;
+  Norm after;
+  int64_t first;
+};
+
+// As in kernels/structures.py; a norm or product without a weight is absent. A layer without qkv has no attention, one
+// without `up` and experts no MLP.
 struct Layer {
   Norm before_attention, before_mlp, after_attention, after_mlp;
   Heads heads;
@@ -24,6 +33,17 @@ struct Layer {
   float clip;   // limit of the values of q, k and v; 0: none
   float scale;  // factor of each term added to x
   const Experts* experts;  // replace `up` and `down`, unless null
+  const Recurrence* recurrence;  // replaces attention, or is added to it; null: none
+  const PerLayer* per_layer;     // null: none
+  const float* factor;           // of the layer's output; null: 1
+
+  int64_t size() const;  // D
+};
+
+// The per-layer inputs of each row, [T, width]; null if there are none.
+struct PerLayerInputs {
+  const void* rows;
+  int64_t width;
 };
 
 // Rotations of each row, [T, H / 2]; null if there are none.
@@ -53,11 +73,13 @@ struct Left {
   bool lost;  // a rank was lost, and the results are invalid
 };
 
-// Runs `count` layers. ropes: by number; keys, values: caches [P, K, H] of each layer. x [T, D] is the residual
-// stream; the term still to be added to it is in y [T, D]. adapted: rows with adapters, where layer i's products have
-// numbers from 4 i on; null: no row has one.
+// Runs `count` layers. ropes: by number; keys, values: caches [P, K, H] of each layer with attention. x [T, D] is the
+// residual stream; the term still to be added to it is in y [T, D]. adapted: rows with adapters, where layer i's products
+// have numbers from 4 i on, and those of a recurrence without attention the numbers of qkv and o; null: no row has one.
+// states: of the layers with a recurrence, if there are any.
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
                 const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
-                const AdaptedRows* adapted = nullptr);
+                const AdaptedRows* adapted = nullptr, const States* states = nullptr,
+                const PerLayerInputs& per_layer = {});
 
 }  // namespace specinfer

@@ -11,6 +11,7 @@
 #include "lookups.h"
 #include "low_rank.h"
 #include "memory.h"
+#include "recurrence.h"
 #include "sampling.h"
 #include "stream.h"
 #include "tiles.h"
@@ -116,11 +117,31 @@ void specinfer_gate(int32_t type, int32_t activation, const void* gate_up, void*
   gate(static_cast<Type>(type), static_cast<Activation>(activation), gate_up, out, rows, size);
 }
 
-void specinfer_choose_experts(const float* logits, int64_t stride, int64_t rows, int64_t count, int64_t each,
-                              int32_t normalized, int64_t* chosen, float* weights) {
+void specinfer_predict_streams(int32_t type, const Streams* streams, const void* x, const float* routed,
+                               const float* coefficients, void* out, void* active, int64_t rows) {
+  const Claim claim;
+  const Timed timed(Stage::kNorm);
+  predict_streams(static_cast<Type>(type), *streams, x, routed, coefficients, out, active, rows);
+}
+
+void specinfer_correct_streams(int32_t type, const Streams* streams, void* x, const float* routed,
+                               const float* coefficients, const void* before, const void* behind, int64_t rows) {
+  const Claim claim;
+  const Timed timed(Stage::kNorm);
+  correct_streams(static_cast<Type>(type), *streams, x, routed, coefficients, before, behind, rows);
+}
+
+void specinfer_cut_off(int32_t type, void* gates, int64_t stride, float deviations, int64_t rows, int64_t size) {
   const Claim claim;
   const Timed timed(Stage::kGate);
-  choose_experts(logits, stride, rows, count, each, normalized != 0, chosen, weights);
+  cut_off(static_cast<Type>(type), gates, stride, deviations, rows, size);
+}
+
+void specinfer_choose_experts(const float* logits, int64_t stride, int64_t rows, int64_t count, int64_t each,
+                              int32_t normalized, const Scores* scores, int64_t* chosen, float* weights) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  choose_experts(logits, stride, rows, count, each, normalized != 0, *scores, chosen, weights);
 }
 
 void specinfer_open_gates(const float* logits, int64_t stride, int64_t rows, float* open) {
@@ -163,6 +184,22 @@ void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* pat
   const Claim claim;
   const Timed timed(Stage::kAttention);
   tree_attention(static_cast<Type>(type), *heads, *paths, q, k_cache, v_cache, out);
+}
+
+int32_t specinfer_fault_of_states(const States* states, int64_t rows) { return fault_of(*states, rows); }
+
+void specinfer_recur(const Recurrence* block, int32_t type, const void* made, const float* gates, const States* states,
+                     int64_t rows, void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kRecurrence);
+  recur(*block, static_cast<Type>(type), made, gates, *states, rows, out);
+}
+
+// Multiplies values by the sigmoids of their gates.
+void specinfer_open_values(int32_t type, const void* gates, int64_t stride, void* values, int64_t rows, int64_t size) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  open_values(static_cast<Type>(type), gates, stride, values, rows, size);
 }
 
 int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const void* const* keys,

@@ -7,7 +7,7 @@
 
 namespace specinfer {
 
-enum class Stage : int32_t { kNorm, kProduct, kRope, kAttention, kGate, kEmbed, kStages };
+enum class Stage : int32_t { kNorm, kProduct, kRope, kAttention, kGate, kEmbed, kRecurrence, kStages };
 
 class Profile {
  public:

@@ -66,11 +66,23 @@ void rotate_head(const T* from, const T* weight, float root, const Rotation& rot
   }
 }
 
+// to = from / rms(from), if `norm`.
+template <typename T>
+void store_value(const T* from, bool norm, float eps, int64_t head, T* to) {
+  if (!norm) {
+    std::copy(from, from + head, to);
+    return;
+  }
+  const Floats root = root_of(from, head, eps);
+  for (int64_t i = 0; i < head; i += kLanes) store(to + i, load(from + i, head - i) * root, head - i);
+}
+
 }  // namespace
 
 void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
                     const float* sin, void* k_cache, void* v_cache, void* q) {
-  const int64_t head = heads.head, width = heads.heads + 2 * heads.kv_heads;
+  const int64_t head = heads.head;
+  const int64_t width = heads.heads * (heads.gated != 0 ? 2 : 1) + heads.kv_matrices * heads.kv_heads;
   const Rotation rotation{cos, sin, heads.eps};
   by_type(type, [&](auto element) {
     using T = decltype(element);
@@ -87,9 +99,13 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
           }
         };
         rotate(heads.heads, heads.q_norm, static_cast<T*>(q) + r * heads.heads * head);
+        if (heads.kv_matrices == 0) continue;
         const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads * head;
+        const T* v = heads.kv_matrices == 1 ? x : x + heads.kv_heads * head;
         rotate(heads.kv_heads, heads.k_norm, static_cast<T*>(k_cache) + at);
-        std::copy(x, x + heads.kv_heads * head, static_cast<T*>(v_cache) + at);
+        for (int64_t n = 0; n < heads.kv_heads; ++n, v += head) {
+          store_value(v, heads.value_norm != 0, heads.eps, head, static_cast<T*>(v_cache) + at + n * head);
+        }
       }
     });
   });

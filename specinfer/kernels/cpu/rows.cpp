@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "layer_ops.h"
+#include "scratch.h"
 
 namespace specinfer {
 namespace {
@@ -34,6 +35,18 @@ void clip_rows(Type type, void* x, float limit, int64_t rows, int64_t n) {
     v = select(v > limit, Floats(limit), v);
     return select(v < -limit, Floats(-limit), v);
   });
+}
+
+const float* widened_rows(Type type, const void* x, int64_t rows, int64_t n) {
+  if (type == Type::kFloat32) return static_cast<const float*>(x);
+  auto* const to = Scratch::get().take<float>(rows * n);
+  const auto* const from = static_cast<const BFloat16*>(x);
+  Pool::get().split(rows, kPieceElements / n + 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      for (int64_t i = r * n, end = i + n; i < end; i += kLanes) store(to + i, load(from + i, end - i), end - i);
+    }
+  });
+  return to;
 }
 
 void copy_rows(Type type, const void* x, const void* y, void* out, int64_t stride, int64_t rows, int64_t n) {

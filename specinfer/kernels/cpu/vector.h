@@ -235,7 +235,7 @@ inline Ints widened(const int8_t* from) {
   });
 }
 
-inline Words widened(const uint16_t* from) {
+[[gnu::always_inline]] inline Words widened(const uint16_t* from) {
   return load_narrow<uint32_t>(from, [](const uint16_t* x) {
 #if defined(__AVX512F__)
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
@@ -247,7 +247,7 @@ inline Words widened(const uint16_t* from) {
   });
 }
 
-inline Floats load(const BFloat16* from) {
+[[gnu::always_inline]] inline Floats load(const BFloat16* from) {
   return bits_as<float>(widened(reinterpret_cast<const uint16_t*>(from)) << 16);
 }
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -32,6 +33,7 @@ from specinfer.kernels.low_rank import (
     matrix_bytes,
     part_bytes,
 )
+from specinfer.kernels.recurrence_config import input_rows
 from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
@@ -54,25 +56,46 @@ class Slot(NamedTuple):
 
 
 def slots(config: ModelConfig) -> dict[str, Slot]:
-    """The decoder's matrices that may have adapters, by name without `.weight`; experts may not."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    in_layer = {
-        "self_attn.q_proj": (QKV, range(q), hidden),
-        "self_attn.k_proj": (QKV, range(q, q + kv), hidden),
-        "self_attn.v_proj": (QKV, range(q + kv, q + 2 * kv), hidden),
-        "self_attn.o_proj": (OUT, range(hidden), q),
-        "mlp.up_proj": (UP, range(inner), hidden),
-        "mlp.down_proj": (DOWN, range(hidden), inner),
-    }
-    if config.gated_mlp:
-        in_layer["mlp.gate_proj"] = UP, range(inner), hidden
-        in_layer["mlp.up_proj"] = UP, range(inner, 2 * inner), hidden
+    """The decoder's matrices that may have adapters, by name without `.weight`; experts may not.
+
+    Beside attention a recurrent block may not, either.
+    """
     return {
-        f"model.layers.{layer}.{name}": Slot(PER_LAYER * layer + product, channels, size)
+        f"model.layers.{layer}.{name}": slot._replace(product=PER_LAYER * layer + slot.product)
         for layer in range(config.num_layers)
-        for name, (product, channels, size) in in_layer.items()
-        if config.experts_of(layer) is None or not name.startswith("mlp.")
+        for name, slot in _slots_in_layer(config, layer).items()
+    }
+
+
+def _slots_in_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    """The matrices of one layer, with the numbers of its products."""
+    hidden, inner, own = config.hidden_size, config.inner_of(layer), config.heads_of(layer)
+    q, kv = config.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    found: dict[str, Slot] = {}
+    if layer in config.attention_layers:
+        first = {"q_proj": q}
+        if config.cache_of(layer) == layer:
+            first |= {"k_proj": kv} if own.values_are_keys else {"k_proj": kv, "v_proj": kv}
+        if config.gated_attention:
+            first["gate_proj"] = q
+        found = _stacked("self_attn.", first, QKV, hidden)
+        found["self_attn.o_proj"] = Slot(OUT, range(hidden), q)
+    elif layer in config.recurrent_layers and (r := config.recurrence) is not None:
+        found = _stacked("mixer.", input_rows(r), QKV, hidden)
+        found["mixer.out_proj"] = Slot(OUT, range(hidden), r.heads * r.value_size or r.channels)
+    if config.experts_of(layer) is None and layer not in config.layers_without_mlp:
+        names = ("gate_proj", "up_proj")[not config.gated_mlp :]
+        found |= _stacked("mlp.", dict.fromkeys(names, inner), UP, hidden)
+        found["mlp.down_proj"] = Slot(DOWN, range(hidden), inner)
+    return found
+
+
+def _stacked(prefix: str, rows: Mapping[str, int], product: int, inner: int) -> dict[str, Slot]:
+    """Matrices that a product stacks, by name, with their rows."""
+    ends = accumulate(rows.values(), initial=0)
+    return {
+        f"{prefix}{name}": Slot(product, range(begin, end), inner)
+        for name, (begin, end) in zip(rows, pairwise(ends), strict=True)
     }
 
 
@@ -81,6 +104,7 @@ class AdaptedMatrix(NamedTuple):
 
     slot: Slot
     rows: Rows | None  # rows of the module; None is all
+    factor: float  # of these rows
 
 
 class AdaptedModule(NamedTuple):
@@ -95,17 +119,19 @@ def modules(config: ModelConfig) -> dict[str, AdaptedModule]:
     """The linear modules of a model that may have adapters, by their names in Hugging Face files."""
     names, there = HF_FAMILIES[config.family.value].names, slots(config)
     kinds = dict.fromkeys(name.split(".", 3)[3] for name in there)
-    stacked = {part for one in names.inside.values() for part in ((one,) if isinstance(one, str) else one)}
-    own = [*names.inside, *(kind for kind in kinds if kind not in stacked)]
     found: dict[str, AdaptedModule] = {}
     for layer in range(config.num_layers):
-        for kind in own:
+        inside = set[str]()  # matrices that have another name in files
+        for kind in (*names.inside, *kinds):
             name = f"{names.layers}{layer}.{kind}"
             sources = names.sources(f"{name}.weight", config)
-            rows = {one.removesuffix(".weight"): source.rows for one, source in sources.items()}
-            if rows.keys() <= there.keys():
-                matrices = tuple(AdaptedMatrix(there[one], some) for one, some in rows.items())
+            parts = {one.removesuffix(".weight"): source for one, source in sources.items()}
+            if parts.keys() <= there.keys() and kind not in inside:
+                matrices = tuple(
+                    AdaptedMatrix(there[one], source.rows, source.factor) for one, source in parts.items()
+                )
                 found[name] = AdaptedModule(name, layer, matrices)
+                inside |= {one.split(".", 3)[3] for one in parts}
     return found
 
 
@@ -181,7 +207,8 @@ class PeftFolder:
                 ranks = range(first, first + len(down))
                 for matrix in one.module.matrices:
                     rows = up if matrix.rows is None else up[torch.tensor([*matrix.rows], device=device)]
-                    parts.append(LowRankPart(matrix.slot.channels, ranks, rows.contiguous(), one.scale))
+                    scale = one.scale * matrix.factor
+                    parts.append(LowRankPart(matrix.slot.channels, ranks, rows.contiguous(), scale))
                 downs.append(down)
                 first = ranks.stop
             term = LowRank(torch.cat(downs), parts)
@@ -230,6 +257,7 @@ class PeftFolder:
                     "biases, embeddings and modules_to_save are not supported: merge it into the model"
                 )
             module = _TEXT_PART.sub("", match[1], count=1)
+            module = module.replace("backbone.", "model.", 1)  # in Nemotron-H's own code
             if module not in known:
                 raise ModelError(
                     f"tensor {name!r} is for a module that cannot have adapters here; allowed: "
@@ -240,8 +268,14 @@ class PeftFolder:
             if not own.adapts(match[1], known[module].layer):
                 key = "layers_to_transform" if own.layers is not None else "target_modules"
                 raise ModelFileError(f"tensor {name!r} is for a module that {key} does not include")
+        # Families have several names for some matrices.
+        adapted = {one.slot for module in halves for one in known[module].matrices}
         missing = next(
-            (one for one in known.values() if own.adapts(one.name, one.layer) and one.name not in halves),
+            (
+                one
+                for one in known.values()
+                if own.adapts(one.name, one.layer) and not {part.slot for part in one.matrices} <= adapted
+            ),
             None,
         )
         if missing is not None:
@@ -287,5 +321,5 @@ class PeftFolder:
 
 
 def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:
-    """The modules of a layer."""
-    return [name.rsplit(".", 1)[1] for name, one in known.items() if one.layer == 0]
+    """The modules of layers."""
+    return [*dict.fromkeys(name.rsplit(".", 1)[1] for name in known)]

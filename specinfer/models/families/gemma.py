@@ -21,38 +21,22 @@ from specinfer.models.positions import Rope, ropes_by_layer_type
 from specinfer.models.sources import Names
 
 # Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
-_GEMMA_3: Final = defaults(
-    eps=1e-6,
-    context=131072,
-    tied=True,
-    vocab_size=262208,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    sliding_window_pattern=6,
-    rope_theta=1e6,
-    rope_local_base_freq=1e4,
-    hidden_activation="gelu_pytorch_tanh",
-)
-_GEMMA_2: Final = defaults(
-    eps=1e-6,
-    context=8192,
-    tied=True,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    final_logit_softcapping=30.0,
-    attn_logit_softcapping=50.0,
-    hidden_activation="gelu_pytorch_tanh",
-)
+HEADS: Final[Fields] = {
+    **defaults(eps=1e-6, context=131072, tied=True, num_attention_heads=8, num_key_value_heads=4),
+    **{"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"},
+}
+_GEMMA_3: Final[Fields] = {
+    **{**HEADS, "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6},
+    **{"vocab_size": 262208, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+}
+_GEMMA_2: Final[Fields] = {
+    **{**HEADS, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    **{"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+}
 _GEMMA: Final = defaults(
     eps=1e-6, context=8192, tied=True, num_key_value_heads=16, head_dim=256, hidden_act="gelu_pytorch_tanh"
 )
-_KEYS: Final = replace(BIASED, activation="hidden_activation")
+KEYS: Final = replace(BIASED, activation="hidden_activation")
 _BOTH: Final[Mapping[str, Any]] = {"norm_place": NormPlace.BOTH}
 _OFFSET: Final[Mapping[str, Any]] = {"norm_weight_offset": 1.0}  # in GGUF files weights have it already
 _GELU: Final[Mapping[str, Any]] = {"activation": Activation.GELU_TANH}
@@ -100,8 +84,9 @@ def _gguf_scale(config: ModelConfig, largest: int) -> float:
     return float(scalar**-0.5)
 
 
-def _ropes(c: Fields) -> tuple[Rope, Rope]:
-    theta, local_theta = positive(c, "rope_theta", 1e4), positive(c, "rope_local_base_freq", 1e4)
+def ropes(c: Fields) -> tuple[Rope, Rope]:
+    """The embeddings of layers without a window, and of those with one."""
+    theta, local_theta = positive(c, "rope_theta", 1e6), positive(c, "rope_local_base_freq", 1e4)
     return ropes_by_layer_type(c, head_dim(c), theta=theta, local_theta=local_theta)
 
 
@@ -166,14 +151,14 @@ def _olmo_2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 _ONES: Final = ("model.norm", "input_layernorm", "post_attention_layernorm")
 HF: Final = (
     HfFamily(Family.GEMMA, _GEMMA, BIASED, _scaled, _OFFSET, given=_with_exact_name),
-    HfFamily(Family.GEMMA2, _GEMMA_2, _KEYS, _gemma2, {**_OFFSET, **_BOTH}),
+    HfFamily(Family.GEMMA2, _GEMMA_2, KEYS, _gemma2, {**_OFFSET, **_BOTH}),
     HfFamily(
         Family.GEMMA3,
         _GEMMA_3,
-        _KEYS,
+        KEYS,
         _gemma3,
         {**_OFFSET, **_BOTH, "qk_norm": QkNorm.HEAD},
-        ropes=_ropes,
+        ropes=ropes,
         also=("gemma3_text",),
     ),
     HfFamily(

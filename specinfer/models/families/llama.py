@@ -45,16 +45,12 @@ _MINISTRAL: Final = defaults(
     eps=1e-5, context=262144, num_key_value_heads=8, head_dim=128, sliding_window=None
 )
 _MINISTRAL_ROPE: Final[Fields] = {
-    "rope_type": "yarn",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
+    **{"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1},
 }
 _QWEN: Final = defaults(eps=1e-6, context=32768, sliding_window=4096, max_window_layers=28)
 _QWEN_VL: Final[Fields] = {**_QWEN, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_window_layers": 80}
+_QWEN_VL_NAMES: Final = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
 _QWEN3_VL: Final = defaults(eps=1e-6, context=128000, head_dim=128, rope_theta=500000.0)
 _SMOLLM3: Final = defaults(
     eps=1e-6, context=32768, tied=True, num_key_value_heads=4, no_rope_layer_interval=4, rope_theta=2000000.0
@@ -69,12 +65,8 @@ _CWM: Final = defaults(
     eps=1e-5, context=131072, num_key_value_heads=8, head_dim=128, sliding_window=8192, rope_theta=1000000.0
 )
 _CWM_ROPE: Final[Fields] = {
-    "rope_type": "llama3",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    **{"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
 }
 _CWM_ENDS: Final = (128001, 128008, 128009)  # end-of-text ids if config.json has none
 _EXAONE: Final = defaults(
@@ -84,14 +76,10 @@ _EXAONE_NORMS: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.HEAD, "norm_place":
 _GRANITE: Final = defaults(eps=1e-6, context=2048)
 _PHI: Final = defaults(eps=1e-5, context=4096, original_max_position_embeddings=4096)
 _OLD_NAMES: Final = ("su", "yarn")  # earlier names of longrope
-_GLM: Final = defaults(
-    eps=1.5625e-07,
-    context=131072,
-    num_key_value_heads=2,
-    head_dim=128,
-    partial_rotary_factor=0.5,
-    attention_bias=True,
-)
+_GLM: Final[Fields] = {
+    **defaults(eps=1.5625e-07, context=131072, num_key_value_heads=2, head_dim=128),
+    **{"partial_rotary_factor": 0.5, "attention_bias": True},
+}
 _GLM_ENDS: Final = (151329, 151336, 151338)  # end-of-text ids if config.json has none
 _GLM_KEYS: Final = ConfigKeys(qkv_bias="attention_bias")
 _GLM_4: Final[Mapping[str, Any]] = {"norm_place": NormPlace.BOTH}
@@ -102,6 +90,10 @@ _FUSED_GGUF: Final = {"attn_qkv": QKV, "ffn_up": GATE_UP}
 def _qwen(config: ModelConfig, c: Fields) -> ModelConfig:
     first = integer(c, "max_window_layers")
     return replace(config, layer_windows=windows(c, switched_window(c), lambda layer: layer >= first))
+
+
+def _ministral_given(c: Fields) -> Fields:
+    return with_rope(c, _MINISTRAL_ROPE)
 
 
 def _ministral(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -204,30 +196,12 @@ def _glm(config: ModelConfig, c: Fields) -> ModelConfig:
 
 HF: Final = (
     HfFamily(Family.LLAMA, _LLAMA, ALL_BIASED),
+    HfFamily(Family.MISTRAL, _MINISTRAL, USUAL, _ministral, given=_ministral_given, also=("ministral3",)),
     HfFamily(Family.MISTRAL, _MISTRAL, USUAL, window_everywhere),
-    HfFamily(
-        Family.MISTRAL,
-        _MINISTRAL,
-        USUAL,
-        _ministral,
-        given=lambda c: with_rope(c, _MINISTRAL_ROPE),
-        also=("ministral3",),
-        variant=True,
-    ),
+    HfFamily(Family.QWEN2, _QWEN_VL, USUAL, _qwen, {"qkv_bias": True}, also=_QWEN_VL_NAMES),
     HfFamily(Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
-    HfFamily(
-        Family.QWEN2,
-        _QWEN_VL,
-        USUAL,
-        _qwen,
-        {"qkv_bias": True},
-        also=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
-        variant=True,
-    ),
+    HfFamily(Family.QWEN3, _QWEN3_VL, BIASED, fixed={"qk_norm": QkNorm.HEAD}, also=("qwen3_vl_text",)),
     HfFamily(Family.QWEN3, {**_QWEN, "head_dim": 128}, BIASED, _qwen, {"qk_norm": QkNorm.HEAD}),
-    HfFamily(
-        Family.QWEN3, _QWEN3_VL, BIASED, fixed={"qk_norm": QkNorm.HEAD}, also=("qwen3_vl_text",), variant=True
-    ),
     HfFamily(Family.SMOLLM3, _SMOLLM3, ALL_BIASED, _smollm3),
     HfFamily(Family.SEED_OSS, _SEED, replace(ALL_BIASED, o_bias="attention_out_bias")),
     HfFamily(Family.ERNIE4_5, _ERNIE, _ERNIE_KEYS, names=Names(neighbours=True)),

@@ -20,6 +20,7 @@ from specinfer.models.hf_config import (
     USUAL,
     HfFamily,
     but_every,
+    check_silu,
     defaults,
     switched_window,
     window_of,
@@ -31,54 +32,43 @@ from specinfer.models.sources import Names
 _MIXTRAL: Final = defaults(eps=1e-5, context=131072, rope_theta=1e6, num_experts_per_tok=2)
 _QWEN: Final = defaults(eps=1e-6, context=32768, decoder_sparse_step=1, norm_topk_prob=False)
 _QWEN2: Final[Fields] = {
-    **_QWEN,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "max_window_layers": 28,
+    **{**_QWEN, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    **{"shared_expert_intermediate_size": 5632, "max_window_layers": 28},
 }
-_QWEN3: Final[Fields] = {
-    **_QWEN,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
+_QWEN3: Final[Fields] = {**_QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _QWEN3_VL: Final[Fields] = {
-    **_QWEN3,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": True,
-    "rope_theta": 500000.0,
+    **{**_QWEN, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    **{"norm_topk_prob": True, "rope_theta": 500000.0},
 }
 _OLMOE: Final = defaults(eps=1e-5, context=4096, num_experts_per_tok=8, norm_topk_prob=False)
 _GRANITE: Final = defaults(eps=1e-6, context=2048, num_experts_per_tok=2)
-_GPT_OSS: Final = defaults(
-    eps=1e-5,
-    context=131072,
-    rope_theta=150000.0,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_experts_per_tok=4,
-    sliding_window=128,
-    attention_bias=True,
-)
+_GPT_OSS: Final[Fields] = {
+    **defaults(eps=1e-5, context=131072, rope_theta=150000.0, num_key_value_heads=8, head_dim=64),
+    **{"num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True},
+}
 _GPT_OSS_ROPE: Final[Fields] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
 }
 _GPT_OSS_FORM: Final[Mapping[str, Any]] = {"attention_sinks": True, "activation": Activation.CLAMPED_SWISH}
 _WHOLE_NORM: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.WHOLE}
-# Files have one matrix for each expert, or, in newer folders, stacks of all.
-_STACKS: Final = {
-    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.experts.down_proj": ("down_proj",),
-}
 
 
-def _mixture(config: ModelConfig, experts: Experts) -> ModelConfig:
+def expert_stacks(prefix: str) -> dict[str, tuple[str, ...]]:
+    """Stacks of all experts in newer folders; others have one matrix for each expert."""
+    return {f"{prefix}.gate_up_proj": ("gate_proj", "up_proj"), f"{prefix}.down_proj": ("down_proj",)}
+
+
+def numbered_names(theirs: str, ours: str) -> dict[str, str]:
+    """The names of an MLP's matrices that files number."""
+    parts = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    return {f"{theirs}.{number}": f"{ours}.{name}" for number, name in parts.items()}
+
+
+EXPERT_STACKS: Final = expert_stacks("mlp.experts")
+
+
+def with_experts(config: ModelConfig, experts: Experts) -> ModelConfig:
     """A config with these experts; without dense layers, its MLP size is that of an expert."""
     if len(experts.dense_layers) == config.num_layers:
         return config
@@ -93,7 +83,7 @@ def window_everywhere(config: ModelConfig, c: Fields) -> ModelConfig:
 
 def _mixtral(config: ModelConfig, c: Fields) -> ModelConfig:
     config = window_everywhere(config, c)
-    return _mixture(config, _of_inner_size(config, c, 8, normalized=True))
+    return with_experts(config, experts_of_inner_size(config, c, 8, normalized=True))
 
 
 def _number(c: Fields, default: int) -> int:
@@ -101,26 +91,37 @@ def _number(c: Fields, default: int) -> int:
     return integer(c, "num_experts", integer(c, "num_local_experts", default))
 
 
-def _of_inner_size(config: ModelConfig, c: Fields, default: int, *, normalized: bool) -> Experts:
+def experts_of_inner_size(config: ModelConfig, c: Fields, default: int, *, normalized: bool) -> Experts:
     """Experts in every layer, whose size is the key that other models use for MLPs."""
     size, each = config.intermediate_size, count(c, "num_experts_per_tok")
     return Experts(_number(c, default), each, size, normalized=normalized)
 
 
-def _of_qwen(c: Fields, layers: int, number: int, shared_size: int = 0) -> Experts:
-    only = c.get("mlp_only_layers") or []
-    if not isinstance(only, list) or not all(type(layer) is int and 0 <= layer < layers for layer in only):
-        raise ModelError(f"mlp_only_layers is {only!r}; expected a list of numbers below {layers}")
-    step = count(c, "decoder_sparse_step")
-    dense = {layer for layer in range(layers) if (layer + 1) % step}
+def experts_of(c: Fields, number: int, *, normalized: bool = True, **own: Any) -> Experts:
+    """That many experts, with the usual keys; `normalized` is a default."""
     return Experts(
         number,
         count(c, "num_experts_per_tok"),
         count(c, "moe_intermediate_size"),
-        normalized=boolean(c, "norm_topk_prob", False),
-        shared_size=shared_size,
-        dense_layers=frozenset({*only, *dense}),
+        normalized=boolean(c, "norm_topk_prob", normalized),
+        **own,
     )
+
+
+def sigmoid_experts(c: Fields, number: str, **own: Any) -> Experts:
+    """The same for routers with sigmoids; `number` is the key of how many there are."""
+    scale = positive(c, "routed_scaling_factor", 1.0)
+    return experts_of(c, count(c, number), sigmoid=True, scale=scale, **own)
+
+
+def experts_of_qwen(c: Fields, layers: int, number: int, shared_size: int = 0) -> Experts:
+    """The experts of a Qwen, in all layers but those that its keys except."""
+    only = c.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(type(layer) is int and 0 <= layer < layers for layer in only):
+        raise ModelError(f"mlp_only_layers is {only!r}; expected a list of numbers below {layers}")
+    step = count(c, "decoder_sparse_step")
+    dense = frozenset({*only, *(layer for layer in range(layers) if (layer + 1) % step)})
+    return experts_of(c, number, normalized=False, shared_size=shared_size, dense_layers=dense)
 
 
 def _qwen2(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -132,17 +133,17 @@ def _qwen2(config: ModelConfig, c: Fields) -> ModelConfig:
         qkv_bias=boolean(c, "qkv_bias", True),
     )
     size = count(c, "shared_expert_intermediate_size")
-    return _mixture(config, _of_qwen(c, config.num_layers, _number(c, 60), size))
+    return with_experts(config, experts_of_qwen(c, config.num_layers, _number(c, 60), size))
 
 
 def _qwen3(config: ModelConfig, c: Fields) -> ModelConfig:
     config = replace(config, layer_windows=windows(c, switched_window(c), lambda _: True))
-    return _mixture(config, _of_qwen(c, config.num_layers, _number(c, 128)))
+    return with_experts(config, experts_of_qwen(c, config.num_layers, _number(c, 128)))
 
 
 def _olmoe(config: ModelConfig, c: Fields) -> ModelConfig:
     normalized = boolean(c, "norm_topk_prob", False)
-    return _mixture(config, _of_inner_size(config, c, 64, normalized=normalized))
+    return with_experts(config, experts_of_inner_size(config, c, 64, normalized=normalized))
 
 
 def granite_factors(config: ModelConfig, c: Fields) -> ModelConfig:
@@ -162,20 +163,27 @@ def granite_logits(config: ModelConfig, head: GgufHead) -> ModelConfig:
 
 
 def _granite(config: ModelConfig, c: Fields) -> ModelConfig:
-    return _mixture(granite_factors(config, c), _of_inner_size(config, c, 8, normalized=True))
+    return with_experts(granite_factors(config, c), experts_of_inner_size(config, c, 8, normalized=True))
 
 
 def _gpt_oss(config: ModelConfig, c: Fields) -> ModelConfig:
     for key, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (value := number(c, key, known)) != known:
             raise ModelError(f"{key} is {value}; supported for gpt-oss: {known}")
-    if c.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"hidden_act is {c['hidden_act']!r}; supported for gpt-oss: 'silu'")
+    check_silu(c, "hidden_act", "gpt-oss")
     config = replace(config, layer_windows=windows(c, window_of(c), but_every(2)))
-    return _mixture(config, replace(_of_inner_size(config, c, 128, normalized=True), bias=True))
+    return with_experts(config, replace(experts_of_inner_size(config, c, 128, normalized=True), bias=True))
 
 
-_STACKED: Final = Names(expert_stacks=_STACKS)
+_STACKED: Final = Names(expert_stacks=EXPERT_STACKS)
+GRANITE_NAMES: Final = Names(
+    inside={"block_sparse_moe.router.layer": "mlp.gate", "block_sparse_moe.router": "mlp.gate"},
+    expert_stacks={
+        "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
+        "block_sparse_moe.output_linear.weight": ("down_proj",),
+        **expert_stacks("block_sparse_moe.experts"),
+    },
+)
 HF: Final = (
     HfFamily(
         Family.MIXTRAL,
@@ -184,47 +192,26 @@ HF: Final = (
         _mixtral,
         names=Names(
             inside={
-                **{f"{block}.gate": "mlp.gate" for block in ("block_sparse_moe", "mlp")},
-                **{
-                    f"{block}.experts.*.{theirs}": f"mlp.experts.*.{ours}"
-                    for block in ("block_sparse_moe", "mlp")
-                    for theirs, ours in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
-                },
+                "block_sparse_moe.gate": "mlp.gate",
+                **numbered_names("block_sparse_moe.experts.*", "mlp.experts.*"),
+                **numbered_names("mlp.experts.*", "mlp.experts.*"),
             },
-            expert_stacks=_STACKS,
+            expert_stacks=EXPERT_STACKS,
         ),
     ),
     HfFamily(Family.QWEN2_MOE, _QWEN2, USUAL, _qwen2, names=_STACKED),
-    HfFamily(Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED),
     HfFamily(
         Family.QWEN3_MOE,
         _QWEN3_VL,
         BIASED,
         _qwen3,
         {"qk_norm": QkNorm.HEAD},
-        names=Names(expert_stacks=_STACKS, turned_stacks=(*_STACKS,)),
+        names=Names(expert_stacks=EXPERT_STACKS, turned_stacks=(*EXPERT_STACKS,)),
         also=("qwen3_vl_moe_text",),
-        variant=True,
     ),
+    HfFamily(Family.QWEN3_MOE, _QWEN3, BIASED, _qwen3, {"qk_norm": QkNorm.HEAD}, names=_STACKED),
     HfFamily(Family.OLMOE, _OLMOE, BIASED, _olmoe, _WHOLE_NORM, names=_STACKED),
-    HfFamily(
-        Family.GRANITE_MOE,
-        _GRANITE,
-        BIASED,
-        _granite,
-        names=Names(
-            inside={
-                "block_sparse_moe.router.layer": "mlp.gate",
-                "block_sparse_moe.router": "mlp.gate",
-            },
-            expert_stacks={
-                "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
-                "block_sparse_moe.output_linear.weight": ("down_proj",),
-                "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
-                "block_sparse_moe.experts.down_proj": ("down_proj",),
-            },
-        ),
-    ),
+    HfFamily(Family.GRANITE_MOE, _GRANITE, BIASED, _granite, names=GRANITE_NAMES),
     HfFamily(
         Family.GPT_OSS,
         _GPT_OSS,
@@ -235,35 +222,44 @@ HF: Final = (
         names=Names(
             inside={"mlp.router": "mlp.gate"},
             expert_stacks={
-                **_STACKS,
+                **EXPERT_STACKS,
                 "mlp.experts.gate_up_proj.weight": ("gate_proj", "up_proj"),  # in MXFP4
                 "mlp.experts.down_proj.weight": ("down_proj",),
                 "mlp.experts.gate_up_proj_bias": ("gate_proj", "up_proj"),
                 "mlp.experts.down_proj_bias": ("down_proj",),
             },
             in_turns=True,
-            turned_stacks=(*_STACKS,),
+            turned_stacks=(*EXPERT_STACKS,),
         ),
     ),
 )
 
 
+_SOFTMAX: Final = 1  # llama.cpp's numbers
+_SIGMOID: Final = 2
+
+
 def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool) -> ModelConfig:
     """The config with the experts of a file; `normalized` is llama.cpp's default for that architecture."""
     c, shapes = head.fields, head.shapes
-    if integer(c, "expert_gating_func", 1) != 1 or positive(c, "expert_weights_scale", 1.0) != 1:
-        raise ModelError("the GGUF file has a router other than softmax, which is not supported")
+    kind, scale = integer(c, "expert_gating_func", _SOFTMAX), positive(c, "expert_weights_scale", 1.0)
+    if kind not in (_SOFTMAX, _SIGMOID) or (kind == _SOFTMAX and scale != 1):
+        raise ModelError("the GGUF file has a router other than softmax and sigmoid, which is not supported")
     shared = next((shape[0] for name, shape in shapes.items() if name.endswith("ffn_up_shexp.weight")), 0)
     layers = range(config.num_layers)
     experts = Experts(
         count(c, "expert_count"),
         count(c, "expert_used_count"),
-        count(c, "expert_feed_forward_length", count(c, "feed_forward_length")),
+        count(c, "expert_feed_forward_length", config.intermediate_size),
         normalized=boolean(c, "expert_weights_norm", normalized),
         shared_size=shared,
+        shared_gated=not shared or any(name.endswith("ffn_gate_inp_shexp.weight") for name in shapes),
         dense_layers=frozenset(i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes),
+        sigmoid=kind == _SIGMOID,
+        choice_bias=any(name.endswith("exp_probs_b.bias") for name in shapes),
+        scale=scale,
     )
-    return _mixture(config, experts)
+    return with_experts(config, experts)
 
 
 def _olmoe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:

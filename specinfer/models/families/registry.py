@@ -13,7 +13,18 @@ from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-from specinfer.models.families import falcon, gemma, gpt, llama, mixtures
+from specinfer.models.families import (
+    falcon,
+    falcon_h1,
+    gemma,
+    gemma3n,
+    gemma4,
+    gpt,
+    hybrids,
+    llama,
+    mamba,
+    mixtures,
+)
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily, not_computed
@@ -21,8 +32,8 @@ from specinfer.models.hf_config import HfFamily, not_computed
 _SORTS: Final = (
     (r"llama4", "a model with attention in chunks, which no native layer has"),
     (
-        r"mamba|rwkv|jamba|bamba|hybrid|_h1?$|recurrent|lfm2|plamo2|next$|qwen3_?5|linear|minimax$|xlstm|delta",
-        "a recurrent hybrid, whose layers keep a state that nodes of a tree cannot share",
+        r"mamba|rwkv|jamba|zamba|hybrid|recurrent|lfm|plamo2|next$|linear|minimax$|xlstm|delta",
+        "a recurrent hybrid, whose layers keep a state that no native layer has",
     ),
     (
         r"vl$|vl_|vision|llava|clip|vit|siglip|idefics|paligemma|pixtral|mllama|vlm|4mm$|3n$|gemma4|llama4|glm4v",
@@ -37,11 +48,12 @@ _SORTS: Final = (
 )
 # How names of families begin, and releases of them that run.
 _RELEASES: Final = (
-    "qwen=Qwen 2.5 and Qwen 3|granite=Granite 3|falcon=Falcon 3|gemma=Gemma 3|recurrent_gemma=Gemma 3"
-    "|paligemma=Gemma 3|llama=Llama 3|mllama=Llama 3|deepseek=DeepSeek-R1-Distill|mistral=Mistral Small 24B"
-    "|pixtral=Mistral Small 24B|phi=Phi 3.5 and Phi 4|glm=GLM-4-0414|chatglm=GLM-4-0414|aya=Command R7B"
-    "|cohere=Command R7B|olmo=OLMo 2 and OLMo 3|smol=SmolLM2 and SmolLM3|nemotron=Llama-Nemotron-Nano"
-    "|ernie=ERNIE 4.5 0.3B|exaone=EXAONE 4|gpt=gpt-oss"
+    "qwen=Qwen 2.5, Qwen 3 and Qwen 3.5|granite=Granite 3 and Granite 4|falcon=Falcon 3 and Falcon-H1"
+    "|gemma=Gemma 3|recurrent_gemma=Gemma 3|paligemma=Gemma 3|lfm=LFM2 and LFM2.5|llama=Llama 3"
+    "|mllama=Llama 3|deepseek=DeepSeek-R1-Distill|mistral=Mistral Small 24B|pixtral=Mistral Small 24B"
+    "|phi=Phi 3.5 and Phi 4|glm=GLM-4-0414|chatglm=GLM-4-0414|aya=Command R7B|cohere=Command R7B"
+    "|olmo=OLMo 2 and OLMo 3|smol=SmolLM2 and SmolLM3|nemotron=Nemotron 3 Nano|ernie=ERNIE 4.5 0.3B"
+    "|exaone=EXAONE 4|gpt=gpt-oss"
 )
 _RUNNING: Final = [pair.split("=") for pair in _RELEASES.split("|")]
 
@@ -63,10 +75,12 @@ def _name(kind: object) -> str:
     return str(kind).lower().replace("-", "_")
 
 
+_MODULES: Final = (llama, gemma, gemma3n, gemma4, mixtures, gpt, falcon, hybrids, mamba, falcon_h1)
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
-    for family in (*llama.HF, *gemma.HF, *mixtures.HF, *gpt.HF, *falcon.HF)
-    for kind in (*(() if family.variant else (family.family.value,)), *family.also)
+    for module in _MODULES
+    for family in module.HF
+    for kind in (family.family.value, *family.also)  # a later row of a family has its name
 }
 _SENSES: Final = re.compile("vision|image|video|audio|speech")  # in keys for images and sound
 # Sizes that the text_config of LLaVA and others omits, by its model_type: those of transformers' classes.
@@ -77,8 +91,7 @@ _OMITTED: Final[Mapping[object, Fields]] = {
 }
 _NOT_CAUSAL: Final = ("paligemma",)  # their prompts see what follows, whatever the text part is
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    family.architecture: family
-    for family in (*llama.GGUF, *gemma.GGUF, *mixtures.GGUF, *gpt.GGUF, *falcon.GGUF)
+    family.architecture: family for module in _MODULES for family in module.GGUF
 }
 
 
@@ -145,15 +158,30 @@ HARMLESS: Final = {
     *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
     *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "embedding_fraction"),
-    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # of training
+    *(
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "altup_coef_clip",
+    ),  # of training
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
     *("is_encoder_decoder", "auto_map", "quantization_config", "tokenizer_class", "is_llama_config"),
     *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "transformers.js_config"),
-    *("_model_name_or_path", "_commit_hash"),
     *("_attn_implementation", "attn_implementation", "use_flash_attn", "cache_implementation", "prefix"),
     *("init_config", "activation_dropout", "inference_runner", "pre_allocate_kv_cache", "pad_key_length"),
     *("validate_runner_input", "max_sequence_length", "seq_length", "model_max_length", "tokenizer_name"),
     *("learned_pos_emb", "use_embedding_sharing", "use_parallel_embedding"),
+    *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
+    *("num_logits_to_keep", "z_loss_coefficient", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
+    *("time_step_floor", "time_step_min", "time_step_max", "num_nextn_predict_layers"),
+    *(
+        "mtp_layers_block_type",
+        "mamba_ssm_dtype",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+        "attn_output_gate",
+    ),
+    *("normalization_function", "init_method", "_model_name_or_path", "_commit_hash"),
     # Defaults of generation.
     *("max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "num_beams", "length_penalty", "typical_p", "no_repeat_ngram_size"),
@@ -163,11 +191,13 @@ SOMETIMES_READ: Final = {
     *("rope_interleaved", "initial_context_length", "experts_per_token", "rope_pct", "norm_eps", "ff_factor"),
     *("hidden_activation", "hidden_act", "activation_function", "layer_norm_epsilon", "norm_type"),
     *("scale_attn_weights", "layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
-    *("use_gated_activation", "use_parallel_block", "rotary_pct", "mlp_type"),
+    *("use_gated_activation", "use_parallel_block", "rotary_pct", "mlp_type", "full_attention_interval"),
     *("sliding_window", "_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window"),
     *("max_window_layers", "no_rope_layer_interval", "rope_theta", "rope_parameters", "rope_scaling"),
     *("original_max_position_embeddings", "_remove_final_layer_norm", "num_key_value_heads", "num_kv_heads"),
     *("multi_query", "intermediate_size", "layer_types", "head_dim", "partial_rotary_factor"),
+    *("block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim", "full_attn_idxs"),
+    *("use_double_wide_mlp", "vocab_size_per_layer_input", "global_head_dim", "num_global_key_value_heads"),
 }
 # Keys that change the logits of families that read them.
 SWITCHES: Final = {
@@ -198,7 +228,7 @@ def read_config(config: Fields, generation_config: Fields | None = None) -> Mode
     unread = [
         key
         for key, value in fields.items()
-        if key not in HARMLESS | SOMETIMES_READ
+        if key not in HARMLESS | SOMETIMES_READ | family.passed_over
         if value is True or value not in _NEUTRAL
         if is_unread(key)
     ]

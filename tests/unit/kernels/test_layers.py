@@ -19,11 +19,11 @@ from specinfer.kernels.quantized import Products
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random
 from tests.passes import Passes
+from tests.states import StateRunner
 
 # Every part a layer may have or lack; test_switches.py has what no family of these has.
 FAMILIES = ["llama", "llama-biases", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt"]
@@ -78,14 +78,17 @@ def load(
 
 
 def run(model: LanguageModel) -> list[Tensor]:
-    """Logits of two prompts, of a tree beside a row, and what that left in the cache."""
-    runner = ModelRunner(model, num_blocks=10, block_size=4)
+    """Logits of two prompts, of a tree beside a row, and what that left in the caches."""
+    runner = StateRunner(model, num_blocks=10, block_size=4)
     prompts = [
         chain_rows(range(20, 32), 0, TREE.block_table, logits=True),
         chain_rows([4], 0, [3], logits=True),
     ]
     logits = [runner.forward(prompts), runner.forward([chain_rows([9], 1, [3], logits=True), TREE])]
-    return [*logits, *runner.cache.keys, *runner.cache.values]
+    states = (
+        [] if runner.states is None else [*runner.states.memory.states_LSF, *runner.states.memory.rings_LRNF]
+    )
+    return [*logits, *runner.cache.keys, *runner.cache.values, *states]
 
 
 def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ level. The others run with these cases:
 
 - Reads of logits: sizes below, at and above a register's, and large ones.
 - Attention: every head size, every kind of batch, and windows that end within a vector.
+- Recurrences: every kind, with sizes that fill vectors and that do not.
 - Rows of a model: texts around the ends of blocks.
 - Layers: the families that have all parts between them.
 
@@ -27,22 +28,26 @@ from typing import Any, Final
 import pytest
 import torch
 
+from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import Kernels, native_kernels
-from specinfer.kernels.library import load_library
+from specinfer.kernels.library import Library, load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
+from specinfer.kernels.ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.sampling import NativeScan
 from specinfer.models.gguf_blocks import FILE_BLOCKS
-from tests.switched import SWITCHED
+from tests.switched import RECURRENT, SWITCHED
 from tests.unit.attention import test_backends, test_independence
 from tests.unit.attention.paths import Layer
 from tests.unit.kernels import (
     test_changed_rows,
+    test_layer_kinds,
     test_layers,
     test_ops,
     test_partials,
     test_parts,
     test_products,
+    test_recurrence,
     test_sampling,
     test_scans,
     test_stored_blocks,
@@ -90,6 +95,7 @@ def ops(native: Kernels, folder: Path) -> None:
             test_ops.test_activations,
             test_ops.test_embeddings,
             test_ops.test_the_clamped_swish_of_gpt_oss_is_what_is_stated,
+            test_ops.test_streams_and_gates_that_are_cut_off,
             test_ops.test_far_gates_are_zero_or_themselves,
             test_ops.test_gelu_is_right_to_its_tails,
             test_ops.test_a_layer_norm_is_right_far_from_zero,
@@ -144,6 +150,17 @@ def attention(native: Kernels, folder: Path) -> None:
         test_independence.test_with_any_number_of_threads(backend, layer())
 
 
+def recurrences(native: Kernels, folder: Path) -> None:
+    own = native.ops
+    assert isinstance(own, NativeOps)
+    test_recurrence.test_rows_are_near_the_oracle(own)
+    test_recurrence.test_a_text_in_pieces_has_the_bits_of_the_whole(own)
+    test_recurrence.test_a_node_has_the_bits_of_its_path(own)
+    test_layer_kinds.test_one_call_has_the_bits_of_its_steps(native)
+    best = levels_here()[0]
+    test_recurrence.check_same_bits(own, NativeOps(Library(find_library(best), best)))
+
+
 def rows_of_a_model(native: Kernels, folder: Path) -> None:
     model = test_row_independence.write_model(folder)
     for dtype in DTYPES:
@@ -163,12 +180,14 @@ def layers(native: Kernels, folder: Path) -> None:
                 test_switches.test_one_call_has_the_bits_of_op_by_op(name, weights, patch)
         for dtype in DTYPES:
             test_switches.test_a_row_is_the_same_in_any_company(name, "native", dtype)
+    for name in RECURRENT:
+        test_switches.test_a_text_in_chunks_has_the_bits_of_the_whole(name, ("int4", torch.bfloat16))
 
 
 Part = Callable[[Kernels, Path], None]
 ALL: Final[tuple[Part, ...]] = (
     *(products, ops),
-    *(reads_of_logits, attention, rows_of_a_model, layers),
+    *(reads_of_logits, attention, recurrences, rows_of_a_model, layers),
 )
 ONLY: Final[dict[str, tuple[Part, ...]]] = {"avxvnni": (products, layers)}
 

@@ -77,11 +77,29 @@ def test_activations(native: Ops, dtype: torch.dtype) -> None:
         assert_near(native.activate(gate_up, act), TWIN.activate(gate_up, act), case, times)
 
 
+def test_streams_and_gates_that_are_cut_off(native: Ops, dtype: torch.dtype) -> None:
+    for rows, size in product(ROWS, SIZES):
+        x, routed = random(rows * 3, size, dtype, 3).view(rows, 3, size), random(rows, 3, torch.float32, 4)
+        nine, three = random(9, 3, torch.float32, 5), random(3, 3, torch.float32, 6)
+        (got, active), (want, of_twin) = (ops.predict_streams(x, routed, nine, 1) for ops in (native, TWIN))
+        assert_near(got, want, (rows, size), 8)
+        assert_near(active, of_twin, (rows, size))
+        one, other = got.clone(), got.clone()
+        native.correct_streams(one, routed, three, active, x[:, 0].contiguous())
+        TWIN.correct_streams(other, routed, three, active, x[:, 0].contiguous())
+        assert_near(one, other, (rows, size), 8)
+        wide = [random(rows, 2 * size, dtype, 7) for _ in range(2)]
+        for ops, gates in zip((native, TWIN), wide, strict=True):
+            ops.cut_off(gates[:, :size], 0.4)
+        assert_near(*wide, (rows, size))
+        assert torch.equal(wide[0][:, size:], random(rows, 2 * size, dtype, 7)[:, size:])
+
+
 def test_far_gates_are_zero_or_themselves(native: Ops, dtype: torch.dtype) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -60.0, 60.0, 200.0, 1e4] + [1.0] * 6], dtype=dtype)
     want = torch.tensor([[0.0, 0.0, 0.0, 60.0, 200.0, 1e4]], dtype=dtype)
     for act in ACTIVATIONS:
-        if act != "clamped_swish":
+        if act not in ("clamped_swish", "relu2"):
             for got in (native.gate(gate_up, act), native.activate(gate_up[:, :6].contiguous(), act)):
                 assert (got.double() - want.double()).abs().max() <= 1e-20, act
 

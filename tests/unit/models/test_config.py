@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import ModelError
+from specinfer.kernels.recurrence_config import LayerKind, Recurrence
 from specinfer.models.config import Norm, NormPlace, QkNorm
 from specinfer.models.positions import Alibi
 from tests.heads import tiny_body
@@ -38,3 +39,21 @@ def test_layers_of_another_form_than_llamas_are_known() -> None:
     ]
     for changes in others:
         assert not replace(BODY, **changes).plain_layers, changes
+
+
+def test_recurrences_of_other_sizes_are_refused() -> None:
+    good: dict[str, Any] = {"kind": LayerKind.MAMBA2, "taps": 4, "channels": 96, "heads": 4, "groups": 2}
+    good |= {"key_size": 8, "value_size": 16}
+    Recurrence(**good)
+    for wrong, fault in (
+        ({"taps": 1}, "a convolution has 1 taps; supported: 2 to 16"),
+        ({"taps": 17}, "a convolution has 17 taps"),
+        (
+            {"groups": 3},
+            "4 heads of 16 values and 3 heads of keys; supported: a multiple of the heads of keys",
+        ),
+        ({"heads": 0}, "heads of the recurrence is 0"),
+        ({"value_size": 24}, "4 heads of 24 values .* a multiple of 16 values each"),
+    ):
+        with pytest.raises(ModelError, match=fault):
+            Recurrence(**{**good, **wrong})

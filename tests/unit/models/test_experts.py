@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.kernels.ops import SigmoidScores
 from specinfer.models.config import Experts
-from specinfer.models.decoder import Decoder, DecoderLayer
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.experts import Mixture
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_memory import Weights
@@ -44,6 +46,22 @@ def test_the_largest_logits_choose_and_their_softmax_weighs(name: Name, normaliz
         assert weights.tolist() == pytest.approx([*want.values()], rel=1e-5)
     open_T = kernels(name).ops.open_gates(logits_TC, 8)
     torch.testing.assert_close(open_T, logits_TC[:, 8].sigmoid())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sigmoids_with_a_bias_choose_and_weigh_without_it(name: Name) -> None:
+    logits_TC = torch.randn(20, 9, generator=torch.Generator().manual_seed(1)) * 3
+    bias_E, scores_TE = torch.linspace(-1, 1, 8), logits_TC[:, :8].sigmoid()
+    for normalized in (True, False):
+        given = SigmoidScores(bias_E, 2.5, 0.1)
+        numbers_TK, weights_TK = kernels(name).ops.choose_experts(
+            logits_TC, 8, 3, normalized=normalized, scores=given
+        )
+        want_TK = (scores_TE + bias_E).topk(3).indices.sort().values
+        assert torch.equal(numbers_TK, want_TK)
+        own_TK = scores_TE.gather(1, want_TK)
+        divisor_T1 = own_TK.sum(1, keepdim=True) + 0.1 if normalized else 1.0
+        torch.testing.assert_close(weights_TK, own_TK / divisor_T1 * 2.5)
 
 
 def chosen(name: Name, logits_TC: Tensor, *, normalized: bool = True) -> tuple[Tensor, Tensor]:

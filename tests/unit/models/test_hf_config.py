@@ -143,7 +143,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
     ({"model_type": "mamba"}, "model_type 'mamba' is a recurrent hybrid, .*models.md lists"),
     ({"model_type": None}, "model_type None is of no family"),
-    ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu, .*relu, silu"),
+    ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu, .*relu, relu2, silu"),
     (
         scaled({"rope_type": "ntk", "long_factor": [1.0] * 8}),
         "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope, mrope$",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.models.config import PipelineStage
 from specinfer.models.language_model import Residual, check_taps
+from specinfer.models.ranges import PipelineStage
 from specinfer.models.weights import load_model
 from tests.kernels import kernels
 from tests.parity.families import save_random

@@ -9,8 +9,10 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import Experts, Family, InnerRange, ModelConfig, QkNorm
+from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
+from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
 from specinfer.models.positions import Alibi, Rope
+from specinfer.models.ranges import InnerRange, RecurrenceRange
 from specinfer.models.shard import Layout, Shard
 
 SMOL = ModelConfig(
@@ -52,6 +54,62 @@ def test_each_rank_has_columns_of_every_expert() -> None:
         ConfigError, match=r"an MLP of 32, a rank would have none; allowed for this model: 1,"
     ):
         Shard(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
+
+
+DELTA = Recurrence(
+    kind=LayerKind.GATED_DELTA,
+    taps=4,
+    channels=2 * 4 * 24 + 8 * 32,
+    heads=8,
+    groups=4,
+    key_size=24,
+    value_size=32,
+    norm=GateNorm.BEFORE,
+    norm_groups=8,
+)
+MAMBA = replace(DELTA, kind=LayerKind.MAMBA2, norm=GateNorm.BEHIND, norm_groups=4)
+CONV = Recurrence(kind=LayerKind.SHORT_CONV, taps=3, channels=96)
+
+
+def recurrent(r: Recurrence) -> ModelConfig:
+    return replace(SMOL, layer_kinds=(r.kind, LayerKind.ATTENTION), recurrence=r)
+
+
+def test_value_heads_go_with_those_of_their_keys() -> None:
+    values, keys, heads = range(128, 256), range(48, 96), range(4, 8)
+    for r, conv in (
+        (DELTA, (range(48, 96), range(144, 192), range(320, 448))),
+        (MAMBA, (range(128, 256), range(304, 352), range(400, 448))),
+    ):
+        part = Shard(1, 2).of(recurrent(r))
+        groups = r.norm_groups // 2
+        assert part.recurrence == replace(r, heads=4, groups=2, channels=224, norm_groups=groups)
+        assert part.part.recurrence == RecurrenceRange(values, keys, heads, conv)
+    part = Shard(1, 2).of(recurrent(CONV))
+    assert (part.recurrence, part.part.recurrence) == (
+        replace(CONV, channels=64),
+        RecurrenceRange(range(32, 96), conv=(range(32, 96),)),
+    )
+    bare = replace(MAMBA, groups=1, norm=GateNorm.NONE, norm_groups=1)
+    part = Shard(1, 2).of(recurrent(bare))
+    assert part.recurrence == replace(bare, heads=4, channels=128 + 2 * 24)
+    of_one = Shard(0, 1, 2).of(recurrent(DELTA))
+    assert of_one.recurrence == DELTA
+    assert of_one.part.recurrence == RecurrenceRange(sums=SumParts((128, 256), (0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("r", "size", "message"),
+    [
+        (MAMBA, 8, "recurrent layers of 8 heads in 4 groups, each with a norm, a rank would have"),
+        (replace(DELTA, tiled=True), 2, "of 8 heads in 4 groups, tiled"),
+        (replace(MAMBA, groups=1, norm_groups=1), 2, "of 8 heads in 1 groups, each with a norm, a rank"),
+        (CONV, 4, "recurrent layers of 96 channels"),
+    ],
+)
+def test_ranks_that_cannot_divide_a_recurrence_are_refused(r: Recurrence, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Shard(0, size).of(replace(recurrent(r), num_heads=16, num_kv_heads=16))
 
 
 @pytest.mark.few(1)

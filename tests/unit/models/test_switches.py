@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
 from tests.kernels import NAMES, kernels
-from tests.switched import PLAIN, SWITCHED, RandomFile, build
-from tests.unit.kernels.test_decoder import TREE, cache_of, read
+from tests.states import StateRunner
+from tests.switched import PLAIN, RECURRENT, SWITCHED, RandomFile, build
+from tests.unit.kernels.test_decoder import TREE
 from tests.unit.kernels.test_layers import FORMATS, Format, op_by_op, run, same
-from tests.unit.runtime.test_row_independence import differing_lengths
+from tests.unit.runtime.test_row_independence import differing_chunks, differing_lengths
 
 EVERY = pytest.mark.parametrize("name", SWITCHED)
 
@@ -47,21 +48,37 @@ def test_one_call_has_the_bits_of_op_by_op(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_row_is_the_same_in_any_company(name: str, which: str, dtype: torch.dtype) -> None:
     without_rope = frozenset({0}) & SWITCHED[name].layers_without_rope
-    one_layer = replace(SWITCHED[name], num_layers=1, layer_windows=(100,), layers_without_rope=without_rope)
+    alone: dict[str, Any] = {"num_layers": 1, "layer_windows": (100,), "shared_layers": 0, "layer_inner": ()}
+    alone["layer_kinds"] = SWITCHED[name].layer_kinds[:1]
+    one_layer = replace(SWITCHED[name], **alone, layers_without_rope=without_rope)
     model = build(one_layer, kernels(which), dtype)
-    runner = ModelRunner(model, num_blocks=4, block_size=1024)
+    runner = StateRunner(model, num_blocks=4, block_size=1024)
     assert differing_lengths(runner, (12, 63, 250)) == []
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: "-".join(map(str, weights)))
+def test_a_text_in_chunks_has_the_bits_of_the_whole(name: str, weights: Format) -> None:
+    quantization, dtype = weights
+    native = kernels("native")
+    runner = StateRunner(build(SWITCHED[name], native, dtype, quantization), num_blocks=4, block_size=1024)
+    assert native.library is not None
+    for threads in (2, 1):
+        native.library.set_threads(threads)
+        assert differing_chunks(runner) == [], threads
 
 
 @EVERY
 def test_taps_are_those_of_the_steps(name: str) -> None:
-    model = build(SWITCHED[name], kernels("native"))
-    at_once, by_steps = cache_of(model), cache_of(model)
+    native = kernels("native")
+    at_once, by_steps = (
+        StateRunner(build(SWITCHED[name], chosen), num_blocks=10, block_size=4)
+        for chosen in (native, op_by_op(native))
+    )
     for rows in ([chain_rows(range(20, 23), 0, [4, 0], logits=False)], [TREE]):
-        found, wanted = (
-            read(model, cache, rows, [0, 1, 3], steps=steps)
-            for cache, steps in ((at_once, False), (by_steps, True))
-        )
+        with torch.inference_mode():
+            found, wanted = (runner._run(rows, [0, 1, 3]) for runner in (at_once, by_steps))
         assert found.tapped_TND is not None
         assert wanted.tapped_TND is not None
         assert torch.equal(found.tapped_TND, wanted.tapped_TND)
@@ -100,7 +117,7 @@ def test_every_switch_counts(name: str, changes: dict[str, object], which: str) 
 
 def test_learned_positions_end() -> None:
     model = build(SWITCHED["starcoder"], kernels("native"))
-    runner = ModelRunner(model, num_blocks=2, block_size=1024)
+    runner = StateRunner(model, num_blocks=2, block_size=1024)
     runner.forward([chain_rows([1], 1023, [0], logits=True)])
     with pytest.raises(IndexError, match=r"positions must be 0 \.\. 1023, got 1024"):
         runner.forward([chain_rows([1], 1024, [0, 1], logits=True)])

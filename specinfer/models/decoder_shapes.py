@@ -1,0 +1,112 @@
+"""decoder_shapes: the names and shapes of the tensors that a decoder asks for."""
+
+from __future__ import annotations
+
+from specinfer.kernels.recurrence_config import LayerKind
+from specinfer.models.config import ModelConfig, NormPlace, QkNorm
+from specinfer.models.experts import EXPERT_FACTORS, ROUTER_NORM, expert_matrices
+from specinfer.models.per_layer import altup_shapes, per_layer_shapes
+from specinfer.models.recurrent import recurrent_shapes
+
+
+def norm_names(config: ModelConfig, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
+    """The names of a layer's norms: before and after attention, before and after the MLP.
+
+    The layer is counted in the whole model. A half of a layer that is missing has no norm.
+    """
+    first = config.kind_of(layer - config.stage.first) is not LayerKind.NONE
+    if not first or layer in config.layers_without_mlp:
+        return ("input_layernorm", None, None, None) if first else (None, None, "input_layernorm", None)
+    if config.norm_place is NormPlace.BOTH:
+        return (
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    if config.norm_place is NormPlace.BEHIND:
+        return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+    return "input_layernorm", None, None if config.shared_norm else "post_attention_layernorm", None
+
+
+def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors a Decoder of this config asks for, by name, with their shapes."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.stage.begins:
+        shapes["model.embed_tokens.weight"] = config.vocab_size, hidden
+        if not config.tie_embeddings:
+            shapes["lm_head.weight"] = config.vocab_size, hidden
+        if config.learned_positions:
+            positions = config.max_context + config.position_offset
+            shapes["model.embed_positions.weight"] = positions, hidden
+    norms = ["model.norm"]
+    if config.per_layer is not None:
+        shapes |= per_layer_shapes(config, config.per_layer)
+    if config.altup is not None:
+        shapes |= altup_shapes(config, config.altup)
+    for i in range(config.stage.first, config.stage.end):
+        layer = i - config.stage.first
+        prefix = f"model.layers.{i}"
+        norms += [f"{prefix}.{name}" for name in norm_names(config, i) if name is not None]
+        matrices, norms_of_heads = _attention_shapes(config, layer)
+        shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms_of_heads.items()}
+        if matrices and config.attention_sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
+        if layer in config.recurrent_layers and config.recurrence is not None:
+            own = recurrent_shapes(config.recurrence, hidden)
+            shapes |= {f"{prefix}.mixer.{name}": shape for name, shape in own.items()}
+        experts = config.experts_of(i)
+        if experts is not None and experts.choice_bias:
+            shapes[f"{prefix}.mlp.gate.choice_bias"] = (experts.count,)
+        if config.output_factor:
+            shapes[f"{prefix}.layer_scalar"] = (1,)
+        if i not in config.layers_without_mlp:
+            inner = config.inner_of(layer)
+            mlp = _mlp_shapes(config, inner) if experts is None else expert_matrices(experts, hidden)
+            if experts is not None and experts.beside:
+                mlp = [*_mlp_shapes(config, inner), *mlp]
+                numbers = ("post_feedforward", 1), ("post_feedforward", 2), ("pre_feedforward", 2)
+                norms += [f"{prefix}.{place}_layernorm_{number}" for place, number in numbers]
+                shapes[f"{prefix}.{ROUTER_NORM}"] = (hidden,)
+                shapes[f"{prefix}.{EXPERT_FACTORS}"] = (experts.count,)
+            matrices = [*matrices, *mlp]
+        for name, rows, columns, bias in matrices:
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+    for name in norms:
+        shapes[f"{name}.weight"] = (hidden,)
+        if config.norm_bias:
+            shapes[f"{name}.bias"] = (hidden,)
+    return shapes
+
+
+def _attention_shapes(
+    config: ModelConfig, layer: int
+) -> tuple[list[tuple[str, int, int, bool]], dict[str, int]]:
+    """The matrices of a layer's attention: name, rows, columns, whether they have a bias; and its norms."""
+    if layer not in config.attention_layers:
+        return [], {}
+    own, hidden = config.heads_of(layer), config.hidden_size
+    q, kv = config.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    sizes = {"q": q, "k": kv, "v": kv}
+    if config.cache_of(layer) != layer:
+        sizes = {"q": q}
+    elif own.values_are_keys:
+        del sizes["v"]
+    if config.gated_attention:
+        sizes["gate"] = q
+    matrices = [(f"self_attn.{x}_proj", size, hidden, config.qkv_bias) for x, size in sizes.items()]
+    whole = config.qk_norm is QkNorm.WHOLE
+    norms = {
+        f"self_attn.{x}_norm": size if whole else own.head_dim
+        for x, size in sizes.items()
+        if config.qk_norm is not QkNorm.NONE and x in "qk"
+    }
+    return [*matrices, ("self_attn.o_proj", hidden, q, config.o_bias)], norms
+
+
+def _mlp_shapes(config: ModelConfig, inner: int) -> list[tuple[str, int, int, bool]]:
+    """The matrices of a single MLP of that size, in the same form."""
+    hidden, bias = config.hidden_size, config.mlp_bias
+    first = ["mlp.gate_proj", "mlp.up_proj"] if config.gated_mlp else ["mlp.up_proj"]
+    return [*((name, inner, hidden, bias) for name in first), ("mlp.down_proj", hidden, inner, bias)]
