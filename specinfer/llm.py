@@ -22,6 +22,7 @@ from specinfer.errors import ClosedError, PeerLostError
 from specinfer.kernels.machine import release_free_memory
 from specinfer.progress import Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
+from specinfer.runtime.state_cache import StateCounts
 from specinfer.sampling_params import SamplingParams, usual_sampling
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
@@ -189,6 +190,11 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """Sampling parameters of requests that give none: the model's recommendation, else the defaults."""
         return self._open.intake.usual
+
+    @property
+    def states(self) -> StateCounts:
+        """Slots of recurrent states in each model that has them."""
+        return self._open.engine.states
 
     @property
     def intake(self) -> Intake:

@@ -14,9 +14,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StateCheckpoint:
+    """A slot with the recurrent states of a text."""
+
+    slot: int
+    end: int  # tokens of the text, at the end of a block
+    key: bytes = b""  # the hash of its last block
+
+
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """The slots of recurrent states that a request uses in a step, in the target and in each draft model."""
+
+    slot: int  # the request's own
+    source: StateCheckpoint | None = None  # the states that its text began with; None: it began at position 0
+    saves: tuple[StateCheckpoint, ...] = ()  # checkpoints to be written when the text reaches their ends
+
+
+FIRST_SLOT: Final = StateUse(0)  # a lone text's; models without recurrent states read none
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,7 @@ class PlanEntry:
     speculators: tuple[str, ...] | None = None  # names of the speculators that may run; None: all
     block_hashes: Sequence[bytes] = ()  # hashes of the leading full blocks; equal hashes mean equal KV
     room: int = 1  # maximum tokens that the text may still gain
+    states: StateUse = FIRST_SLOT
 
     @property
     def has_tree(self) -> bool:

@@ -17,7 +17,7 @@ class CacheConfig:
     block_size: int = option(16, "Positions in a block of the KV cache.", minimum=1, rare=True)
     memory: int | None = option(
         None,
-        "Memory for all KV caches, like 2GB.",
+        "Memory for all KV caches and recurrent states, like 2GB.",
         shown="4 requests of max_context tokens, at most half of the free memory",
         name="kv_cache_memory",
         minimum=1,
@@ -26,7 +26,8 @@ class CacheConfig:
     prefix_reuse: bool = option(
         True,
         "Share KV blocks among requests with the same prefix.",
-        more="Only requests with the same `cache_salt` share them.",
+        more="Only requests with the same `cache_salt` share them. A model with recurrent layers reuses a "
+        "prefix up to a checkpoint of its states, which take up to a quarter of `kv_cache_memory`.",
         rare=True,
     )
 
@@ -38,7 +39,12 @@ class CacheConfig:
 class SchedulerConfig:
     """Options of the request scheduler; raises ConfigError for a wrong value."""
 
-    max_batch_size: int = option(16, "Maximum requests in one step.", minimum=1)
+    max_batch_size: int = option(
+        16,
+        "Maximum requests in one step.",
+        more="With recurrent layers fewer, if their states would take half of `kv_cache_memory`.",
+        minimum=1,
+    )
     max_step_tokens: int | Literal["auto"] | None = option(
         None,
         "Maximum rows of one pass, for prompts and trees together, or auto.",

@@ -37,6 +37,11 @@ class Feature(StrEnum):
     DRAFT_QUANTIZED = "an `int8`, `int4` or `gguf` draft"
     DRAFT_GGUF = "a `gguf` draft"
     DRAFT_LORA = "`draft_lora`"
+    RECURRENT_DRAFT = "a draft with recurrent layers"
+    OTHER_TOKENS = "a draft with another tokenizer"
+    UNEQUAL = "Gemma 3n or 4"
+    SHARED = "Gemma 3n, 4 E2B or 4 E4B"
+    STREAMS = "Gemma 3n"
 
 
 # Ends of sentences that several pairs have. {0} and {1} are the values of a pair's features.
@@ -47,6 +52,7 @@ _BLOCKS: Final = (
 _PRODUCTS: Final = "quantized products run on the CPU only: use device cpu, or"
 _WHOLE: Final = "runs through transformers, whose layers can be neither divided nor streamed; allowed there:"
 _NATIVE_SUMS: Final = "with PyTorch's kernels ({1}), which do not divide sums; allowed there: 1"
+_UNEQUAL: Final = "and layers of {1} differ in their matrices, which ranks do not divide; allowed there: 1"
 _NATIVE: Final = "allowed: adapters of models that run natively"
 REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.NOT_PREPARED, Feature.OFFLOAD): (
@@ -93,6 +99,16 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
         "offload is {0} does not fit into memory; layers are streamed for native kernels on a CPU, and "
         "this is {1} with PyTorch's: choose a smaller model"
     ),
+    (Feature.TENSOR, Feature.UNEQUAL): f"tensor_parallel is {{0}}, {_UNEQUAL}",
+    (Feature.SUM_PARTS, Feature.UNEQUAL): f"sum_parts is {{0}}, {_UNEQUAL}",
+    (Feature.PIPELINE, Feature.SHARED): (
+        "pipeline_parallel is {0}, and layers of {1} use keys, values or embeddings of other stages; allowed "
+        "there: 1"
+    ),
+    (Feature.HEAD, Feature.STREAMS): (
+        "drafts names {0}, a head, and {1} has several residual streams, which heads cannot read; name a "
+        "small model, or leave it out"
+    ),
     (Feature.SELF_DRAFT, Feature.FEW_BITS): (
         "drafts names 'self', the target itself in {0}, and the target is {1} already; name a smaller model "
         "or a head, or leave it out: lookups guess by themselves"
@@ -100,6 +116,10 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.DRAFT_LORA, Feature.HEAD): f"draft_lora gives {{1}} an adapter, and it is a head; {_NATIVE}",
     (Feature.DRAFT_LORA, Feature.HOSTED_DRAFT): (
         f"draft_lora gives {{1}} an adapter, and it is a model that runs through transformers; {_NATIVE}"
+    ),
+    (Feature.RECURRENT_DRAFT, Feature.OTHER_TOKENS): (
+        "drafts names {0}, a model with recurrent layers and with other tokens than {1}; such models cannot "
+        "take back tokens: name one with the target's tokenizer, or leave it out"
     ),
 }
 

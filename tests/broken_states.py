@@ -139,7 +139,7 @@ def more_blocks_owned_than_ever_were() -> None:
 
 
 def more_slots_read_than_written() -> None:
-    config: Any = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=2)
+    config: Any = SimpleNamespace(num_layers=1, attention_layers=[0], num_kv_heads=1, head_dim=2)
     KvCache(config, 4, torch.float32, torch.device("cpu")).move([1], [2, 3])
 
 

@@ -54,10 +54,15 @@ class AdmittedRequest:
                 sequence.processors.commit(tokens)
         return tokens
 
+    def delta(self) -> Delta:
+        """Return the new output since the last call."""
+        self.transcript.cached_tokens = self.sequence.cached_tokens
+        return self.transcript.delta()
+
     def fail(self, error: str) -> Delta:
         """End the request because the engine failed; returns its last delta."""
         self.transcript.fail(error, time.perf_counter(), internal=True)
-        return self.transcript.delta()
+        return self.delta()
 
 
 class Admission:

@@ -25,12 +25,14 @@ from specinfer.engine.engine import Engine, Postponed
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, device_name
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.state_cache import MAX_CHECKPOINTS, StateCounts
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
@@ -86,6 +88,8 @@ def build_engine(
     Raises CapacityError if the KV cache does not fit, ConfigError if options contradict each other.
     """
     config = models.with_kinds(config)
+    if models.have_states and config.speculation.max_nodes == "auto":  # each node takes memory in each slot
+        config = replace(config, speculation=replace(config.speculation, max_nodes=_MIN_NODES))
     max_context = _max_context(config, models)
     executor = _executor(config, models, max_context)
     config, sizing = _sizing(config, models, executor, progress)
@@ -96,6 +100,8 @@ def build_engine(
         *extra,
     ]
     vocab, guard = models.target.config.vocab_size, sizing.guard
+    in_target = models.target.config.recurrence is not None
+    slots = StateSlots(executor.states, block_size=executor.block_size, in_target=in_target)
     engine = Engine(
         executor=executor,
         speculators=Ensemble(speculators, vocab=vocab, policy=sizing.policy),
@@ -116,6 +122,7 @@ def build_engine(
             prefix_reuse=config.cache.prefix_reuse,
             max_adapters=config.max_loras,
             fetch=None if models.adapters is None else models.adapters.fetch,
+            states=slots if models.have_states else None,
         ),
         verifier=speculation.verifier,
         threads=threads_of_torch(config, models),
@@ -145,11 +152,17 @@ def _executor(config: EngineConfig, models: Models, max_context: int) -> Executo
         block_size=config.cache.block_size,
         wanted_positions=long_requests * (max_context + config.speculation.node_limit),
         needed_positions=min(max_context, 128),
+        text_positions=max_context + config.speculation.node_limit,
         limit=config.cache.memory,
         planned=None if models.plan is None else models.plan.kv_cache,
         memory=config.memory if models.plan is None else None,
         hosts=models.hosts,
         adapters=models.adapters,
+        states=StateCounts(
+            config.scheduler.max_batch_size,
+            MAX_CHECKPOINTS if config.cache.prefix_reuse else 0,
+            config.speculation.node_limit,
+        ),
     )
 
 

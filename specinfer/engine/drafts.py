@@ -61,7 +61,14 @@ class FoundModel:
     @property
     def features(self) -> dict[Feature, object]:
         """Its features as a target."""
-        return {Feature.HOSTED: self.files.name} if isinstance(self.model, HostedFolder) else {}
+        config, name = self.config, self.files.name
+        given = {
+            Feature.HOSTED: isinstance(self.model, HostedFolder),
+            Feature.UNEQUAL: config.layers_differ,
+            Feature.SHARED: config.shared_layers > 0 or config.per_layer is not None,
+            Feature.STREAMS: config.altup is not None,
+        }
+        return {feature: name for feature, there in given.items() if there}
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
@@ -163,7 +170,9 @@ def find_drafts(
         else:
             how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
             opened = open_model(files, "auto", max_context=config.scheduler.max_context, **how)
-            found[name] = FoundModel(files, opened)
+            found[name] = draft = FoundModel(files, opened)
+            both = (config.features, Feature.TENSOR), (draft.features, Feature.UNEQUAL)
+            check_support({one: given[one] for given, one in both if one in given})
     return {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
 
 
@@ -190,6 +199,10 @@ def foreign_tokens_of(
         whole = sizes[0] <= sizes[1] or target_vocabulary.last_token < sizes[1]
         if whole and target_vocabulary.same_ids(Vocabulary(draft.files)):
             continue
+        if draft.config.recurrence is not None:
+            check_support(
+                {Feature.RECURRENT_DRAFT: draft.files.name, Feature.OTHER_TOKENS: target.files.name}
+            )
         draft_tokenizer = Tokenizer.load(draft.files)
         found[name] = foreign_tokens(tokenizer, draft_tokenizer, sizes, name=draft.files.name)
         _LOG.info(
@@ -296,7 +309,9 @@ def make_draft(
             block_size=executor.block_size,
             max_rows=max_rows,
         )
-    runner = ModelRunner(model, num_blocks=executor.num_blocks, block_size=executor.block_size)
+    runner = ModelRunner(
+        model, num_blocks=executor.num_blocks, block_size=executor.block_size, states=executor.states
+    )
     if foreign is not None:
         return runner, ForeignDraft(
             name, runner, shape, max_rows=max_rows, num_blocks=executor.num_blocks, tokens=foreign

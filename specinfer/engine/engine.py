@@ -23,6 +23,7 @@ from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight, inference, torch_threads
 from specinfer.runtime.runner import Move
+from specinfer.runtime.state_cache import StateCounts
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.guard import Guard
@@ -83,6 +84,11 @@ class Engine:
         self._stepped: list[AdmittedRequest] = []  # the requests of the running or last step
         self.clock = StageClock()
         self.listeners = Listeners()
+
+    @property
+    def states(self) -> StateCounts:
+        """Slots of recurrent states in each model that has them."""
+        return self._executor.states
 
     @property
     def has_work(self) -> bool:
@@ -234,7 +240,7 @@ class Engine:
         if self._memory is not None:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
-        return [running.transcript.delta() for running, _ in committed]
+        return [running.delta() for running, _ in committed]
 
     def _commit(
         self,
@@ -250,9 +256,7 @@ class Engine:
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
         for entry in launched.plan.entries:
-            running = self._requests[entry.request.request_id]
-            running.sequence.computed = entry.end
-            running.transcript.cached_tokens = running.sequence.cached_tokens
+            self._requests[entry.request.request_id].sequence.computed = entry.end
         committed: list[tuple[AdmittedRequest, tuple[int, ...]]] = []
         moves: list[Move] = []
         for entry, law, verdict, decision in zip(
@@ -260,7 +264,10 @@ class Engine:
         ):
             running = self._requests[entry.request.request_id]
             if isinstance(verdict, UserError):
-                running.transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
+                internal = not isinstance(verdict, RequestError)
+                if internal:  # neither its blocks nor its checkpoints of this step are found again
+                    running.sequence.computed = entry.start
+                running.transcript.fail(str(verdict), now, internal=internal)
                 committed.append((running, ()))
                 continue
             committed.append((running, running.accept(law, verdict, now, self._tokenizer)))
@@ -322,7 +329,7 @@ class Engine:
         if request_id in self._requests:
             self._remove(running, computed=computed)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
-        return running.transcript.delta()
+        return running.delta()
 
     def _end_all(self, failed: Sequence[AdmittedRequest], reason: str) -> list[Delta]:
         """End requests with an error; blocks that the step was to compute are not kept."""

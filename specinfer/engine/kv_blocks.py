@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
+from specinfer.engine.state_slots import TextStates
 from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
@@ -199,6 +200,7 @@ class SequenceState:
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
     published: int = 0  # number of leading blocks that are published
     cached_tokens: int = 0  # prompt tokens found in the cache at its first start
+    states: TextStates | None = None  # slots of a running request, if a model has recurrent states
 
     @property
     def num_output(self) -> int:

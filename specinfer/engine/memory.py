@@ -25,6 +25,7 @@ from specinfer.errors import CapacityError, ModelFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import Bandwidth, DiskRate, StreamSource, about, gigabytes, measure
 from specinfer.kernels.layout import int8_bytes
+from specinfer.kernels.recurrence_config import input_rows
 from specinfer.models.config import ModelConfig
 from specinfer.models.expert_stream import expert_records
 from specinfer.models.open_model import OpenModel
@@ -35,7 +36,8 @@ from specinfer.models.weight_sizes import estimate_bytes, expert_sizes, layer_by
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import address_space_left, bytes_per_block, free_bytes, gib, process_bytes
-from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
+from specinfer.runtime.state_cache import LEAST, Caches, state_bytes
+from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization, SpeculationConfig
 from specinfer.support import Feature, check_support
 
 _SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
@@ -212,7 +214,8 @@ class MemoryNeeds:
         """
         fixed, candidates = self.fixed(process), list[tuple[DraftSet, StreamLimits, int, Placement]]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
-        asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
+        speculation = config.speculation
+        asked = config.scheduler.max_step_tokens, speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
         for drafts in self.draft_sets:
             fits = False
@@ -221,7 +224,7 @@ class MemoryNeeds:
                     break
                 limits = limits._replace(rows=max(rows, limits.rows))
                 models = [(self.target.config, self.hardware.dtype), *drafts.caches]
-                caches = config.cache.memory or cache_bytes(models, limits.positions)
+                caches = config.cache.memory or cache_bytes(models, limits.positions, speculation)
                 parts = {
                     **fixed,
                     "drafts": drafts.weights,
@@ -272,7 +275,7 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
     limits = STREAM_LIMITS[2]  # for one or two requests
     model = needs.target.config, dtype
     models = [model, *(needs.draft_sets[0].caches if speculation.drafts else ())]
-    caches = config.cache.memory or cache_bytes(models, limits.positions)
+    caches = config.cache.memory or cache_bytes(models, limits.positions, speculation)
     if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
     library = kernels.library
@@ -315,8 +318,9 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
     if config.memory is not None:
         model, (positions, rows, _) = (target.config, dtype), STREAM_LIMITS[-1]
         models = [model, *(needs.draft_sets[0].caches if needs.draft_sets else ())]
+        caches = cache_bytes(models, positions, config.speculation)
         parts["this process"] = memory - free
-        parts["a small context"] = activation_bytes(*model, rows) + 2 * cache_bytes(models, positions)
+        parts["a small context"] = activation_bytes(*model, rows) + 2 * caches
     sizes = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
     if config.memory is not None:
         least = f"{-(-sum(parts.values()) >> 20)}MB"
@@ -359,13 +363,21 @@ def allowed_bytes(memory: int | None, device: torch.device) -> int:
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     """Return about the bytes that a pass of `rows` rows takes besides weights and KV caches."""
     widest = config.hidden_size * 6 + config.intermediate_size * 4 + config.num_heads * config.head_dim * 4
-    return rows * widest * max(2, dtype.itemsize) + MAX_BYTES + _SLACK
+    floats = 0
+    if (r := config.recurrence) is not None:  # its inputs and outputs are float32
+        widest += sum(input_rows(r).values())
+        floats = r.channels + r.heads * r.value_size
+    return rows * (widest * max(2, dtype.itemsize) + 4 * floats) + MAX_BYTES + _SLACK
 
 
-def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:
-    """Return the bytes of KV caches of these models with `positions` each, at most four contexts."""
+def cache_bytes(models: Caches, positions: int, speculation: SpeculationConfig) -> int:
+    """Return the bytes of caches of these models with `positions` each, at most four contexts.
+
+    Recurrent states are those of one request and of as few checkpoints as may be.
+    """
     most = 4 * min(config.max_context for config, _ in models)
-    return bytes_per_block(models, min(positions, most))
+    nodes = LEAST.nodes if speculation.max_nodes == "auto" else speculation.node_limit
+    return bytes_per_block(models, min(positions, most)) + state_bytes(models, LEAST._replace(nodes=nodes))
 
 
 def draft_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:

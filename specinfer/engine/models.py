@@ -83,6 +83,11 @@ class Models:
         kinds: dict[str, Quantization] = {name: self.kinds.get(name, "none") for name in self.drafts}
         object.__setattr__(self, "kinds", kinds)
 
+    @property
+    def have_states(self) -> bool:
+        """True if a model has recurrent states."""
+        return any(model.config.recurrence is not None for model in (self.target, *self.drafts.values()))
+
     def with_kinds(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the quantizations that were chosen for "auto"."""
         if config.quantization == "auto":

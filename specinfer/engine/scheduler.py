@@ -16,16 +16,22 @@ queue and is recomputed later. A tree without blocks is left out; no request is 
 A request starts after the longest prefix of its text in the cache (kv_blocks.py). If a running request is
 about to compute the next block of that text, the request waits for it instead of computing it again, and
 others may be admitted before it.
+
+With recurrent states (state_slots.py) the prefix ends at a checkpoint, and a request waits for one that a
+running request is about to make. It also waits while all slots of requests are in use.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
+from specinfer.engine.row_shares import fair_shares, prompt_rows
+from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ensure
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import FIRST_SLOT, PlanEntry, StateCheckpoint, StateUse, StepPlan
 from specinfer.scheduler_config import SchedulerConfig
 
 # Position at which a row costs twice as much as the first: attention then costs as much as the products.
@@ -36,6 +42,14 @@ _MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in bl
 # half of the time of the row's pass for a 135M model, less for larger ones.
 _SCORED_COST = 2  # rows that such a row counts as
 _READ_SECONDS = 0.01  # a step without rows waits so long for an adapter
+
+
+class _Prefix(NamedTuple):
+    """The part of a text that is not computed again."""
+
+    blocks: list[int]
+    source: StateCheckpoint | None = None  # states at its end, or before it if only drafts have states
+    shared: int = 0  # tokens in blocks that were found, also behind it
 
 
 class Scheduler:
@@ -51,10 +65,12 @@ class Scheduler:
         prefix_reuse: bool = True,
         max_adapters: int | None = None,
         fetch: Callable[..., bool] | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any).
 
-        `fetch` is `AdapterCache.fetch`: a request waits while its adapter is read.
+        `fetch` is `AdapterCache.fetch`: a request waits while its adapter is read. `states` are the slots of
+        recurrent states, if a model has them.
         """
         self._config = config
         self._pool = pool
@@ -64,6 +80,10 @@ class Scheduler:
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
         self._max_adapters, self._fetch = max_adapters, fetch
+        self._states = states
+        self._max_running = config.max_batch_size
+        if states is not None:
+            self._max_running = min(config.max_batch_size, states.num_slots)
         self._short_only = False  # True if the last step read only short prompts
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the cache
@@ -84,6 +104,7 @@ class Scheduler:
             if computed:
                 self._publish(sequence)
             self.running.remove(sequence)
+            self._end_states(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._pool.release(sequence.block_table)
@@ -100,7 +121,7 @@ class Scheduler:
         rows = self._config.row_limit - len(running)
         preempted = self.preemptions > preemptions  # a request preempted now is not admitted at once
         awaited: set[tuple[int, bytes]] = set()
-        while not preempted and rows > 0 and len(self.running) < self._config.max_batch_size:
+        while not preempted and rows > 0 and len(self.running) < self._max_running:
             admitted = self._admit(awaited)
             if admitted is None:
                 break
@@ -152,17 +173,10 @@ class Scheduler:
             found = self._find(waiting, awaited)
             if found is None:
                 continue
-            needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found)
-            if needed > self._pool.num_free - self._pool.unowned(found):
+            needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found.blocks)
+            if needed > self._pool.num_free - self._pool.unowned(found.blocks):
                 return None
-            self._pool.share(waiting.block_table, found)  # blocks that are never written
-            waiting.published = len(found)
-            waiting.computed = len(found) * self._pool.block_size
-            if waiting.generation == 0:
-                waiting.cached_tokens = waiting.computed
-            if self._prefix_reuse and not waiting.request.scores_prompt:
-                self.prefix_queries += len(waiting.token_ids)
-                self.prefix_hits += waiting.computed
+            self._begin(waiting, found)
             ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
             self.waiting.remove(waiting)
             self.running.append(waiting)
@@ -228,35 +242,89 @@ class Scheduler:
             speculators=sequence.speculators,
             block_hashes=sequence.block_hashes,
             room=sequence.room(self._max_context),
+            states=self._state_use(sequence, end),
         )
 
-    def _find(self, sequence: SequenceState, awaited: set[tuple[int, bytes]]) -> list[int] | None:
-        """Return the published blocks of a waiting request's prefix; None if its next one is being computed.
+    def _state_use(self, sequence: SequenceState, end: int) -> StateUse:
+        """Return the slots of a pass up to `end`; reserves those of the checkpoints that it makes."""
+        if self._states is None or sequence.states is None:
+            return FIRST_SLOT
+        hashes = sequence.hash_blocks(self._pool.block_size) if self._prefix_reuse else ()
+        return self._states.plan(sequence.states, hashes, end, decodes=end == len(sequence.token_ids))
 
-        That block is then added to `awaited`, so that others that wait for it need no search.
+    def _find(self, sequence: SequenceState, awaited: set[tuple[int, bytes]]) -> _Prefix | None:
+        """Return the published prefix of a waiting request; None if it will soon be longer.
+
+        Its last block is then added to `awaited`, so that others that wait for it need no search.
         """
         if not self._prefix_reuse:
-            return []
+            return _Prefix([])
         size = self._pool.block_size
         hashes = sequence.hash_blocks(size)  # also for a scored prompt, as others may use its blocks
         if sequence.request.scores_prompt:
-            return []
+            return _Prefix([])
         # The last token is always computed, as its logits are needed.
         hashes = hashes[: (len(sequence.token_ids) - 1) // size]
         if any(hashes[place : place + 1] == [key] for place, key in awaited):
             return None
-        found = self._pool.find(hashes)
-        end = len(found) + 1
-        if end <= len(hashes):
-            for other in self.running:
-                # A request past this block has an unpublished copy, so waiting would be useless.
-                if other.computed < end * size and other.block_hashes[end - 1 : end] == [hashes[end - 1]]:
-                    awaited.add((end - 1, hashes[end - 1]))
-                    return None
-        return found
+        blocks = self._pool.find(hashes)
+        source = None if self._states is None else self._states.find(hashes[: len(blocks)])
+        if (end := self._soon(hashes, len(blocks), source)) is not None:
+            awaited.add((end - 1, hashes[end - 1]))
+            return None
+        shared = len(blocks) * size
+        if self._states is not None and self._states.in_target:
+            blocks = blocks[: 0 if source is None else source.end // size]
+        return _Prefix(blocks, source, shared)
+
+    def _soon(self, hashes: Sequence[bytes], found: int, source: StateCheckpoint | None) -> int | None:
+        """Return how many leading blocks of a text a running request will soon have computed.
+
+        None if that is not more than the blocks `found`, and no checkpoint behind `source` will be made.
+        """
+        size, slots = self._pool.block_size, self._states
+        for other in self.running:
+            alike = found
+            while alike < len(hashes) and other.block_hashes[alike : alike + 1] == [hashes[alike]]:
+                alike += 1
+            # A request past this block has an unpublished copy, so waiting would be useless.
+            if alike > found and other.computed < (found + 1) * size:
+                if slots is not None and other.states is not None:
+                    slots.ask(other.states, alike * size)
+                return found + 1
+            if slots is not None and slots.in_target and other.states is not None:
+                known = 0 if source is None else source.end
+                ends = [end // size for end in other.states.due if known < end <= len(hashes) * size]
+                for end in ends:
+                    if other.block_hashes[end - 1] == hashes[end - 1]:
+                        return end
+        return None
+
+    def _begin(self, sequence: SequenceState, found: _Prefix) -> None:
+        """Start a request after the published blocks of its prefix, which are never written."""
+        self._pool.share(sequence.block_table, found.blocks)
+        sequence.published = len(found.blocks)
+        sequence.computed = sequence.published * self._pool.block_size
+        if self._states is not None:
+            sequence.states = self._states.begin(
+                found.source,
+                computed=sequence.computed,
+                tokens=len(sequence.token_ids),
+                shared=found.shared,
+            )
+        if sequence.generation == 0:
+            sequence.cached_tokens = sequence.computed
+        if self._prefix_reuse and not sequence.request.scores_prompt:
+            self.prefix_queries += len(sequence.token_ids)
+            self.prefix_hits += sequence.computed
 
     def _publish(self, sequence: SequenceState) -> None:
-        """Publish the blocks before the end of the text; trees and further tokens are written after them."""
+        """Publish the blocks before the end of the text; trees and further tokens are written after them.
+
+        Keeps the checkpoints that the last step has made.
+        """
+        if self._states is not None and sequence.states is not None:
+            self._states.settle(sequence.states, sequence.computed)
         if not self._prefix_reuse:
             return
         size = self._pool.block_size
@@ -267,8 +335,14 @@ class Scheduler:
                 self._pool.publish(sequence.block_table[block], hashes[block])
             sequence.published = full
 
+    def _end_states(self, sequence: SequenceState) -> None:
+        if self._states is not None and sequence.states is not None:
+            self._states.end(sequence.states)
+            sequence.states = None
+
     def _preempt(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
+        self._end_states(sequence)
         self._pool.release(sequence.block_table)
         sequence.computed = sequence.published = 0
         sequence.generation += 1
@@ -283,6 +357,8 @@ class Scheduler:
             sequence.check_integrity(self._pool.block_size)
             behind = sequence.block_table[sequence.computed // self._pool.block_size :]
             ensure(not self._pool.any_published(behind), "a block that is to be written can be found")
+        if self._states is not None:
+            self._states.check_integrity([s.states for s in sequences if s.states is not None])
         for sequence in self.waiting:
             ensure(not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks")
 
@@ -290,42 +366,3 @@ class Scheduler:
 def _cost(sequence: SequenceState) -> int:
     """Return the number of rows that a row of the request's prompt counts as."""
     return _SCORED_COST if sequence.request.scores_prompt else 1
-
-
-def prompt_rows(rows: int, missing: Sequence[int], limits: Sequence[int], costs: Sequence[int]) -> list[int]:
-    """Return how many of `rows` each prompt gets; prompts are given oldest first.
-
-    Half of the rows go to the prompts that miss fewest tokens, the rest to the oldest. So a short prompt does
-    not wait for an earlier long one, and a long one progresses however many short ones follow.
-
-    Args:
-        rows: the rows to assign.
-        missing: missing tokens of each prompt.
-        limits: maximum tokens of each prompt in this step.
-        costs: the rows that one row of each prompt counts as.
-    """
-    given, used = [0] * len(missing), 0
-    wanted = [*map(min, missing, limits)]
-    oldest = range(len(missing))
-    for budget, order in ((rows // 2, sorted(oldest, key=missing.__getitem__)), (rows, oldest)):
-        for i in order:
-            more = min((budget - used) // costs[i], wanted[i] - given[i])
-            given[i] += more
-            used += more * costs[i]
-    return given
-
-
-def fair_shares(rows: int, wanted: Sequence[int]) -> list[int]:
-    """Divide `rows` evenly, at most `wanted` for each request; the first requests get the remainder."""
-    given = [0] * len(wanted)
-    unserved = sorted((i for i, count in enumerate(wanted) if count > 0), key=lambda i: wanted[i])
-    while unserved:
-        fair, odd = divmod(rows, len(unserved))
-        if wanted[unserved[0]] > fair:  # all others need at least the fair part
-            for turn, i in enumerate(sorted(unserved)):
-                given[i] = fair + (turn < odd)
-            break
-        first = unserved.pop(0)
-        given[first] = wanted[first]
-        rows -= wanted[first]
-    return given

@@ -124,7 +124,9 @@ def accepted_moves(entry: PlanEntry, path: Sequence[int]) -> list[Move]:
     if all(node == depth for depth, node in enumerate(path, start=1)):
         return []
     end = entry.end
-    return [Move(entry.block_table, [end - 1 + node for node in path], range(end, end + len(path)))]
+    return [
+        Move(entry.block_table, [end - 1 + node for node in path], range(end, end + len(path)), entry.states)
+    ]
 
 
 def verify_trees(

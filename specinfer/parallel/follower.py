@@ -194,7 +194,10 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
         if isinstance(command, Open):
             caches[command.cache] = command
             runners[command.cache] = ModelRunner(
-                models[command.model], num_blocks=command.blocks, block_size=command.block_size
+                models[command.model],
+                num_blocks=command.blocks,
+                block_size=command.block_size,
+                states=command.states,
             )
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
@@ -220,7 +223,7 @@ def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> N
         bits = torch.from_numpy(command.bits.copy()).view(command.rows, -1)
         group.gather(model.logits(bits.view(model.dtype)), widths_of(model, group))
     else:
-        runner.cache.move(command.sources, command.targets)
+        runner.copy(*command[1:])
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Paths
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import FIRST_SLOT, PlanEntry, StateUse, StepPlan
 from specinfer.tree import TokenTree
 
 
@@ -37,6 +37,7 @@ class Rows:
     logits_from: int  # the first row with logits; n: no row
     parents: Sequence[int] | None = None
     adapter: str | None = None  # name of the adapter of these rows
+    states: StateUse = FIRST_SLOT  # a source that ends at `start` is where this pass begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,10 @@ def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
         text = entry.token_ids[entry.start : entry.end]
         wanted = 0 if scores else chain - (tree is not None)
         return Rows(
-            *(text, entry.start, entry.block_table), logits_from=wanted, adapter=entry.request.adapter
+            *(text, entry.start, entry.block_table),
+            logits_from=wanted,
+            adapter=entry.request.adapter,
+            states=entry.states,
         )
     return Rows(
         token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
@@ -121,6 +125,7 @@ def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
         logits_from=0 if scores else chain - 1,
         parents=tree.parents,
         adapter=entry.request.adapter,
+        states=entry.states,
     )
 
 

@@ -20,8 +20,9 @@ from specinfer.plan import StepPlan
 from specinfer.runtime.batch import likelihoods, step_rows
 from specinfer.runtime.cost_curve import TimedModel
 from specinfer.runtime.flight import Flight
-from specinfer.runtime.kv_cache import bytes_per_block, free_bytes, gib, num_blocks
+from specinfer.runtime.kv_cache import bytes_per_block, cache_budget, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.runtime.state_cache import ONE_TEXT, StateCounts, state_bytes, state_counts
 from specinfer.tree import TokenTree
 
 
@@ -48,12 +49,16 @@ class Executor:
         num_blocks: int,
         block_size: int,
         adapters: AdapterCache | None = None,
+        states: StateCounts = ONE_TEXT,
     ) -> None:
-        """Make the target's cache; every draft's has as many blocks. `adapters` are the target's."""
+        """Make the target's caches; every draft's have the same sizes. `adapters` are the target's."""
         self._closed = False
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.target = ModelRunner(target, num_blocks=num_blocks, block_size=block_size, adapters=adapters)
+        self.states = states
+        self.target = ModelRunner(
+            target, num_blocks=num_blocks, block_size=block_size, adapters=adapters, states=states
+        )
 
     @classmethod
     def within_memory(
@@ -64,19 +69,21 @@ class Executor:
         block_size: int,
         wanted_positions: int,
         needed_positions: int,
+        text_positions: int = 0,
         limit: int | None,
         planned: int | None = None,
         memory: int | None = None,
         hosts: Sequence[Host] = (),
         adapters: AdapterCache | None = None,
+        states: StateCounts = ONE_TEXT,
     ) -> Executor:
         """Return an executor whose caches, of the target and of these drafts, fit into memory.
 
-        See `kv_cache.num_blocks`. Other ranks have caches of as many blocks. The first of `hosts` is this
-        one. Each host has a part of `limit`, or its own memory; the caches of other hosts reduce their free
-        memory until the executor is released. Without `limit`, the caches take at most the `planned` bytes of
-        a memory plan, or the free memory if that is less. Raises CapacityError if not even `needed_positions`
-        fit.
+        See `kv_cache.num_blocks`, and `state_counts` for `states` and the longest text's `text_positions`.
+        Other ranks have caches of the same sizes. The first of `hosts` is this one. Each host has a part of
+        `limit`, or its own memory; the caches of other hosts reduce their free memory until the executor is
+        released. Without `limit`, the caches take at most the `planned` bytes of a memory plan, or the free
+        memory if that is less. Raises CapacityError if not even `needed_positions` fit.
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
@@ -86,22 +93,33 @@ class Executor:
         free = max(0, free_bytes(target.device, memory) - missing)
         if limit is None and planned is not None:
             limit = min(planned, free)
-        fit = partial(
-            num_blocks,
-            block_size=block_size,
-            wanted_positions=wanted_positions,
-            needed_positions=needed_positions,
-            limit=limit,
-        )
 
         def of_ranks(host: Host) -> list[tuple[ModelConfig, torch.dtype]]:
             return [(part, target.dtype) for part in host.parts]
 
-        found = [fit([*models, *of_ranks(here)], free=free, where=where)]
-        found += [fit(of_ranks(host), free=host.free, where=host.address) for host in others]
-        executor = cls(target, num_blocks=min(found), block_size=block_size, adapters=adapters)
-        for host in others:
-            size = executor.num_blocks * bytes_per_block(of_ranks(host), block_size)
+        places = [([*models, *of_ranks(here)], free, where)]
+        places += [(of_ranks(host), host.free, host.address) for host in others]
+        for found, there, name in places:
+            text = bytes_per_block(found, text_positions)
+            states = state_counts(found, states, cache_budget(limit, there, name), name, text)
+        blocks = [
+            num_blocks(
+                found,
+                block_size=block_size,
+                wanted_positions=wanted_positions,
+                needed_positions=needed_positions,
+                limit=limit,
+                free=there,
+                where=name,
+                states=state_bytes(found, states),
+            )
+            for found, there, name in places
+        ]
+        executor = cls(
+            target, num_blocks=min(blocks), block_size=block_size, adapters=adapters, states=states
+        )
+        for host, (found, *_) in zip(others, places[1:], strict=True):
+            size = executor.num_blocks * bytes_per_block(found, block_size) + state_bytes(found, states)
             host.add_free(-size)
             weakref.finalize(executor, host.add_free, size)
         return executor

@@ -18,33 +18,59 @@ from specinfer.models.config import ModelConfig
 
 
 class KvCache:
-    """The KV cache of one model, with num_slots positions.
+    """The KV cache of one model, with num_slots positions; layers without attention have none.
 
-    One tensor holds all layers, so that moving an accepted path is one gather and one scatter.
+    One tensor holds all layers with the same heads, so that moving an accepted path is one gather and one
+    scatter. A layer that uses the keys and values of another has that layer's.
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (2, config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
-        self._kv_2LPKH = _zeros(shape, dtype, device)
-        self.keys: tuple[Tensor, ...] = tuple(self._kv_2LPKH[0])  # per layer [num_slots, K, H]
-        self.values: tuple[Tensor, ...] = tuple(self._kv_2LPKH[1])
+        self._kv_2LPKH: list[Tensor] = []
+        # K and V of a layer, [num_slots, K, H]; empty without attention
+        places: dict[int, tuple[Tensor, Tensor]] = {}
+        for (kv_heads, head_dim), layers in _layers_by_heads(config).items():
+            kv_2LPKH = zeros((2, len(layers), num_slots, kv_heads, head_dim), dtype, device)
+            self._kv_2LPKH.append(kv_2LPKH)
+            places |= zip(layers, zip(*kv_2LPKH, strict=True), strict=True)
+        none = self._kv_2LPKH[0].new_empty(0, config.num_kv_heads, config.head_dim)
+        each = [places.get(config.cache_of(layer), (none, none)) for layer in range(config.num_layers)]
+        self.keys: tuple[Tensor, ...] = tuple(k for k, _ in each)
+        self.values: tuple[Tensor, ...] = tuple(v for _, v in each)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots `sources` to slots `targets` in every layer; all are read before any is written."""
-        ensure(len(sources) == len(targets), f"{len(sources)} slots onto {len(targets)}")
-        if not sources:
-            return
-        device = self._kv_2LPKH.device
-        moved = self._kv_2LPKH[:, :, torch.tensor(sources, device=device)]
-        self._kv_2LPKH[:, :, torch.tensor(targets, device=device)] = moved
+        for kv_2LPKH in self._kv_2LPKH:
+            move_places(kv_2LPKH, 2, sources, targets)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _layers_by_heads(config: ModelConfig) -> dict[tuple[int, int], list[int]]:
+    """The layers that write keys and values, by number and size of key-value heads.
+
+    A model without attention has a layer, as backends learn the sizes from one.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    for layer in config.attention_layers or [0]:
+        if config.cache_of(layer) == layer:
+            heads = config.heads_of(layer)
+            found.setdefault((heads.num_kv_heads, heads.head_dim), []).append(layer)
+    return found
+
+
+def move_places(memory: Tensor, dim: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy places `sources` of a dimension to places `targets`; all are read before any is written."""
+    ensure(len(sources) == len(targets), f"{len(sources)} slots onto {len(targets)}")
+    if sources:
+        device = memory.device
+        moved = memory.index_select(dim, torch.tensor(sources, device=device))
+        memory.index_copy_(dim, torch.tensor(targets, device=device), moved)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on the CPU in pages that take no memory before they are written.
 
     Zeros are needed because masked positions are read with weight 0, and 0 times NaN is NaN.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     # Not by malloc: if it reuses freed memory, as in training, it writes the zeros and so takes all pages.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -92,20 +118,17 @@ def num_blocks(
     limit: int | None,
     free: int,
     where: str,
+    states: int = 0,
 ) -> int:
     """Return the number of blocks of each model's cache: enough for `wanted_positions` if memory allows.
 
-    `limit` is the maximum bytes of all KV caches; None takes a part of the `free` bytes. Errors name the
-    device or host `where`. Raises CapacityError if not even `needed_positions` fit.
+    `limit` is the maximum bytes of all caches; None takes a part of the `free` bytes. Recurrent states take
+    `states` bytes of that. Errors name the device or host `where`. Raises CapacityError if not even
+    `needed_positions` fit.
     """
     per_block = bytes_per_block(configs, block_size)
-    if limit is not None and limit > free:
-        raise CapacityError(
-            f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {where} after loading the "
-            "weights; lower it"
-        )
-    budget = limit if limit is not None else int(free * SHARE_OF_FREE)
-    blocks = budget // per_block
+    budget = cache_budget(limit, free, where) - states
+    blocks = budget // max(1, per_block)  # 0: a stage without attention
     if limit is None:
         blocks = min(blocks, -(-wanted_positions // block_size))
     needed = -(-needed_positions // block_size)
@@ -118,10 +141,22 @@ def num_blocks(
     return blocks
 
 
+def cache_budget(limit: int | None, free: int, where: str) -> int:
+    """Return the bytes for caches, of these `free` ones; raises CapacityError if the `limit` is above."""
+    if limit is not None and limit > free:
+        raise CapacityError(
+            f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {where} after loading the "
+            "weights; lower it"
+        )
+    return limit if limit is not None else int(free * SHARE_OF_FREE)
+
+
 def bytes_per_block(configs: Sequence[tuple[ModelConfig, torch.dtype]], block_size: int) -> int:
     """Return the bytes of one block in the caches of all these models together: K and V of all layers."""
     return block_size * sum(
-        2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize for c, dtype in configs
+        2 * len(layers) * kv_heads * head_dim * dtype.itemsize
+        for config, dtype in configs
+        for (kv_heads, head_dim), layers in _layers_by_heads(config).items()
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -14,26 +15,29 @@ from torch import Tensor
 from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
+from specinfer.plan import FIRST_SLOT, StateUse
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
+from specinfer.runtime.state_cache import ONE_TEXT, StateCache, StateCounts
 
 _SPREAD: Final = 2654435761  # odd, and near 2 ** 32 over the golden ratio, so its multiples are spread evenly
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy of K and V from some cache positions of a request to others."""
+    """Copy of K and V, and of inputs of recurrences, from some cache positions of a request to others."""
 
     block_table: Sequence[int]
     sources: Sequence[int]
     targets: Sequence[int]
+    states: StateUse = FIRST_SLOT  # the request's slots of recurrent states
 
 
 class ModelRunner:
-    """Runs forward passes of one model over the slots of its own KV cache.
+    """Runs forward passes of one model over the slots of its own KV cache, and of its recurrent states.
 
     If several ranks share the model, rank 0's runner makes the others run the same over their caches.
     """
@@ -45,16 +49,20 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         adapters: AdapterCache | None = None,
+        states: StateCounts = ONE_TEXT,
     ) -> None:
         self.model = model
         self._adapters = adapters
         self.block_size = block_size
         self.cache = KvCache(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+        self.states: StateCache | None = None
+        if model.config.recurrence is not None:
+            self.states = StateCache(model.config, states, model.device)
         self._leader: Leader | None = None
         self._passes = None if model.group is None else StagedPasses(model.group, model)
         if self._passes is not None and self._passes.group.rank == 0:
-            self._leader = Leader(self._passes, blocks=num_blocks, block_size=block_size)
+            self._leader = Leader(self._passes, blocks=num_blocks, block_size=block_size, states=states)
 
     @property
     def max_context(self) -> int:
@@ -94,7 +102,7 @@ class ModelRunner:
     def probe(self, rows: int, *, every_row: bool) -> None:
         """Run one pass like a step's, for timing: from lists to logits in host memory.
 
-        Overwrites the cache's first slots. Makes the logits of all rows, or those of the likeliest.
+        Overwrites the caches' first slots. Makes the logits of all rows, or those of the likeliest.
         """
         part = probe_rows(rows, self.block_size, self.model.config.vocab_size)
         self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
@@ -116,6 +124,7 @@ class ModelRunner:
         stage, passes = self.model.config.stage, self._passes
         assert passes is not None, "a follower has a group"
         own = stage.taps(taps) if passes.group.place == 0 else ()
+        self._begin()
         read = passes.run(self._part(rows, own, BLOCK_ROWS if logits else 0), more=more)
         if more:
             return None
@@ -138,6 +147,7 @@ class ModelRunner:
         stopped: Callable[[], bool] | None = None,
     ) -> PassOutput:
         """Run a pass over these rows; returns the hidden states of rows with logits; see LanguageModel."""
+        self._begin()
         if self._leader is not None:
             part_of = partial(self._part, max_logits=max_logits)
             return self._leader.read(rows, part_of, taps, max_logits=max_logits)
@@ -146,6 +156,10 @@ class ModelRunner:
             return part.read(None)
         with stream.passing(stopped):
             return part.read(None)
+
+    def _begin(self) -> None:
+        if self.states is not None:
+            self.states.begin()
 
     def _part(self, rows: Sequence[Rows], taps: Sequence[int], max_logits: int) -> StagePart:
         """Return these rows as a part for this process's layers."""
@@ -158,24 +172,45 @@ class ModelRunner:
         elif model.adapter is not None and len(ids):
             span = Span(range(len(ids)), model.adapter)
             adapted = AdaptedRows.of([span], len(ids), model.kernels.products.library)
-        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps, adapted)
+        states, running = (None, nullcontext()) if self.states is None else self.states.plan(rows)
+        context = PassContext(
+            *(batch.positions_T, self._attention.bind(batch.paths), taps, adapted), states=states
+        )
 
         def read(stage_input_TD: Tensor | None) -> PassOutput:
-            return model.read(ids, context, chosen, max_logits=max_logits, stage_input_TD=stage_input_TD)
+            with running:
+                return model.read(ids, context, chosen, max_logits=max_logits, stage_input_TD=stage_input_TD)
 
         return StagePart(rows, len(ids), len(ids if chosen is None else chosen), read)
 
     @inference
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy the K and V of accepted nodes to their positions in the text."""
+        """Copy the K and V of accepted nodes, and inputs of recurrences, to their places in the text."""
         sources: list[int] = []
         targets: list[int] = []
+        node_sources: list[int] = []
+        node_targets: list[int] = []
         for move in moves:
             sources.extend(slots_of(move.block_table, move.sources, self.block_size))
             targets.extend(slots_of(move.block_table, move.targets, self.block_size))
+            if self.states is not None:
+                node_sources.extend(self.states.places(move.states.slot, move.sources))
+                node_targets.extend(self.states.places(move.states.slot, move.targets))
         if self._leader is not None:
-            self._leader.move(sources, targets)
+            self._leader.move(sources, targets, node_sources, node_targets)
+        self.copy(sources, targets, node_sources, node_targets)
+
+    def copy(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        node_sources: Sequence[int],
+        node_targets: Sequence[int],
+    ) -> None:
+        """Copy the K and V of slots, and the inputs of nodes between places of the rings, on this rank."""
         self.cache.move(sources, targets)
+        if self.states is not None:
+            self.states.move(node_sources, node_targets)
 
 
 def probe_rows(rows: int, block_size: int, vocab: int) -> Rows:

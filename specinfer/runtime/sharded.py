@@ -2,13 +2,16 @@
 
 A message is a command for a cache, in words of int32:
 
-    OPEN    cache, the number of its model, blocks, block size
+    OPEN    cache, the number of its model, blocks, block size, and of recurrent states the slots of requests,
+            checkpoints, places for a tree's nodes
     CLOSE   cache
     PASS    cache, whether logits come with it, whether it goes on with the next PASS (runtime/stages.py),
             taps, requests, the tapped layers, and of each request
-            start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
+            start, rows, logits from, blocks, nodes (-1: text alone), slot of its states, checkpoint that it
+            begins with (-1: none), checkpoints to write, the tokens, the blocks, the parents, and of each
+            checkpoint its end and slot
     LOGITS  cache, rows, and what the output layer reads of them
-    MOVE    cache, positions, their slots, and the slots that theirs become
+    MOVE    cache, positions, their slots, and the slots that theirs become; the same for places of nodes
     FIGURES 0; each rank answers with the seconds that it computed, exchanged and waited
 
 Each pipeline stage runs its layers and sends its rows to the next. The last one sends rows with logits back
@@ -37,12 +40,15 @@ from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.hub.model_files import hash_of
-from specinfer.models.config import ModelConfig, PipelineStage
+from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassOutput, check_taps
+from specinfer.models.ranges import PipelineStage
 from specinfer.models.shard import Shard
+from specinfer.plan import StateCheckpoint, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
+from specinfer.runtime.state_cache import ONE_TEXT, StateCounts
 from specinfer.transport.group import Group
 from specinfer.version import VERSION
 
@@ -50,6 +56,7 @@ _OPEN, _CLOSE, _PASS, _LOGITS, _MOVE, _TIMES = range(1, 7)
 _MAX_CACHES: Final = 64
 _MAX_SLOTS: Final = 1 << 31
 _MAX_ROWS: Final = 1 << 16
+_MAX_STATES: Final = 1 << 16
 
 
 class Open(NamedTuple):
@@ -59,6 +66,7 @@ class Open(NamedTuple):
     model: int  # 0: the target; then the shared drafts
     blocks: int
     block_size: int
+    states: StateCounts = ONE_TEXT
 
 
 class Close(NamedTuple):
@@ -86,11 +94,13 @@ class Logits(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Copy K and V of slots to others."""
+    """Copy K and V of slots to others, and inputs of recurrences from some places to others."""
 
     cache: int
     sources: list[int]
     targets: list[int]
+    node_sources: list[int]
+    node_targets: list[int]
 
 
 class ReportTimes(NamedTuple):
@@ -100,9 +110,9 @@ class ReportTimes(NamedTuple):
 Command = Open | Close | Pass | Logits | Moves | ReportTimes
 
 
-def opening_message(cache: int, model: int, blocks: int, block_size: int) -> bytes:
+def opening_message(cache: int, model: int, blocks: int, block_size: int, states: StateCounts) -> bytes:
     """OPEN: make a cache for a model."""
-    return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
+    return array("i", [_OPEN, cache, model, blocks, block_size, *states]).tobytes()
 
 
 def closing_message(cache: int) -> bytes:
@@ -122,13 +132,18 @@ def passing_message(
     """PASS: run rows; includes the blocks of a table that the rows reach."""
     words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
     for part in rows:
-        n, parents = len(part.token_ids), part.parents
+        n, parents, states = len(part.token_ids), part.parents, part.states
+        source = states.source
+        begins = -1 if source is None or source.end != part.start else source.slot
         reached = -(-(part.start + n) // block_size)
         table = part.block_table[:reached]
         words.extend((part.start, n, part.logits_from, len(table), -1 if parents is None else len(parents)))
+        words.extend((states.slot, begins, len(states.saves)))
         words.extend(part.token_ids)
         words.extend(table)
         words.extend(parents or ())
+        for one in states.saves:
+            words.extend((one.end, one.slot))
     return words.tobytes()
 
 
@@ -138,9 +153,16 @@ def logits_message(cache: int, hidden_RD: Tensor) -> bytes:
     return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
 
 
-def moving_message(cache: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
-    """MOVE: copy K and V of slots."""
-    return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
+def moving_message(
+    cache: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    node_sources: Sequence[int] = (),
+    node_targets: Sequence[int] = (),
+) -> bytes:
+    """MOVE: copy K and V of slots, and inputs of recurrences."""
+    slots = [_MOVE, cache, len(sources), *sources, *targets]
+    return array("i", [*slots, len(node_sources), *node_sources, *node_targets]).tobytes()
 
 
 def reporting_message() -> bytes:
@@ -168,7 +190,9 @@ class MessageReader:
             if cache in caches or len(caches) >= _MAX_CACHES:
                 raise ValueError(f"cache {cache} is there, or too many are")
             model, blocks = self._number(0, len(self._configs) - 1), self._number(1, _MAX_SLOTS - 1)
-            found: Command = Open(cache, model, blocks, self._number(1, _MAX_SLOTS // blocks))
+            size, slots = self._number(1, _MAX_SLOTS // blocks), self._number(1, _MAX_STATES)
+            states = StateCounts(slots, self._number(0, _MAX_STATES), self._number(1, _MAX_ROWS))
+            found: Command = Open(cache, model, blocks, size, states)
         elif kind == _TIMES:
             found = ReportTimes()
         elif cache not in caches:
@@ -186,10 +210,11 @@ class MessageReader:
             rows = self._number(0, _MAX_ROWS)
             found = Logits(cache, rows, self._take(rows * width))
         else:
-            slots = caches[cache].blocks * caches[cache].block_size
-            number = self._number(0, slots)
-            sources, targets = (self._list(number, 0, slots - 1) for _ in range(2))
-            found = Moves(cache, sources, targets)
+            opened, lists = caches[cache], list[list[int]]()
+            for slots in (opened.blocks * opened.block_size, opened.states.slots * opened.states.nodes):
+                number = self._number(0, slots)
+                lists += [self._list(number, 0, slots - 1) for _ in range(2)]
+            found = Moves(cache, *lists)
         if self._at != len(self._words):
             raise ValueError(f"a message has {len(self._words) - self._at} trailing words")
         return found
@@ -201,16 +226,23 @@ class MessageReader:
         blocks, nodes = self._number(0, cache.blocks), self._number(-1, _MAX_ROWS)
         if start + n > blocks * cache.block_size:
             raise ValueError(f"{blocks} blocks of {cache.block_size} for {start + n} positions")
+        slots, checkpoints, _ = cache.states
+        last = slots + checkpoints - 1
+        slot, source, saves = self._number(0, slots - 1), self._number(-1, last), self._number(0, checkpoints)
         tokens = self._list(n, 0, config.vocab_size - 1)
         table = self._list(blocks, 0, cache.blocks - 1)
-        if nodes < 0:
-            return Rows(tokens, start, table, logits_from)
-        parents = self._list(nodes, -1, nodes - 1)
+        parents = self._list(nodes, -1, nodes - 1) if nodes >= 0 else None
+        begins = None if source < 0 else StateCheckpoint(source, start)
+        ends = [(self._number(1, config.max_context), self._number(slots, last)) for _ in range(saves)]
+        states = StateUse(slot, begins, tuple(StateCheckpoint(to, end) for end, to in ends))
+        rows = Rows(tokens, start, table, logits_from, parents, states=states)
+        if parents is None:
+            return rows
         if not parents or parents[0] != -1 or not all(0 <= one < i for i, one in enumerate(parents[1:], 1)):
             raise ValueError("parents are no tree whose nodes come behind theirs")
         if nodes > start + n:
             raise ValueError(f"a tree of {nodes} nodes that ends at position {start + n - 1}")
-        return Rows(tokens, start, table, logits_from, parents)
+        return rows
 
     def _number(self, low: int, high: int) -> int:
         found = int(self._take(1)[0])
@@ -241,8 +273,8 @@ def widths_of(model: LanguageModel, group: Group) -> list[int]:
 class Leader:
     """Rank 0's side of one cache: sends each operation to the followers before it runs."""
 
-    def __init__(self, passes: StagedPasses, *, blocks: int, block_size: int) -> None:
-        """Make the followers' caches, of as many blocks; they are dropped some time after this object."""
+    def __init__(self, passes: StagedPasses, *, blocks: int, block_size: int, states: StateCounts) -> None:
+        """Make the followers' caches, of the same sizes; they are dropped some time after this object."""
         self._passes = passes
         self._group = group = passes.group
         self._model = model = passes.model
@@ -250,7 +282,7 @@ class Leader:
         self._widths = widths_of(model, group)
         self._cache = next(group.cache_numbers)
         self._stages = passes.stages
-        self._send(opening_message(self._cache, model.number, blocks, block_size))
+        self._send(opening_message(self._cache, model.number, blocks, block_size, states))
         # Only recorded, as a finalizer may run in any thread, in the middle of a message.
         weakref.finalize(self, group.dropped_caches.append, (self._cache, self._stages)).atexit = False
 
@@ -310,11 +342,11 @@ class Leader:
             self._send(message, stages=1)
             return self._whole(PassOutput(hidden_RD))
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Make the other ranks copy K and V of these slots; the caller does so on this rank."""
-        if sources:
+    def move(self, *places: Sequence[int]) -> None:
+        """Make the other ranks copy what `moving_message` says; the caller does so on this rank."""
+        if any(places):
             with self._collective(), self._group.times.passing():
-                self._send(moving_message(self._cache, sources, targets))
+                self._send(moving_message(self._cache, *places))
 
     def _whole(self, read: PassOutput) -> Tensor:
         own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV

@@ -87,10 +87,7 @@ class EngineChild:
         process has ended. Raises UserError with the engine's message if it cannot serve `config`, and
         BackendError if the process dies first.
         """
-        from asyncio import StreamReader
-
-        self._loop, self._received = loop, StreamReader()
-        loop.add_reader(self._socket, self._feed)
+        self._loop = loop
         self.send(config)
         try:
             kind, result = await self._receive()
@@ -138,25 +135,22 @@ class EngineChild:
         died(self)
 
     async def _receive(self) -> Any:
-        size = int.from_bytes(await self._received.readexactly(_LENGTH))
-        data = await self._received.readexactly(size)
+        data = await self._exactly(int.from_bytes(await self._exactly(_LENGTH)))
         if len(data) > _LARGE:
             return await self._loop.run_in_executor(None, pickle.loads, data)
         return pickle.loads(data)
 
-    def _feed(self) -> None:
-        """Take what has arrived; all that a process sent comes before its end."""
-        data = b""
-        with contextlib.suppress(ConnectionResetError):  # it ended without having read all
-            data = self._socket.recv(_LARGE)
-        if data:
-            self._received.feed_data(data)
-        else:
-            self._loop.remove_reader(self._socket)
-            self._received.feed_eof()
+    async def _exactly(self, size: int) -> bytearray:
+        """Return the next `size` bytes; raises EOFError at the end, behind all that the process sent."""
+        data = bytearray()
+        while len(data) < size:
+            if not (more := await self._loop.sock_recv(self._socket, size - len(data))):
+                raise EOFError
+            data += more
+        return data
 
     async def _write(self, data: bytes, earlier: asyncio.Task[None] | None) -> None:
-        """Send a message behind the `earlier` one; unlike a transport's, a failed write ends no reading."""
+        """Send a message behind the `earlier` one; a stream of asyncio would end the reader when it fails."""
         if earlier is not None:
             await earlier
         with contextlib.suppress(OSError):  # the process has ended, which `_read` reports
@@ -164,7 +158,6 @@ class EngineChild:
 
     async def _end(self, patience: float) -> None:
         await self._loop.run_in_executor(None, self._reap, patience)
-        self._loop.remove_reader(self._socket)
         self._socket.close()
 
     def _reap(self, patience: float) -> None:

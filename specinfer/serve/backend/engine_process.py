@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from specinfer.parallel.processes import FollowerProcesses
 
 _LOG = logging.getLogger(__name__)
-_READERS: Final = 3  # threads that read commands: two may check works without a form meanwhile
-_FORM_THREADS: Final = 2  # that check works with a form
+_READERS: Final = 3  # threads that read commands: all but one may check works without a form meanwhile
+_FORM_THREADS: Final = 2  # that check works with a form, and works that find no reader
 _SEND_SECONDS: Final = 0.1  # that a step waits at most for a server that reads nothing
 _STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
 _INTERNAL_ERROR: Final = 70  # exit status after a failed step, or if answers cannot be sent (EX_SOFTWARE)
@@ -93,6 +93,7 @@ class EngineProcess:
         self._stepped: list[str] = []  # requests in the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
         self._reading = threading.Lock()
+        self._checks = threading.Semaphore(_READERS - 1)  # so that one thread reads
         # A grammar may take seconds to compile, which delays no command and no work without one.
         self._forms = ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="forms")
 
@@ -123,10 +124,12 @@ class EngineProcess:
                     given = [_WorkInHand(work) for work in argument] if command == "add" else []
                     self._answers.update((one.work.id, one) for one in given)
                 for answer in given:
-                    if answer.work.params.structured_output is None:
-                        self._admit(answer)
-                    else:
+                    has_form = answer.work.params.structured_output is not None
+                    if has_form or not self._checks.acquire(blocking=False):
                         self._forms.submit(self._admit, answer)
+                        continue
+                    self._admit(answer)
+                    self._checks.release()
 
     def _admit(self, answer: _WorkInHand) -> None:
         """Check a work and submit it to the loop."""

@@ -75,6 +75,7 @@ def _summary(llm: LLM) -> str:
     import torch
 
     from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
+    from specinfer.runtime.state_cache import state_bytes
 
     models, config = llm.models, llm.config
     target, positions = models.target, llm.intake.positions
@@ -90,6 +91,10 @@ def _summary(llm: LLM) -> str:
         f"{format_bytes(process_bytes())} of memory",
         f"KV cache of {positions} tokens, up to {format_bytes(positions * bytes_per_block(caches, 1))} more",
     ]
+    states = llm.states
+    if size := state_bytes(caches, states):
+        counts = f"{states.slots} requests and {states.checkpoints} checkpoints"
+        parts.append(f"states of {counts}, up to {format_bytes(size)} more")
     return "; ".join(parts)
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import PlanEntry, StateUse, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
@@ -41,6 +41,7 @@ class CachedText:
     unread: UnreadFeatures  # the target's hidden states that a head has not read
     origin: int = 0  # the first position it sees, at the start of a block
     growth: Growth | None = None  # the last tree, until its outcome is known; draft models only
+    begun: bool = False  # True once a draft model has read rows of it
     last_D: Tensor | None = None  # a head's output for the last row it read, if it needs that
 
 
@@ -237,7 +238,7 @@ def moves_along(path: Sequence[int], growth: Growth, root: int, block_table: Seq
     """
     sources = [root + growth.order[node] for node in path]
     targets = range(root + 1, root + 1 + len(path))
-    return [] if sources == [*targets] else [Move(block_table, sources, targets)]
+    return [] if sources == [*targets] else [Move(block_table, sources, targets, growth.entry.states)]
 
 
 def frontier_rows(growth: Growth, nodes: Sequence[int], root: int, block_table: Sequence[int]) -> Rows:
@@ -252,6 +253,7 @@ def frontier_rows(growth: Growth, nodes: Sequence[int], root: int, block_table: 
         block_table=block_table,
         logits_from=0,
         parents=growth.above,
+        states=growth.entry.states,
     )
 
 
@@ -300,13 +302,36 @@ class DraftModel(LevelDraft):
         return moves_along(path, growth, growth.entry.end - 1, growth.entry.block_table)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        self._seen = [self._texts.of(entry, entry.end - 1) for entry in entries]
+        self._seen = [self._texts.of(entry, self._limit(entry)) for entry in entries]
         return [len(entry.token_ids) - text.cached for entry, text in zip(entries, self._seen, strict=True)]
+
+    def _limit(self, entry: PlanEntry) -> int:
+        """Return the maximum positions in shared blocks that a new text may start after."""
+        if self._runner.states is None:
+            return entry.end - 1
+        return 0 if entry.states.source is None else entry.states.source.end
+
+    def _states(self, text: CachedText, planned: PlanEntry) -> StateUse:
+        """Return the slots of the next rows; the text begins at position 0 if its states are not there."""
+        cache, use = self._runner.states, planned.states
+        if cache is None:
+            return use
+        source = None if text.begun else use.source
+        if source is not None and (source.end != text.cached or not cache.holds(source)):
+            source = None
+        if source is None and not (text.begun and cache.reaches(use.slot, text.cached)):
+            text.cached = text.claimed = 0
+        text.begun = True
+        return replace(use, source=source)
 
     def _read(self, entry: int, max_rows: int) -> Rows | None:
         """See LevelDraft; also None if the text fills the draft's context."""
         growth, text = self._growths[entry], self._seen[entry]
-        planned, start = growth.entry, text.cached
+        planned = growth.entry
+        if max_rows <= 0:
+            return None
+        states = self._states(text, planned)
+        start = text.cached
         end = min(planned.end, start + max_rows)
         if end <= start or len(planned.token_ids) >= self._runner.max_context:
             return None
@@ -320,7 +345,8 @@ class DraftModel(LevelDraft):
         token_ids = planned.token_ids[start:end]
         if self._last_id is not None:
             token_ids = [min(token_id, self._last_id) for token_id in token_ids]
-        return chain_rows(token_ids, start, planned.block_table, logits=draws)
+        rows = chain_rows(token_ids, start, planned.block_table, logits=draws)
+        return replace(rows, states=states)
 
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth = self._growths[entry]

@@ -6,6 +6,7 @@ from typing import cast
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.state_slots import StateSlots
 from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
@@ -13,10 +14,17 @@ from specinfer.scheduler_config import SchedulerConfig
 
 
 def scheduler(
-    *, rows: int = 32, batch: int = 4, blocks: int = 100, tree: int = 5, context: int = 1000
+    *,
+    rows: int = 32,
+    batch: int = 4,
+    blocks: int = 100,
+    tree: int = 5,
+    context: int = 1000,
+    states: StateSlots | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(max_step_tokens=rows, max_batch_size=batch)
-    return Scheduler(config, BlockPool(blocks, block_size=4), tree_nodes=tree, max_context=context)
+    pool = BlockPool(blocks, block_size=4)
+    return Scheduler(config, pool, tree_nodes=tree, max_context=context, states=states)
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 100) -> SequenceState:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
-from specinfer.engine.scheduler import Scheduler, fair_shares, prompt_rows
+from specinfer.engine.row_shares import fair_shares, prompt_rows
+from specinfer.engine.scheduler import Scheduler
 from specinfer.sampling_params import SamplingParams
 from specinfer.scheduler_config import SchedulerConfig
 from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares

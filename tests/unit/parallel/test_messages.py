@@ -6,12 +6,14 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specinfer.plan import StateCheckpoint, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import (
     Close,
@@ -28,11 +30,14 @@ from specinfer.runtime.sharded import (
     passing_message,
     reporting_message,
 )
+from specinfer.runtime.state_cache import StateCounts
 from specinfer.transport.link import Link
 from tests.unit.models.test_shard import SMOL
 
-CACHES = {3: Open(3, 0, blocks=4, block_size=8)}
-TEXT = Rows([5, 6, 7], 6, [2, 0], 2)
+STATES = StateCounts(2, 3, nodes=4)
+CACHES = {3: Open(3, 0, blocks=4, block_size=8, states=STATES)}
+USE = StateUse(1, StateCheckpoint(2, 6), (StateCheckpoint(4, 8),))
+TEXT = Rows([5, 6, 7], 6, [2, 0], 2, states=USE)
 TREE = Rows([1, 2, 3, 4], 0, [1, 3], 1, [-1, 0, 0])
 
 
@@ -46,15 +51,19 @@ def words(*numbers: int) -> bytes:
 
 def test_what_is_written_is_read() -> None:
     read = reader().read
-    assert read(opening_message(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
+    assert read(opening_message(7, 0, 2, 16, STATES), CACHES) == Open(7, 0, 2, 16, STATES)
     assert read(reporting_message(), {}) == ReportTimes()
     assert read(closing_message(3), CACHES) == Close(3)
     message = passing_message(3, [TEXT, TREE], 8, logits=True)
-    rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
+    rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0], states=StateUse(0))]
     assert read(message, CACHES) == Pass(3, True, False, [], rows)
     message = passing_message(3, [TEXT, TREE], 8, logits=False, more=True, taps=[2, 0])
     assert read(message, CACHES) == Pass(3, False, True, [2, 0], rows)
-    assert read(moving_message(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
+    moves = moving_message(3, [1, 2], [9, 10], [6], [4])
+    assert read(moves, CACHES) == Moves(3, [1, 2], [9, 10], [6], [4])
+    later = replace(TEXT, token_ids=[5], start=7, logits_from=0)  # a part that does not begin the text
+    (found,) = read(passing(later), CACHES).rows  # type: ignore[union-attr]
+    assert found.states == replace(USE, source=None)
     hidden = torch.randn(2, 576).bfloat16()
     found = read(logits_message(3, hidden), CACHES)
     assert isinstance(found, Logits)
@@ -71,13 +80,19 @@ def test_what_does_not_fit_is_refused() -> None:
         (b"\1\0\0", "whole words"),
         (words(9, 3), "9 where 1 to 6"),
         (words(3, 4, 0, 0), "no cache 4"),
-        (opening_message(3, 0, 2, 2), "cache 3 is there"),
-        (opening_message(4, 0, 0, 2), "0 where 1 to"),
-        (opening_message(4, 1, 2, 2), "1 where 0 to 0"),
-        (opening_message(4, 0, 1 << 20, 1 << 20), "where 1 to 2048"),
+        (opening_message(3, 0, 2, 2, STATES), "cache 3 is there"),
+        (opening_message(4, 0, 0, 2, STATES), "0 where 1 to"),
+        (opening_message(4, 1, 2, 2, STATES), "1 where 0 to 0"),
+        (opening_message(4, 0, 1 << 20, 1 << 20, STATES), "where 1 to 2048"),
         (closing_message(3) + words(0), "has 1 trailing words"),
         (moving_message(3, [1, 32], [2, 3]), "0 .. 31"),
+        (opening_message(4, 0, 2, 2, StateCounts(0, 3, 4)), "0 where 1 to"),
         (moving_message(3, [1], [-1]), "0 .. 31"),
+        (moving_message(3, [], [], [8], [0]), "0 .. 7"),
+        (passing(replace(TEXT, states=StateUse(2))), "2 where 0 to 1"),
+        (passing(replace(TEXT, states=StateUse(0, StateCheckpoint(5, 6)))), "5 where -1 to 4"),
+        (passing(replace(TEXT, states=StateUse(0, None, (StateCheckpoint(1, 8),)))), "1 where 2 to 4"),
+        (passing(replace(TEXT, states=StateUse(0, None, (StateCheckpoint(2, 0),)))), "0 where 1 to"),
         (passing(Rows([5], 0, [4], 0)), "0 .. 3"),
         (passing(Rows([49152], 0, [1], 0)), "0 .. 49151"),
         (passing(Rows([-1], 0, [1], 0)), "0 .. 49151"),
@@ -103,7 +118,7 @@ def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     whole = [
         passing_message(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
         moving_message(3, [1, 2], [9, 10]),
-        opening_message(7, 0, 2, 16),
+        opening_message(7, 0, 2, 16, STATES),
         data.draw(st.binary(max_size=64)),
     ][kind]
     message = bytearray(whole)
@@ -129,6 +144,7 @@ def check_message(message: bytes) -> None:
             assert rows.start + len(rows.token_ids) <= 8 * len(rows.block_table)
     elif isinstance(found, Moves):
         assert all(0 <= slot < 32 for slot in (*found.sources, *found.targets))
+        assert all(0 <= place < 8 for place in (*found.node_sources, *found.node_targets))
 
 
 def linked() -> tuple[socket.socket, Link]:

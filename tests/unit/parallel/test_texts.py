@@ -21,10 +21,12 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
+from specinfer.plan import StateCheckpoint, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import passing_message
+from specinfer.runtime.state_cache import StateCounts
 from specinfer.speculation_config import Quantization
 from specinfer.transport.link import Link
 from tests.kernels import kernels
@@ -57,6 +59,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "falcon-7b": {"hidden_size": 96, "num_attention_heads": 3, "ffn_hidden_size": 144},
     "mpt": {"d_model": 96, "n_heads": 3},
     "starcoder": {"n_embd": 96, "n_head": 3, "n_inner": 144},
+    "lfm2-biases": GROUPED,
+    "qwen3.5": {**GROUPED, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+    "nemotron-h": {**GROUPED, "mamba_num_heads": 6, "n_groups": 6},
 }
 _WIDE = {"hidden_size": 192, "num_attention_heads": 6, "vocab_size": 100}
 # Caps, parallel blocks, ALiBi, learned positions, scales, stacks of q, k and v in every order.
@@ -72,6 +77,13 @@ THOROUGH: dict[str, dict[str, object]] = {
     "mpt-heads": {"d_model": 192, "vocab_size": 100},
     "gpt2": {"n_embd": 192, "n_head": 6, "n_inner": 144, "vocab_size": 100},
     "gpt-neox": {**_WIDE, "intermediate_size": 144},
+    "granite-hybrid": {
+        **{**_WIDE, "num_key_value_heads": 3, "shared_intermediate_size": 144},
+        **{"mamba_n_heads": 24, "mamba_n_groups": 6},
+    },
+    "falcon-h1": {
+        **{**GROUPED, "mamba_n_heads": 12, "mamba_n_groups": 6, "mamba_d_ssm": 192, "num_hidden_layers": 3}
+    },
 }
 # A family decides which matrices are cut, and the kind how. Families with experts cut stacks of each kind;
 # the others have one kind here, and each kind in test_stages.py.
@@ -89,13 +101,17 @@ EVERY = [
 
 def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
     """Logits of a text and a tree, of nodes behind the cache, and of a path that was moved; and taps."""
-    runner = ModelRunner(model, num_blocks=6, block_size=4)
-    tree = Rows((3, 1, 4, 1, 5, 9), 0, [4, 0], 2, (-1, 0, 0, 2))
-    beside = Rows((2, 6, 5, 3, 5), 0, [2, 3], 4)
+    runner = ModelRunner(model, num_blocks=6, block_size=4, states=StateCounts(2, 1, 4))
+    first_slot, other = StateUse(0), StateUse(1, None, (StateCheckpoint(2, 4),))
+    tree = Rows((3, 1, 4, 1, 5, 9), 0, [4, 0], 2, (-1, 0, 0, 2), states=first_slot)
+    beside = Rows((2, 6, 5, 3, 5), 0, [2, 3], 4, states=other)
     flight = runner.launch([tree, beside], taps=taps)
     first = [flight.row(row) for row in range(5)]
-    runner.move([Move([4, 0], [4, 5], [3, 4])])
-    after = runner.forward([Rows((8, 7), 5, [4, 0], 0), Rows((7,), 5, [2, 3], 0)])
+    runner.move([Move([4, 0], [4, 5], [3, 4], first_slot)])
+    again = StateUse(1, StateCheckpoint(2, 4))
+    after = runner.forward(
+        [Rows((8, 7), 5, [4, 0], 0, states=first_slot), Rows((5, 7), 4, [2, 3], 1, states=again)]
+    )
     return [*map(torch.from_numpy, first), flight.tapped(taps), after]
 
 

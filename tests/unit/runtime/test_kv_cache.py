@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -17,13 +16,14 @@ from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
 from tests.engines import write_tiny
 from tests.kernels import kernels
+from tests.switched import PLAIN, SWITCHED
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
 def test_moves_read_everything_before_they_write() -> None:
-    config: Any = SimpleNamespace(num_layers=2, num_kv_heads=1, head_dim=1)
+    config = replace(PLAIN, num_layers=2, layer_windows=(None,) * 2, num_kv_heads=1, head_dim=1, rope=None)
     cache = KvCache(config, 8, torch.float32, CPU)
     for layer in range(2):
         cache.keys[layer][:, 0, 0] = torch.arange(8) + 100 * layer
@@ -33,11 +33,23 @@ def test_moves_read_everything_before_they_write() -> None:
     assert cache.values[1].flatten().tolist() == [150, 151, 153, 154, 156, 155, 156, 157]
 
 
+def test_layers_that_share_keys_have_one_cache_and_each_kind_its_size() -> None:
+    config = SWITCHED["gemma4"]  # layers 3, 4 and 5 share those of 1, 1 and 2, which has a head of 24
+    cache = KvCache(config, 8, torch.float32, CPU)
+    assert [tuple(k.shape) for k in cache.keys[:3]] == [(8, 2, 16), (8, 2, 16), (8, 1, 24)]
+    assert [cache.keys[i].data_ptr() for i in (3, 4, 5)] == [cache.keys[i].data_ptr() for i in (1, 1, 2)]
+    assert kv_cache.bytes_per_block([(config, torch.float32)], 8) == 8 * 2 * 4 * (32 + 32 + 24)
+    for layer in range(3):
+        cache.values[layer][5] = layer + 1
+    cache.move([5], [2])
+    assert [v[2].max().item() for v in cache.values] == [1, 2, 3, 2, 2, 3]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_cache_takes_memory_where_it_is_written_only(dtype: torch.dtype) -> None:
     process = psutil.Process()
-    config: Any = SimpleNamespace(num_layers=4, num_kv_heads=8, head_dim=64)
+    config = replace(PLAIN, num_layers=4, layer_windows=(None,) * 4, num_heads=8, num_kv_heads=8, head_dim=64)
     slots = 512 * MIB // kv_cache.bytes_per_block([(config, dtype)], 1)
     before = process.memory_info().rss
     cache = KvCache(config, slots, dtype, CPU)
@@ -69,5 +81,5 @@ def test_what_nobody_wrote_is_never_seen(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def not_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    monkeypatch.setattr(kv_cache, "_zeros", not_numbers)
+    monkeypatch.setattr(kv_cache, "zeros", not_numbers)
     assert texts() == expected

@@ -11,7 +11,8 @@ from specinfer.errors import CapacityError
 from specinfer.runtime import kv_cache
 
 CPU = torch.device("cpu")
-CONFIG = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8)  # 2 * 2 * 2 * 8 * 4 = 256 bytes a position
+# 2 * 2 * 2 * 8 * 4 = 256 bytes a position
+CONFIG = SimpleNamespace(attention_layers=[0, 1], num_kv_heads=2, head_dim=8)
 
 
 def blocks(free: int, **changes: int | None) -> int:

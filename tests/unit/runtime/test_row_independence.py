@@ -73,6 +73,24 @@ def differing_lengths(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> 
     return differing
 
 
+def differing_chunks(
+    runner: ModelRunner, sizes: Iterable[int] = (1, 7, 64, 500), length: int = 540
+) -> list[int]:
+    """The sizes of chunks in which a text, beside another one, has other logits than at once."""
+    text = [(7 * i * i + 3 * i) % 64 for i in range(length)]
+    whole = runner.forward([Rows(text, 0, [1], 0)])
+    differing = []
+    for size in sizes:
+        found = []
+        for start in range(0, length, size):
+            chunk = Rows(text[start : start + size], start, [1], 0)
+            beside = chain_rows(text[:5], 0, [3], logits=False)
+            found.append(runner.forward([beside, chunk]))
+        if not torch.equal(torch.cat(found), whole):
+            differing.append(size)
+    return differing
+
+
 @pytest.mark.thorough
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)

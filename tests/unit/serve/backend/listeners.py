@@ -70,6 +70,10 @@ class Listeners:
                     self.failures += [chunk["error"]["message"]] if "error" in chunk else []
         self.failures.append("the stream ended before the answer")
 
+    def listen(self) -> bool:
+        """Whether a text goes on."""
+        return any(one.is_alive() for one in self._threads)
+
     def end(self) -> list[str]:
         for one in self._threads:
             one.join(120)

@@ -159,6 +159,26 @@ def test_a_work_that_cannot_be_started_is_answered_for_any_exception(
     assert server.recv() == ("busy", [])
 
 
+def test_commands_are_read_while_works_are_checked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = threading.Event()
+    completion = llm.intake.completion
+
+    def wait(*args: Any, **more: Any) -> Any:
+        checked.wait(60)
+        return completion(*args, **more)
+
+    monkeypatch.setattr(llm.intake, "completion", wait)
+    names = "abcdef"
+    with serving(llm) as server:
+        for name in names:
+            server.send(("add", [Work(name, (65,), SamplingParams(max_tokens=1))]))
+        server.send(("ask", 7))
+        asked = hear(server, lambda message: message[0] == "answer")
+        checked.set()
+        deltas_until_end(server, *names)
+    assert not deltas_of(asked)
+
+
 def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would seem alive, but never answer again."""
     ended: list[int] = []

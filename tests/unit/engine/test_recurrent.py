@@ -1,0 +1,215 @@
+"""Engines whose models have recurrent states: texts are those of the states, whatever is reused or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.engine import build
+from specinfer.engine.memory import activation_bytes, cache_bytes
+from specinfer.errors import CapacityError, ConfigError, ModelFileError
+from specinfer.kernels.recurrence_config import LayerKind, Recurrence
+from specinfer.llm import LLM
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import SpeculationConfig
+from tests.engines import Tiny, engine_of
+from tests.recurrent import CONFIG, PLAIN, CountingModel, answer, counting
+
+SYSTEM = [(7 * i) % 61 for i in range(50)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DELTA = Recurrence(
+    kind=LayerKind.GATED_DELTA, taps=4, channels=24, heads=1, groups=1, key_size=4, value_size=16
+)
+SPECULATION: list[dict[str, Any]] = [
+    {},
+    {"drafts": ["target"]},
+    {"drafts": ["similar"], "lookup": True},
+    {"drafts": ["similar", "stranger"]},
+    {"drafts": ["similar"], "verifier": "mss", "expansion": (3, 2, 2)},
+]
+
+
+@pytest.fixture
+def models(tiny: Tiny) -> Tiny:
+    return counting(tiny.tokenizer)
+
+
+def llm(models: Tiny, **options: Any) -> LLM:
+    return models.llm(**{"block_size": 4, "kv_cache_memory": 1 << 20, **options})
+
+
+def checked(llm: LLM, *prompts: list[int], tokens: int = 12) -> list[int]:
+    """Answer the prompts together, check the texts, and return how many tokens each found."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate([*prompts], params)
+    llm.check_integrity()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.token_ids) == answer(prompt, tokens)
+    return [output.cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+def test_texts_are_those_of_the_states(models: Tiny, speculation: dict[str, Any]) -> None:
+    one = llm(models, **speculation, max_step_tokens=16, max_batch_size=3)
+    checked(one, *([7 * i, 5, i, *SYSTEM[: 3 * i]] for i in range(8)), tokens=40)
+    checked(one, *([7 * i, 5, i, *SYSTEM[: 3 * i], 5] for i in range(8)), tokens=40)
+
+
+def test_a_perfect_draft_is_accepted_whole(models: Tiny) -> None:
+    one = llm(models, drafts=["target"], expansion=(1, 1, 1, 1))
+    checked(one, SYSTEM, tokens=40)
+    assert one.statistics().steps <= 1 + 8  # of five tokens each
+
+
+@pytest.mark.parametrize("speculation", SPECULATION[:3], ids=str)
+def test_a_next_turn_computes_only_what_is_new(models: Tiny, speculation: dict[str, Any]) -> None:
+    one, text = llm(models, **speculation), [*SYSTEM]
+    assert checked(one, text) == [0]
+    for _ in range(3):
+        text += [*answer(text, 12), 3, 4, 5]
+        (found,) = checked(one, text)
+        # The state's block ends before the last step of the answer, which may be a whole tree.
+        assert len(text) - 3 - (5 if not speculation else 17) <= found < len(text)
+    # A draft has begun there, too, and has not read the texts again.
+    assert models.similar.rows < 2 * len(text) + 300  # type: ignore[attr-defined]
+
+
+def test_a_shared_beginning_is_found_from_its_second_use_on(models: Tiny) -> None:
+    one = llm(models, drafts=["similar"])
+    assert [checked(one, [*SYSTEM, *[i] * 12]) for i in range(3)] == [[0], [0], [48]]
+    together = llm(models, max_batch_size=4)
+    assert checked(together, *([*SYSTEM, i, i, i] for i in range(4))) == [0, 48, 48, 48]
+
+
+def test_a_long_prompt_has_checkpoints_every_1024_tokens(models: Tiny) -> None:
+    one, long = llm(models, kv_cache_memory=1 << 23), [(i * i) % 59 for i in range(2600)]
+    assert checked(one, long) == [0]
+    for shared, found in ((2599, 2596), (2500, 2048), (2047, 1024), (900, 0)):
+        assert checked(one, [*long[:shared], 60]) == [found]
+
+
+def test_more_requests_than_slots_wait(models: Tiny) -> None:
+    one = llm(models, kv_cache_memory=48_000, max_nodes=512, max_batch_size=16)
+    assert len([*requests(one, *([i, i + 1] for i in range(20)))]) == 20
+    running = 0
+    while engine_of(one).has_work:
+        engine_of(one).step()
+        running = max(running, one.statistics().running)
+        engine_of(one).check_integrity()
+    assert running == 5  # slots of 2,052 bytes in half of the room beside a long text
+
+
+def test_a_memory_limit_below_one_state_is_said(models: Tiny) -> None:
+    with pytest.raises(CapacityError, match=r"^the recurrent states of one request and of 2 checkpoints"):
+        llm(models, kv_cache_memory=200)
+
+
+def test_a_plan_of_memory_counts_the_states_of_a_request() -> None:
+    kv = 2 * 8 * 4  # a position's
+    for asked, nodes in ((None, 64), ("auto", 64), (10, 10)):
+        states, speculation = (1 + nodes) * 4 + 2 * 4, SpeculationConfig(max_nodes=asked)  # and 2 checkpoints
+        assert cache_bytes([(CONFIG, torch.float32)], 100, speculation) == 100 * kv + states
+        assert cache_bytes([(PLAIN, torch.float32)], 100, speculation) == 100 * 2 * kv
+    recurrent = replace(CONFIG, layer_kinds=(LayerKind.ATTENTION, LayerKind.GATED_DELTA), recurrence=DELTA)
+    bytes_of = [activation_bytes(one, torch.bfloat16, 10) for one in (PLAIN, recurrent)]
+    assert bytes_of[1] - bytes_of[0] == 10 * (2 * (16 + 4 + 4 + 16) + 4 * (24 + 16))
+
+
+@pytest.mark.parametrize("checkpoints", [2, 5, 256])
+def test_few_checkpoints_and_blocks_change_no_text(
+    models: Tiny, checkpoints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "MAX_CHECKPOINTS", checkpoints)
+    one = llm(models, drafts=["similar"], kv_cache_memory=40_000, max_step_tokens=16, max_batch_size=6)
+    assert engine_of(one)._executor.states.checkpoints == checkpoints
+    for _ in range(3):
+        checked(one, *([*SYSTEM[: 8 * i], i, i] for i in range(6)), tokens=60)
+    assert one.statistics().preemptions > 0
+
+
+def test_no_checkpoint_is_made_without_reuse(models: Tiny) -> None:
+    one = llm(models, prefix_reuse=False)
+    assert [checked(one, SYSTEM), checked(one, SYSTEM)] == [[0], [0]]
+    assert engine_of(one)._executor.states.checkpoints == 0
+
+
+def requests(llm: LLM, *prompts: list[int], tokens: int = 12) -> Iterator[str]:
+    params = replace(GREEDY, max_tokens=tokens)
+    for number, prompt in enumerate(prompts):
+        admitted = engine_of(llm).admission.admit(Request(str(number), tuple(prompt), params, seed=0))
+        engine_of(llm).add(admitted)
+        yield admitted.request.request_id
+
+
+def test_an_aborted_text_leaves_its_slot_and_what_it_computed(models: Tiny) -> None:
+    one = llm(models, drafts=["similar"], max_batch_size=2)
+    first, second = requests(one, SYSTEM, SYSTEM[::-1], tokens=60)
+    for _ in range(3):  # the prompts, and trees
+        engine_of(one).step()
+    assert engine_of(one).abort(first) is not None
+    engine_of(one).check_integrity()
+    assert engine_of(one).abort(second) is not None
+    assert checked(one, SYSTEM, [9, *SYSTEM]) == [48, 0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("?"), ModelFileError("?")])
+def test_a_failed_step_leaves_no_checkpoint(models: Tiny, error: Exception, monkeypatch: Any) -> None:
+    one = llm(models)
+    checked(one, SYSTEM[:10])
+    for place in ("read", "logits"):  # in the middle of the pass, and behind it
+        [*requests(one, [*SYSTEM, 1])]
+        with monkeypatch.context() as patch:
+            patch.setattr(models.target, place, lambda *_, **__: (_ for _ in ()).throw(error))
+            try:
+                engine_of(one).step()
+            except RuntimeError as raised:
+                engine_of(one).fail(raised)
+        engine_of(one).check_integrity()
+    assert checked(one, [*SYSTEM, 1]) == [8]
+
+
+def test_a_draft_whose_pass_failed_begins_again(models: Tiny) -> None:
+    twin = CountingModel()
+    one = llm(Tiny(models.target, twin, twin, models.tokenizer), drafts=["similar"], max_step_tokens=16)
+    [*requests(one, SYSTEM, tokens=120)]
+    for step in range(8):
+        twin.fails = step == 6
+        engine_of(one).step()
+    while engine_of(one).has_work:
+        engine_of(one).step()
+    assert one.statistics().failures == {"0-similar": 1}
+    assert one.statistics().steps < 70  # it pauses for 32, and is right again behind them
+    assert twin.rows < 3 * len(SYSTEM) + 300
+
+
+def test_a_restarted_engine_begins_with_no_states_and_goes_on(models: Tiny) -> None:
+    whole = answer(SYSTEM, 12)
+    for said in (1, 5, 11):  # by an engine that was killed
+        one = llm(models, drafts=["similar"])
+        request = Request("r", tuple(SYSTEM), GREEDY, seed=0)
+        admitted = engine_of(one).admission.admit(request, prior_output=whole[:said])
+        engine_of(one).add(admitted)
+        while engine_of(one).has_work:
+            engine_of(one).step()
+        assert list(admitted.transcript.output().token_ids) == whole
+
+
+def test_drafts_of_a_plain_target_have_states_of_their_own(tiny: Tiny, models: Tiny) -> None:
+    mixed = Tiny(tiny.target, models.similar, models.similar, tiny.tokenizer)
+    plain, one = tiny.llm(block_size=4), mixed.llm(["similar"], block_size=4)
+    for prompt in (SYSTEM, SYSTEM, [*SYSTEM, 5, 6, 7, 8, 9]):
+        expected, found = (llm.generate(prompt, GREEDY)[0] for llm in (plain, one))
+        assert (found.token_ids, found.cached_tokens) == (expected.token_ids, expected.cached_tokens)
+        one.check_integrity()
+    assert one.statistics().failures == {}
+
+
+def test_auto_trees_are_as_large_as_the_memory_of_a_slot(models: Tiny) -> None:
+    assert engine_of(llm(models, max_nodes="auto", tree_size="fixed"))._executor.states.nodes == 64
+    with pytest.raises(ConfigError):
+        llm(models, max_nodes=0)
