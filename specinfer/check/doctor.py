@@ -10,11 +10,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import psutil
+from torch import Tensor
 
 from specinfer.check.kernel_faults import kernel_fault
 from specinfer.config import EngineConfig
@@ -42,11 +43,13 @@ from specinfer.kernels.machine import (
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
+from specinfer.plan import StateCheckpoint, StateUse
 from specinfer.progress import Progress
 from specinfer.report.provenance import versions
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.state_cache import StateCounts, state_bytes
 from specinfer.speculation_config import Quantization
 
 TEXT: Final = 200  # tokens in the cache before a timed pass
@@ -270,8 +273,8 @@ def pass_cost(
 def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:
     """Return the bytes that a one-node pass after `text` tokens must read: matrices, K and V.
 
-    Leaves out embeddings, since the pass reads only a few rows, and experts that the node does not use.
-    `path` is the model's file or folder.
+    Counts one read and one write of recurrent states. Leaves out embeddings, since the pass reads only a few
+    rows, and experts that the node does not use. `path` is the model's file or folder.
     """
     config = model.config
     opened = open_model(path)
@@ -282,15 +285,19 @@ def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, tex
     if (experts := config.experts) is not None:
         left = experts.count - experts.per_token
         size -= expert_bytes(opened, model.dtype, quantization) * left // experts.count
-    return size + bytes_per_block([(config, model.dtype)], text)
+    models = [(config, model.dtype)]
+    return size + bytes_per_block(models, text) + state_bytes(models, StateCounts(0, 2))
 
 
-def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], object]:
+def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], Tensor]:
     """Return a function that runs a binary tree of nodes after `text` cached tokens, with all logits."""
     blocks = -(-(text + nodes) // BLOCK)
-    runner = ModelRunner(model, num_blocks=blocks, block_size=BLOCK)
+    counts, begin = StateCounts(1, 1, nodes), StateCheckpoint(1, text)
+    runner = ModelRunner(model, num_blocks=blocks, block_size=BLOCK, states=counts)
     table, vocab = list(range(blocks)), model.config.vocab_size
-    runner.forward([chain_rows([token % vocab for token in range(text)], 0, table, logits=True)])
+    rows = chain_rows([token % vocab for token in range(text)], 0, table, logits=True)
+    runner.forward([replace(rows, states=StateUse(0, None, (begin,)))])
     parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
-    rows = Rows([(node + 1) % vocab for node in range(nodes)], text, table, logits_from=0, parents=parents)
-    return lambda: runner.forward([rows])
+    tree = [(node + 1) % vocab for node in range(nodes)]
+    use = StateUse(0, begin)  # each pass begins with the text's states
+    return lambda: runner.forward([Rows(tree, text, table, 0, parents, states=use)])

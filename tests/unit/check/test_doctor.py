@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specinfer.check import doctor
-from specinfer.check.doctor import level_facts, pass_bytes, pass_cost
+from specinfer.check.doctor import level_facts, pass_bytes, pass_cost, tree_pass
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.disk import Bandwidth
@@ -23,6 +23,7 @@ from specinfer.kernels.library import RefusedLevel
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.models.open_model import open_model
 from specinfer.speculation_config import Quantization
+from tests.recurrent import CountingModel
 from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama
 
@@ -86,6 +87,14 @@ def test_the_output_layer_is_read_once_and_the_embeddings_are_not(tmp_path: Path
         model: Any = SimpleNamespace(config=config, dtype=torch.float32, kernels=kernels)
         for kind, size in expected.items():
             assert pass_bytes(folder, model, kind, 7) == size, (tied, library, kind)
+
+
+def test_a_tree_runs_again_and_again_behind_a_text_with_a_state() -> None:
+    model = CountingModel()
+    for nodes in (1, 5, 70):
+        call, rows = tree_pass(model, 20, nodes), model.rows
+        assert call().tolist() == call().tolist()
+        assert model.rows == rows + 2 * nodes
 
 
 def test_a_pass_is_timed_behind_the_text_a_model_can_have(tmp_path: Path) -> None:
