@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.study import Study, natural, parser, row, run
+from specinfer.check.doctor import pass_bytes, tree_pass
 from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.hardware import use_threads
 from specinfer.engine.models import load_models
@@ -52,15 +52,10 @@ from specinfer.kernels.product import Product
 from specinfer.kernels.structures import STAGES
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.open_model import open_model
-from specinfer.models.weight_sizes import estimate_bytes, table_bytes
 from specinfer.progress import NoProgress
-from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import bytes_per_block
-from specinfer.runtime.runner import ModelRunner
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5
-BLOCK = 16  # cache positions
 PART = 1024  # matrix rows quantized at a time: whole blocks of channels
 FORMS = {  # GGUF blocks in their own precision
     "Q4_K": BlockForm(4, span=SPAN, steps=True, mins=True),
@@ -243,35 +238,16 @@ def forward_rows(
     }
     engine_config = EngineConfig.from_options(model, options)
     target = load_models(engine_config).target
-    blocks = -(-(args.context + max(args.nodes)) // BLOCK)
-    runner = ModelRunner(target, num_blocks=blocks, block_size=BLOCK)
-    table = list(range(blocks))
-    text = [token % target.config.vocab_size for token in range(args.context)]
-    runner.forward([chain_rows(text, 0, table, logits=True)])
-    config = target.config
-    weights = weight_bytes(resolve(model).path, engine_config, target.kernels)
-    size = weights + bytes_per_block([(config, target.dtype)], args.context)
+    size = pass_bytes(resolve(model).path, target, engine_config.kind, args.context)
     times: dict[int, float] = {}
     floors: dict[int, float] = {}
     operations: dict[int, dict[str, float]] = {}
     for count in args.nodes:
-        forward = partial(runner.forward, [tree_rows(count, args.context, table)])
+        forward = tree_pass(target, args.context, count)
         forward()
         times[count], floors[count] = bandwidth.compare(forward, size, 2 * REPEATS)
         operations[count] = operation_milliseconds(forward, target.kernels)
     return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
-
-
-def weight_bytes(path: Path, engine_config: EngineConfig, kernels: Kernels) -> int:
-    """Return the weight bytes that one forward reads: all but the embeddings, of whose rows it reads few."""
-    model, dtype, kind = open_model(path), torch.bfloat16, engine_config.kind
-    return estimate_bytes(model, dtype, kernels, kind) - table_bytes(model, dtype, kind)
-
-
-def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
-    """Return a binary tree of nodes after `start` text positions, with logits for all nodes."""
-    parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
-    return Rows(list(range(1, nodes + 1)), start, table, logits_from=0, parents=parents)
 
 
 def operation_milliseconds(forward: Callable[[], object], kernels: Kernels) -> dict[str, float]:
