@@ -101,7 +101,7 @@ def test_a_quantization_that_no_tensor_has_is_said(tmp_path: Path, caplog: pytes
 
 def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
     for kind, what, relative in (
-        ("qwen3_next", "a recurrent hybrid, ", "Qwen 2.5 and Qwen 3"),
+        ("lfm3", "a recurrent hybrid, ", "LFM2 and LFM2.5"),
         ("mamba2", "a recurrent hybrid, ", ""),
         ("pixtral", "a model with a vision tower, ", "Mistral Small 24B"),
         ("llama4_text", "a model with attention in chunks, ", "Llama 3"),

@@ -24,7 +24,7 @@ SPLITS = {
     "gpt-2 phi-2 exaone4 jais": "It|'|S| 12345| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "smollm command-r exaone": "It|'|S| |1|2|3|4|5| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "default falcon": "It|'|S| |123|45| a|.|\n|\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
-    "qwen2 stablelm2 megrez": "It|'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
+    "qwen2 stablelm2 megrez qwen35": "It|'S| |1|2|3|4|5| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c",
     "llama-bpe llama3 falcon3 pixtral glm4 chatglm-bpe minicpm5": (
         "It|'S| |123|45| a|.\n\n|fooBar| | x\u4e00\u4e8c| b|  \n| c"
     ),
@@ -108,6 +108,13 @@ def test_sentencepiece_merges_the_best_score_first():
     assert pieces(tokenizer, "abcab") == ["abc", "ab"]
     without = load(sentencepiece_header(["bc", "ab", "a", "b", "c"], add_space_prefix=False))
     assert pieces(without, "abc") == ["a", "bc"]
+
+
+def test_gemma_4_has_merges_in_place_of_scores():
+    words, merges = ["a", "b", "\u2581", "\n", "ab", "\u2581ab", "\n\n"], ["a b", "\u2581 ab", "\n \n"]
+    found = load(sentencepiece_header(words, model="gemma4", merges=merges, add_space_prefix=False))
+    assert pieces(found, "ab ab\n\nab\n a") == ["ab", " ab", "\n\n", "ab", "\n", " ", "a"]
+    assert found.decode(found.encode("ab \u00e9\n\n\nb")) == "ab \u00e9\n\n\nb"
 
 
 def test_sentencepiece_falls_back_to_bytes():
