@@ -334,7 +334,7 @@ def page(cells: dict[str, Any]) -> list[str]:
         *("", "## Guesses", ""),
         f"int4, {ANSWERS} answers of {TOKENS} tokens, greedy, batch 1, in turns. The draft is a smaller "
         f"hybrid; its first choice is right at {RIGHT:.0%} of all positions, its second at {SECOND:.0%}. "
-        f"Eight nodes: always a tree of {GUESSED}. By cost: as the policy chooses, whose steps differ; means.",
+        f"Eight nodes: always a tree of {GUESSED}. By cost: as the policy chooses, with means of its steps.",
         *heading(
             *("shape", "ms without", "control, over it", "eight nodes: ms", "tokens a step", "over none"),
             *("by cost: tokens a step", "over none", "control", "texts equal"),
