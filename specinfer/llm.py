@@ -20,9 +20,9 @@ from specinfer.engine.models import Models, load_models, variant_models
 from specinfer.engine.steps import Statistics, TreeEvent
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.kernels.machine import release_free_memory
+from specinfer.plan import StateCounts
 from specinfer.progress import Progress, default_progress
 from specinfer.request import LoRARequest, RequestOutput
-from specinfer.runtime.state_cache import StateCounts
 from specinfer.sampling_params import SamplingParams, usual_sampling
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer

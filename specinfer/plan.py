@@ -14,10 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
+
+
+class StateCounts(NamedTuple):
+    """Numbers of slots of a cache of states; checkpoints follow the slots of requests."""
+
+    slots: int = 1  # of running requests
+    checkpoints: int = 0
+    nodes: int = 64  # maximum nodes of a tree, whose inputs are kept until one pass later
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassOutput
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.runtime.state_cache import StateCounts
 
 SLOTS, NODES = 10, 32
 

@@ -52,9 +52,10 @@ from specinfer.models.language_model import LanguageModel, PassContext, PassOutp
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.models.weights import load_model
+from specinfer.plan import StateCounts
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
-from specinfer.runtime.state_cache import StateCounts, state_bytes
+from specinfer.runtime.state_cache import state_bytes
 from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.token_tree import Expansion

@@ -43,13 +43,13 @@ from specinfer.kernels.machine import (
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes, expert_bytes, table_bytes
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.progress import Progress
 from specinfer.report.provenance import versions
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 from specinfer.runtime.runner import ModelRunner
-from specinfer.runtime.state_cache import StateCounts, state_bytes
+from specinfer.runtime.state_cache import state_bytes
 from specinfer.speculation_config import Quantization
 
 TEXT: Final = 200  # tokens in the cache before a timed pass

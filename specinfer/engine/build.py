@@ -28,11 +28,12 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ConfigError
 from specinfer.hub.model_files import hash_of
+from specinfer.plan import StateCounts
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, device_name
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
-from specinfer.runtime.state_cache import MAX_CHECKPOINTS, StateCounts
+from specinfer.runtime.state_cache import MAX_CHECKPOINTS
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble

@@ -16,14 +16,13 @@ from specinfer.engine.steps import Listeners, Stage, StageClock, Statistics, Tre
 from specinfer.engine.target_laws import TargetLaws, accepted_moves, verify_trees
 from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import PlanEntry, StateCounts, StepPlan
 from specinfer.request import Delta
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight, inference, torch_threads
 from specinfer.runtime.runner import Move
-from specinfer.runtime.state_cache import StateCounts
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.guard import Guard

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from specinfer.errors import ensure
-from specinfer.plan import StateCheckpoint, StateUse
-from specinfer.runtime.state_cache import StateCounts
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 
 _STEP: Final = 1024  # tokens of a prompt between checkpoints
 # Tokens at a prompt's end that a next turn may lack: templates begin an answer otherwise than they repeat it.

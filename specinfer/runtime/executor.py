@@ -16,13 +16,13 @@ import torch
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.plan import StepPlan
+from specinfer.plan import StateCounts, StepPlan
 from specinfer.runtime.batch import likelihoods, step_rows
 from specinfer.runtime.cost_curve import TimedModel
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import bytes_per_block, cache_budget, free_bytes, gib, num_blocks
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.runtime.state_cache import ONE_TEXT, StateCounts, state_bytes, state_counts
+from specinfer.runtime.state_cache import ONE_TEXT, state_bytes, state_counts
 from specinfer.tree import TokenTree
 
 

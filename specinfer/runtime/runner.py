@@ -15,13 +15,13 @@ from torch import Tensor
 from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
-from specinfer.plan import FIRST_SLOT, StateUse
+from specinfer.plan import FIRST_SLOT, StateCounts, StateUse
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
-from specinfer.runtime.state_cache import ONE_TEXT, StateCache, StateCounts
+from specinfer.runtime.state_cache import ONE_TEXT, StateCache
 
 _SPREAD: Final = 2654435761  # odd, and near 2 ** 32 over the golden ratio, so its multiples are spread evenly
 

@@ -44,11 +44,11 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassOutput, check_taps
 from specinfer.models.ranges import PipelineStage
 from specinfer.models.shard import Shard
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
-from specinfer.runtime.state_cache import ONE_TEXT, StateCounts
+from specinfer.runtime.state_cache import ONE_TEXT
 from specinfer.transport.group import Group
 from specinfer.version import VERSION
 

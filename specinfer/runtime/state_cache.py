@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from specinfer.errors import CapacityError, IntegrityError, ensure
 from specinfer.kernels.states import ZERO, StateMemory, StatePass, StateRows
 from specinfer.models.config import ModelConfig
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.kv_cache import gib, move_places, zeros
 
@@ -19,14 +19,6 @@ _MIN_CHECKPOINTS: Final = 2
 MAX_CHECKPOINTS: Final = 256
 _FLOAT: Final = 4  # bytes
 Caches = Sequence[tuple[ModelConfig, torch.dtype]]  # the models of an engine, and the dtypes of their KV
-
-
-class StateCounts(NamedTuple):
-    """Numbers of slots of a cache of states; checkpoints follow the slots of requests."""
-
-    slots: int = 1  # of running requests
-    checkpoints: int = 0
-    nodes: int = 64  # maximum nodes of a tree, whose inputs are kept until one pass later
 
 
 ONE_TEXT: Final = StateCounts()

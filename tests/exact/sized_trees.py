@@ -41,6 +41,7 @@ class MadeUpRunner:
     """
 
     block_size = 64
+    states = None
 
     max_context = 64
 

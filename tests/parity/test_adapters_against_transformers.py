@@ -9,10 +9,9 @@ import torch
 
 from specinfer.models.adapters.adapter_cache import AdapterCache
 from specinfer.models.weights import load_model
-from specinfer.plan import StateUse
+from specinfer.plan import StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
-from specinfer.runtime.state_cache import StateCounts
 from tests.adapters import adapter_tensors, write_peft
 from tests.kernels import NAMES, kernels
 

@@ -8,9 +8,8 @@ from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.state_slots import StateSlots, TextStates
 from specinfer.errors import IntegrityError
-from specinfer.plan import StateCheckpoint, StateUse, StepPlan
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse, StepPlan
 from specinfer.request import Request
-from specinfer.runtime.state_cache import StateCounts
 from specinfer.sampling_params import SamplingParams
 from tests.unit.engine.scheduling import commit, of, scheduler
 

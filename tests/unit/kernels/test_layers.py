@@ -85,10 +85,10 @@ def run(model: LanguageModel) -> list[Tensor]:
         chain_rows([4], 0, [3], logits=True),
     ]
     logits = [runner.forward(prompts), runner.forward([chain_rows([9], 1, [3], logits=True), TREE])]
-    states = (
-        [] if runner.states is None else [*runner.states.memory.states_LSF, *runner.states.memory.rings_LRNF]
-    )
-    return [*logits, *runner.cache.keys, *runner.cache.values, *states]
+    memory = None if runner.states is None else runner.states.memory
+    states = [] if memory is None else [*memory.states_LSF, *memory.rings_LRNF]
+    written = [tensor.nan_to_num() for tensor in states]  # the rest is NaN
+    return [*logits, *runner.cache.keys, *runner.cache.values, *written]
 
 
 def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -143,7 +143,7 @@ def test_configs_that_are_refused() -> None:
         ({**gemma4, "per_layer_config": odd}, "per_layer_config of config.json differs"),
         ({**gemma4, "num_kv_shared_layers": 9}, "the last 9 of 9 layers use the keys"),
         ({**gemma4, "num_kv_shared_layers": 7}, "the last 7 of 9 layers use the keys"),
-        ({**gemma3n, "altup_active_idx": 4}, "altup_active_idx is 4 of 4"),
+        ({**gemma3n, "altup_active_idx": 4}, "altup_active_idx is 4 and altup_num_inputs 4"),
         ({**gemma3n, "intermediate_size": [56] * 8}, "expected a list for 9 layers"),
         ({**gemma3n, "activation_sparsity_pattern": [1.0] * 9}, "allowed: 0 to below 1"),
     ]

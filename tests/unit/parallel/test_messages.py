@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import (
     Close,
@@ -30,7 +30,6 @@ from specinfer.runtime.sharded import (
     passing_message,
     reporting_message,
 )
-from specinfer.runtime.state_cache import StateCounts
 from specinfer.transport.link import Link
 from tests.unit.models.test_shard import SMOL
 

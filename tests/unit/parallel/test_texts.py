@@ -21,12 +21,11 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.shard import Shard
 from specinfer.models.weights import load_model
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.sharded import passing_message
-from specinfer.runtime.state_cache import StateCounts
 from specinfer.speculation_config import Quantization
 from specinfer.transport.link import Link
 from tests.kernels import kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from specinfer.errors import CapacityError
 from specinfer.runtime import kv_cache
+from tests.switched import PLAIN
 
 CPU = torch.device("cpu")
 # 2 * 2 * 2 * 8 * 4 = 256 bytes a position
-CONFIG = SimpleNamespace(attention_layers=[0, 1], num_kv_heads=2, head_dim=8)
+CONFIG = replace(PLAIN, num_layers=2, layer_windows=(None,) * 2, num_kv_heads=2, head_dim=8)
 
 
 def blocks(free: int, **changes: int | None) -> int:

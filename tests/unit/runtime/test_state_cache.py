@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specinfer.errors import CapacityError, IntegrityError
-from specinfer.plan import StateCheckpoint, StateUse
+from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.runtime.stages import cut_rows
-from specinfer.runtime.state_cache import StateCounts, state_bytes, state_counts
+from specinfer.runtime.state_cache import state_bytes, state_counts
 from tests.recurrent import CONFIG, PLAIN, CountingModel, after
 
 TABLE = range(8)
