@@ -112,7 +112,7 @@ class SafetensorsFolder:
                 "read",
                 *(path.name, ", ".join(senses), len(files) - len(bare), len(files)),
             )
-        used = dict.fromkeys(files[name] for name in bare)
+        used = dict.fromkeys(files[name] for name in bare) if senses else weights
         dtypes = FLOATS if quantized is None else FLOATS | STORED
         stored = {bare[name]: one for name, one in read_entries([*used], dtypes, bare).items()}
         tensors: Mapping[str, StoredTensor] = stored
