@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from inspect import isfunction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from specinfer.scheduler_config import SchedulerConfig
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.target_law import Law
 from tests.engines import engine_of, write_tiny
+from tests.recurrent import PLAIN
 
 REQUEST = Request("r", (1, 2, 3, 4, 5), SamplingParams(temperature=0), seed=0)
 
@@ -139,8 +139,7 @@ def more_blocks_owned_than_ever_were() -> None:
 
 
 def more_slots_read_than_written() -> None:
-    config: Any = SimpleNamespace(num_layers=1, attention_layers=[0], num_kv_heads=1, head_dim=2)
-    KvCache(config, 4, torch.float32, torch.device("cpu")).move([1], [2, 3])
+    KvCache(PLAIN, 4, torch.float32, torch.device("cpu")).move([1], [2, 3])
 
 
 def law_without_its_likeliest_token() -> None:

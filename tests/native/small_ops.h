@@ -62,6 +62,7 @@ void prove_norms(const Library& library, bool centred, Chance& chance) {
 inline double act(Activation by, double x) {
   if (by == Activation::kSilu) return x / (1 + std::exp(-x));
   if (by == Activation::kRelu) return x > 0 ? x : 0;
+  if (by == Activation::kRelu2) return x > 0 ? x * x : 0;
   if (by == Activation::kGelu) return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
   if (by == Activation::kClampedSwish) {
     const double clamped = std::min(x, 7.0);
