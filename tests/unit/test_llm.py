@@ -100,9 +100,9 @@ def test_a_callback_may_ask_the_same_llm(tiny: Tiny, expected: list[list[int]]) 
 
 def test_a_callback_that_raises_cancels_its_requests_at_once(tiny: Tiny, expected: list[list[int]]) -> None:
     llm = tiny.llm(lookup=True)
+    llm.on_step = lambda _: time.sleep(0.01)  # answers do not end by themselves meanwhile
     other = llm.stream(PROMPTS[1], SEEDED)
     next(other)
-    llm.on_step = lambda _: time.sleep(0.01)  # answers do not end by themselves meanwhile
 
     def refuse(output: RequestOutput) -> None:
         raise OSError("no terminal")
