@@ -14,7 +14,8 @@ from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.library import Library, load_library
 from specinfer.kernels.machine import cache_bytes
-from specinfer.kernels.ops import NativeOps, Ops
+from specinfer.kernels.native_ops import NativeOps
+from specinfer.kernels.ops import Ops
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.sampling import NativeScan
 from specinfer.progress import Progress

@@ -21,8 +21,9 @@ from specinfer.kernels.attention import NativeAttend, NativeCache, heads_args
 from specinfer.kernels.layer_parts import ExpertParts, LayerParts
 from specinfer.kernels.library import Library
 from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
+from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.native_recurrence import NativeRecurrence, states_args
-from specinfer.kernels.ops import NativeOps, NormParts, Ops
+from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_tensor, product_args
 from specinfer.kernels.states import StatePass
 from specinfer.kernels.structures import (

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from specinfer.kernels.ops import NativeOps
+from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.recurrence import RecurrenceParts
 from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
 from specinfer.kernels.states import ZERO, StateMemory, StatePass, StateRows

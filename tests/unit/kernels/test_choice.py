@@ -13,7 +13,7 @@ from specinfer.kernels import build
 from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import VARIABLE, levels_here
-from specinfer.kernels.ops import NativeOps
+from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.sampling import NativeScan
 from tests.kernels import kernels

@@ -15,7 +15,8 @@ from specinfer.kernels.attention import NativeAttend, NativeAttention, NativeCac
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder, NativeLayers
 from specinfer.kernels.layer_parts import LayerParts
-from specinfer.kernels.ops import NativeOps, NormParts
+from specinfer.kernels.native_ops import NativeOps
+from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import Product
 from specinfer.kernels.recurrence import RecurrenceParts
 from specinfer.kernels.states import StatePass

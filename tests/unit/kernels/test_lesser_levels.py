@@ -32,7 +32,7 @@ from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import Kernels, native_kernels
 from specinfer.kernels.library import Library, load_library
 from specinfer.kernels.machine import VARIABLE, levels_here
-from specinfer.kernels.ops import NativeOps
+from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.sampling import NativeScan
 from specinfer.models.gguf_blocks import FILE_BLOCKS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.ops import NativeOps
+from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.recurrence import RecurrenceParts
 from specinfer.kernels.states import StatePass, StateRows
 from tests.kernels import kernels
