@@ -19,8 +19,6 @@ _MIN_CHECKPOINTS: Final = 2
 MAX_CHECKPOINTS: Final = 256
 _FLOAT: Final = 4  # bytes
 Caches = Sequence[tuple[ModelConfig, torch.dtype]]  # the models of an engine, and the dtypes of their KV
-
-
 ONE_TEXT: Final = StateCounts()
 LEAST: Final = StateCounts(1, _MIN_CHECKPOINTS)  # of an engine
 
