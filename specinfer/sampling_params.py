@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args
 
@@ -24,6 +26,30 @@ _MAX_LOGPROBS = 1000
 _MAX_SALT = 1024  # characters; salts are stored with cached blocks and compared in each step
 _MAX_BIAS = 100.0  # as in OpenAI's API: large enough to decide, and float32 sums stay finite
 _MAX_REPETITION = 1000.0  # its inverse is the minimum; logits stay finite in float32
+_LARGEST: Final = sys.float_info.max
+# Parameter -> type, minimum, maximum, and the allowed values in words.
+_RANGES: Final[Mapping[str, tuple[Callable[[Any], float], float, float, str]]] = {
+    "temperature": (float, 0, _LARGEST, "a finite number >= 0"),
+    "top_p": (float, math.ulp(0), 1, "a number in (0, 1]; 1 keeps every token"),
+    "min_p": (float, 0, 1, "a number in [0, 1]; 0 keeps every token"),
+    "top_k": (int, 0, math.inf, "an integer >= 0; 0 keeps every token"),
+    "n": (int, 1, 1024, "an integer in [1, 1024]"),
+    "seed": (int, -(1 << 63), (1 << 64) - 1, "an integer in [-2**63, 2**64)"),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        (float, -2, 2, "a number in [-2, 2]; 0 switches it off"),
+    ),
+    "repetition_penalty": (
+        *(float, 1 / _MAX_REPETITION, _MAX_REPETITION),
+        f"a number in [{1 / _MAX_REPETITION:g}, {_MAX_REPETITION:g}]; 1 switches it off",
+    ),
+    **dict.fromkeys(("max_tokens", "min_tokens"), (int, 0, math.inf, "an integer >= 0")),
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs"),
+        (int, 0, _MAX_LOGPROBS, f"an integer in [0, {_MAX_LOGPROBS}], or None for none"),
+    ),
+}
+_OPTIONAL: Final = {"seed", "logprobs", "prompt_logprobs"}  # of these, may be None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +165,30 @@ class SamplingParams:
     structured_output: StructuredOutput | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._check_law()
-        self._check_processors()
-        self._check_end()
-        self._check_reports()
-        self._check_speculation()
+        assign = partial(object.__setattr__, self)  # the class is frozen
+        for name, (kind, low, high, allowed) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                with naming(name):
+                    assign(name, _number(name, value, kind, low, high, allowed))
+        for name in ("bad_words", "stop"):
+            assign(name, _strings(name, getattr(self, name)))
+        for name in ("stop_token_ids", "visible_token_ids"):
+            assign(name, _token_ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            assign("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            assign("prediction", _token_ids("prediction", self.prediction))
+        if self.logit_bias is not None:
+            assign("logit_bias", _biases(self.logit_bias))
+        if self.choice is not None:
+            assign("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
+        form = structured_output(
+            self.response_format, self.regex, self.choice, self.grammar, self.preamble, self.json_whitespace
+        )
+        assign("structured_output", form)
+        assign("speculation", SpeculationParams.of(self.speculation))
+        self._check()
 
     @property
     def greedy(self) -> bool:
@@ -158,75 +203,29 @@ class SamplingParams:
         """
         return (self.speculation.verifier or verifier) == "mss" and not self.greedy and self.seed is not None
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _number(self, name: str, ok: Callable[[float], bool], allowed: str) -> None:
-        with naming(name):
-            self._set(name, _number(name, getattr(self, name), ok, allowed))
-
-    def _integer(self, name: str, ok: Callable[[int], bool], allowed: str) -> None:
-        value = getattr(self, name)
-        if not _is_integer(value) or not ok(value):
-            raise RequestError(f"{name} is {value!r}; allowed: {allowed}", name)
-        self._set(name, int(value))
-
-    def _check_law(self) -> None:
-        self._number("temperature", lambda t: t >= 0, "a finite number >= 0")
-        self._number("top_p", lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
-        self._number("min_p", lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
-        self._integer("top_k", lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
-        self._integer("n", lambda n: 1 <= n <= 1024, "an integer in [1, 1024]")
+    def _check(self) -> None:
+        """Raise RequestError for values of the right type that are not allowed, or contradict others."""
         if self.best_of is not None:
             raise RequestError(
                 f"best_of is {self.best_of!r}; it is not supported: set n and logprobs, and choose the best "
                 "completion by its log-probabilities",
                 "best_of",
             )
-        if self.seed is not None:
-            within = "an integer in [-2**63, 2**64)"
-            self._integer("seed", lambda s: -(1 << 63) <= s < 1 << 64, within)
-
-    def _check_processors(self) -> None:
-        within = "a number in [-2, 2]; 0 switches it off"
-        self._number("presence_penalty", lambda x: -2 <= x <= 2, within)
-        self._number("frequency_penalty", lambda x: -2 <= x <= 2, within)
-        low, high = 1 / _MAX_REPETITION, _MAX_REPETITION
-        within = f"a number in [{low:g}, {high:g}]; 1 switches it off"
-        self._number("repetition_penalty", lambda x: low <= x <= high, within)
-        if self.logit_bias is not None:
-            self._set("logit_bias", _biases(self.logit_bias))
-        self._set("bad_words", _strings("bad_words", self.bad_words))
         for word in self.bad_words:
             if not word.strip():
                 raise RequestError(
                     f"bad_words has {word!r}; allowed: strings that are not blank", "bad_words"
                 )
-        if self.allowed_token_ids is not None:
-            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            self._set("allowed_token_ids", ids)
-            if not ids:
-                raise RequestError(
-                    "allowed_token_ids is empty; allowed: at least one token id, or None", "allowed_token_ids"
-                )
-        if self.choice is not None:
-            self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
-        form = structured_output(
-            self.response_format, self.regex, self.choice, self.grammar, self.preamble, self.json_whitespace
-        )
-        self._set("structured_output", form)
-        if form is not None and self.ignore_eos:
+        if self.allowed_token_ids == ():
             raise RequestError(
-                f"ignore_eos is True with {form.parameter}, whose form ends the text; remove one of them",
+                "allowed_token_ids is empty; allowed: at least one token id, or None", "allowed_token_ids"
+            )
+        if self.structured_output is not None and self.ignore_eos:
+            raise RequestError(
+                f"ignore_eos is True with {self.structured_output.parameter}, whose form ends the text; "
+                "remove one of them",
                 "ignore_eos",
             )
-
-    def _check_end(self) -> None:
-        self._set("stop", _strings("stop", self.stop))
-        for name in ("stop_token_ids", "visible_token_ids"):
-            self._set(name, _token_ids(name, getattr(self, name)))
-        self._integer("max_tokens", lambda n: n >= 0, "an integer >= 0")
-        self._integer("min_tokens", lambda n: n >= 0, "an integer >= 0")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False", name)
@@ -235,21 +234,10 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}; allowed: at most max_tokens ({self.max_tokens}); lower it",
                 "min_tokens",
             )
-
-    def _check_reports(self) -> None:
-        allowed = f"an integer in [0, {_MAX_LOGPROBS}], or None for none"
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._integer(name, lambda k: 0 <= k <= _MAX_LOGPROBS, allowed)
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed", "logprobs_mode"
             )
-
-    def _check_speculation(self) -> None:
-        self._set("speculation", SpeculationParams.of(self.speculation))
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            self._set("prediction", _token_ids("prediction", self.prediction))
         salt = self.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT):
             given = f"a string of {len(salt)} characters" if isinstance(salt, str) and salt else repr(salt)
@@ -276,13 +264,15 @@ def _speculators(value: object) -> tuple[str, ...]:
     return names
 
 
-def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> float:
-    """Return the value as a float; raises RequestError unless it is a finite number that is `ok`."""
+def _number(
+    name: str, value: object, kind: Callable[[Any], float], low: float, high: float, allowed: str
+) -> float:
+    """Return the value as a `kind`, float or int; raises RequestError unless it is one in [low, high]."""
     number = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # an integer larger than any float
-            number = float(value)
-    if not math.isfinite(number) or not ok(number):
+            number = kind(value)
+    if not low <= number <= high:
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
     return number
 
@@ -332,6 +322,7 @@ def _biases(given: object) -> dict[int, float]:
             raise RequestError(f"logit_bias has the key {key!r}; allowed: {allowed}")
         if token in biases:
             raise RequestError(f"logit_bias has token {token} twice; remove one of them")
-        within = f"logit_bias of token {token}"
-        biases[int(token)] = _number(within, bias, lambda b: abs(b) <= _MAX_BIAS, allowed)
+        biases[int(token)] = _number(
+            f"logit_bias of token {token}", bias, float, -_MAX_BIAS, _MAX_BIAS, allowed
+        )
     return biases
