@@ -185,7 +185,10 @@ class ServeConfig:
 
 def is_loopback(name: str) -> bool:
     """Return whether a name or an address is a loopback one."""
-    return name == "localhost" or (_is(ip_address, name) and ip_address(name).is_loopback)
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:  # it is a name
+        return False
 
 
 def _is(kind: Callable[[str], object], text: str) -> bool:

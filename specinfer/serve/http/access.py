@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ OPEN_PATHS: Final = ("/version", "/")  # need no key
 _PLAIN: Final = "/:@!$&'()*+,;=~"
 _MAX_PATH: Final = 256  # characters in the log
 _MAX_HOST: Final = 256  # characters in an error
+_TRACE: Final = (b"traceparent", b"tracestate")  # of the W3C, passed on
 _ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers that may not be repeated
 _MAX_HEADERS: Final = 100  # maximum for a request; each takes hundreds of bytes, however short it is
 _MIN_BODY_RATE: Final = 16 << 10  # bytes per second, after the first `idle_timeout` seconds
@@ -90,7 +92,9 @@ class Hosts:
 class _Body:
     """The body of an unanswered request."""
 
+    started: float  # seconds of the loop's clock
     size: int = 0  # bytes received
+    is_whole: bool = False
     wait: asyncio.Timeout | None = None  # time limit of the next piece, while it is awaited
     is_refused: bool = False  # because the bodies of all requests take too much memory
 
@@ -127,8 +131,10 @@ class Access:
             return
         clock = asyncio.get_running_loop().time
         name, started, status = f"req-{uuid.uuid4().hex}", clock(), 0
-        given = _caller(name, scope, self._keys, self._session_header)
-        caller, body = CALLER.set(given), _Body()
+        headers = dict(scope["headers"])
+        key = self._keys.number(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
+        kept = (headers.get(one, b"").decode("latin-1") for one in (*_TRACE, self._session_header))
+        caller, body = CALLER.set(Caller(name, scope["path"], key, *kept)), _Body(started)
         self._bodies.add(body)
 
         async def send_with_id(message: Message) -> None:
@@ -141,10 +147,11 @@ class Access:
                 await send(message)
 
         try:
-            self._check(scope, given)
+            self._check(scope, headers, key)
             # The server answers HEAD like GET and leaves the body out.
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
-            await self._app({**scope, "method": method}, self._bounded(receive, body), send_with_id)
+            bounded = partial(self._receive, receive, body)
+            await self._app({**scope, "method": method}, bounded, send_with_id)
         except TimeoutError:
             _LOG.info("%s: the client does not read; its connection is closed", name)
         except ClientDisconnect:
@@ -173,9 +180,8 @@ class Access:
                 "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", line, extra=line
             )
 
-    def _check(self, scope: Scope, caller: Caller) -> None:
-        """Raise ApiError for a request that is refused."""
-        headers = dict(scope["headers"])
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes], key: int) -> None:
+        """Raise ApiError for a request that is refused; `key` is the number of its API key."""
         names = [name for name, _ in scope["headers"]]
         if len(names) > _MAX_HEADERS:
             raise ApiError(
@@ -199,7 +205,7 @@ class Access:
                 code="host_not_allowed",
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
-        if self._keys and not caller.key and not is_open and scope["method"] != "OPTIONS":
+        if not key and not is_open and self._keys and scope["method"] != "OPTIONS":
             raise ApiError(
                 "missing or invalid API key; send Authorization: Bearer KEY, or X-Api-Key: KEY",
                 status=401,
@@ -231,46 +237,39 @@ class Access:
             return False
         return origin not in self._origins
 
-    def _bounded(self, receive: Receive, body: _Body) -> Receive:
-        """Wrap `receive`: it raises ApiError if the body is too large or too slow, or if memory is short."""
-        clock = asyncio.get_running_loop().time
-        whole, started = False, clock()
-
-        async def bounded() -> Message:
-            nonlocal whole
-            if whole:
-                return await receive()
-            # Without a minimum rate, a client that sends single bytes could hold its connection for days.
-            expected = started + self._idle_timeout + body.size / _MIN_BODY_RATE
-            seconds = min(self._idle_timeout, max(expected - clock(), 0.0))
-            try:
-                async with asyncio.timeout(seconds) as body.wait:
-                    message = await receive()
-            except TimeoutError:
-                if not body.is_refused:
-                    raise ApiError("the body did not arrive in time", status=408) from None
-            body.wait = None
+    async def _receive(self, receive: Receive, body: _Body) -> Message:
+        """Receive a message; raises ApiError if the body is too large or too slow, or memory is short."""
+        if body.is_whole:
+            return await receive()
+        # Without a minimum rate, a client that sends single bytes could hold its connection for days.
+        expected = body.started + self._idle_timeout + body.size / _MIN_BODY_RATE
+        seconds = min(self._idle_timeout, max(expected - asyncio.get_running_loop().time(), 0.0))
+        try:
+            async with asyncio.timeout(seconds) as body.wait:
+                message = await receive()
+        except TimeoutError:
             if not body.is_refused:
-                body.size += len(message.get("body", b""))
-                whole = not message.get("more_body", False)
-                self._make_room(body, whole)
-            if body.is_refused:
-                raise ApiError(
-                    f"unanswered requests hold more than {self._max_bodies} bytes (twice --max-body), "
-                    "and this one is the largest; retry later",
-                    status=503,
-                    headers={"Retry-After": "5"},
-                )
-            if body.size > self._max_body:
-                raise self._too_large()
-            return message
+                raise ApiError("the body did not arrive in time", status=408) from None
+        body.wait = None
+        if not body.is_refused:
+            body.size += len(message.get("body", b""))
+            body.is_whole = not message.get("more_body", False)
+            self._make_room(body)
+        if body.is_refused:
+            raise ApiError(
+                f"unanswered requests hold more than {self._max_bodies} bytes (twice --max-body), "
+                "and this one is the largest; retry later",
+                status=503,
+                headers={"Retry-After": "5"},
+            )
+        if body.size > self._max_body:
+            raise self._too_large()
+        return message
 
-        return bounded
-
-    def _make_room(self, body: _Body, whole: bool) -> None:
+    def _make_room(self, body: _Body) -> None:
         """Refuse the largest bodies that are incomplete, or else this one, until the others fit."""
         while sum(one.size for one in self._bodies) > self._max_bodies:
-            incomplete = [one for one in self._bodies if one.wait is not None or (one is body and not whole)]
+            incomplete = [one for one in self._bodies if one.wait or (one is body and not body.is_whole)]
             largest = max(incomplete, key=lambda one: one.size, default=body)
             largest.is_refused = True
             self._bodies.discard(largest)
@@ -279,13 +278,6 @@ class Access:
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the body has more than {self._max_body} bytes; send a shorter one", status=413)
-
-
-def _caller(name: str, scope: Scope, keys: Keys, session_header: bytes) -> Caller:
-    headers = dict(scope["headers"])
-    key = keys.number(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
-    kept = (b"traceparent", b"tracestate", session_header)
-    return Caller(name, scope["path"], key, *(headers.get(one, b"").decode("latin-1") for one in kept))
 
 
 def _is_origin_of(origin: str, header: str) -> bool:
