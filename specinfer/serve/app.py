@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
@@ -32,9 +33,10 @@ from specinfer.serve.api.responses import Responses, ResponseStore
 from specinfer.serve.api.service import Service
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
 from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
-from specinfer.serve.http.event_stream import EventStream, body_of, unless_disconnected
+from specinfer.serve.http.event_stream import EventStream, unless_disconnected
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
@@ -50,8 +52,8 @@ _PAGE_HEADERS: Final = {
     "Cache-Control": "no-cache",  # so that a newer server shows its newer page
 }
 
-
 Handler = Callable[[Request], Awaitable[Response]]
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class _Paths:
@@ -134,32 +136,37 @@ def _add_answers(paths: _Paths, service: Service) -> None:
     """Add the POST paths; an answer is one JSON object, or a stream if the body sets `stream`."""
     config = service.config
 
-    def add(path: str, kind: type[BaseModel], answer: Callable[[Request, Any], Awaitable[Response]]) -> None:
-        async def endpoint(request: Request) -> Response:
-            body = await body_of(request)
-            return await answer(request, parse(kind, body, config.max_body, service.field_policy))
-
-        paths.add(path, endpoint, "POST", kind)
+    async def read(request: Request, kind: type[_Body]) -> _Body:
+        """Read a request's body, which is in memory once and only until it is parsed."""
+        body = BytesIO()
+        async for piece in request.stream():
+            body.write(piece)
+        return parse(kind, body.getvalue(), config.max_body, service.field_policy)
 
     def generated(
-        path: str, kind: type[BaseModel], make: Callable[[Service, Any], EndpointAnswer[Any]], done: str = ""
+        path: str,
+        kind: type[SamplingFields],
+        make: Callable[[Service, Any], EndpointAnswer[Any]],
+        done: str = "",
     ) -> None:
-        async def answer(request: Request, fields: BaseModel) -> Response:
-            made = make(service, service.with_defaults(fields))
-            if getattr(fields, "stream", None):
+        async def answer(request: Request) -> Response:
+            fields = service.with_defaults(await read(request, kind))
+            fields.check()
+            made = make(service, fields)
+            if fields.stream:
                 events = made.events()
                 # An error before the first one sets the status.
                 first = await unless_disconnected(request, anext(events, ""))
                 return EventStream(events, first, done, config.ping_interval)
             return JSONResponse(await unless_disconnected(request, made.whole()))
 
-        add(path, kind, answer)
+        paths.add(path, answer, "POST", kind)
 
     def computed(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
-        async def answer(request: Request, fields: BaseModel) -> Response:
-            return JSONResponse(await make(service, fields))
+        async def answer(request: Request) -> Response:
+            return JSONResponse(await make(service, await read(request, kind)))
 
-        add(path, kind, answer)
+        paths.add(path, answer, "POST", kind)
 
     store = ResponseStore(config.stored_responses)
     generated("/v1/completions", CompletionFields, Completions, _DONE)

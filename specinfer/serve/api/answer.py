@@ -38,6 +38,7 @@ _Conversation = TypeVar("_Conversation", bound=ConversationFields)
 class EndpointAnswer(ABC, Generic[_Fields]):
     """The answer to one request while it is generated: each delta of the engine becomes events.
 
+    `fields` have been checked.
     ApiErrors have the endpoint's field names.
     """
 
@@ -45,6 +46,7 @@ class EndpointAnswer(ABC, Generic[_Fields]):
     opens_early: ClassVar[bool] = False  # whether a stream opens before the first delta
 
     def __init__(self, service: Service, fields: _Fields) -> None:
+        service.check_count(fields.n)
         self._service = service
         self._fields = fields
         self._model = service.check_model(fields.model)

@@ -13,7 +13,6 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.answer import Event, Prompts
 from specinfer.serve.api.completions import ChoicesAnswer
 from specinfer.serve.api.reports import ChatLogprobs
-from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallStarted, Content, ReasoningPiece
 from specinfer.serve.dialect.call_parser import Event as Found
 from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
@@ -143,11 +142,6 @@ class Chat(ChoicesAnswer[ChatFields]):
     """The n answers to one conversation while they are generated."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, service: Service, fields: ChatFields) -> None:
-        fields.check()
-        service.check_count(fields.n)
-        super().__init__(service, fields)
 
     def _keep(self, events: list[Event]) -> None:
         for piece in events:

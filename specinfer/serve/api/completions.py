@@ -132,7 +132,6 @@ class Completions(ChoicesAnswer[CompletionFields]):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, service: Service, fields: CompletionFields) -> None:
-        fields.check()
         self._given = fields.prompts()
         service.check_count(fields.n, len(self._given))
         super().__init__(service, fields)

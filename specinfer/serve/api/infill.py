@@ -91,7 +91,6 @@ class Infill(EndpointAnswer[InfillFields]):
     def __init__(
         self, service: Service, fields: InfillFields, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        fields.check()
         super().__init__(service, fields)
         self._clock = clock
         self._text = ""

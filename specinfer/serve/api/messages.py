@@ -91,7 +91,6 @@ class Messages(GrowingAnswer[MessageFields]):
     names = _OWN_NAMES
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        fields.check()
         fields = fields.for_template(service.chat.variables)
         super().__init__(service, fields, fields.conversation)
         if fields.max_tokens is None:

@@ -200,7 +200,6 @@ class Responses(GrowingAnswer[ResponseFields]):
     opens_early = True
 
     def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
-        fields.check()
         self._store = store
         if fields.store and not store.max_count:
             raise ApiError("store is true, but this server stores no responses; remove it", param="store")

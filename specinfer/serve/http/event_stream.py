@@ -1,11 +1,10 @@
-"""Request bodies, server-sent events, and answers that are cancelled when the client disconnects."""
+"""Server-sent events, and answers that are cancelled when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
-from io import BytesIO
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
@@ -88,14 +87,6 @@ class EventStream(StreamingResponse):
                 pinging.cancel()
                 await asyncio.gather(pinging, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
-
-
-async def body_of(request: Request) -> bytes:
-    """Return a request's body; it is in memory once, and only as long as the caller keeps it."""
-    body = BytesIO()
-    async for piece in request.stream():
-        body.write(piece)
-    return body.getvalue()  # no copy
 
 
 async def unless_disconnected(request: Request, answer: Awaitable[_Answer]) -> _Answer:
