@@ -192,19 +192,19 @@ class Service:
         no token, or there are too many prompt log-probabilities. 500: the engine failed or ended. 503: no
         engine is available now.
         """
-        _check_reports(prompts, params)
         adapter = model if model in self.adapters else None
         works: dict[str, int] = {}
         all_works: list[Work] = []
         for prompt, own in zip(prompts, params, strict=True):
             if own.seed is None:
                 own = replace(own, seed=secrets.randbits(63))
-            own = await self._predicted(own, len(prompt))
+            if isinstance(own.prediction, str):
+                own = replace(own, prediction=await self._prediction(own.prediction, own, len(prompt)))
             for index in range(own.n):
                 work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced, adapter=adapter)
                 works[work.id] = len(all_works)
                 all_works.append(work)
-        self._check_room(len(all_works))
+        self._check_load(all_works)
         started = time.monotonic()
         observed = [[observe(work, started) for observe in self._observers] for work in all_works]
         unadmitted, failed, announced = set(works), 0, False
@@ -245,21 +245,26 @@ class Service:
             for one in itertools.chain(*observed):
                 one.end(now)
 
-    async def _predicted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Tokenize the prediction, once for all n, up to the length that can be used; returns a copy."""
-        text = params.prediction
-        if not isinstance(text, str):
-            return params
+    async def _prediction(self, text: str, params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]:
+        """Tokenize a prediction, once for all n, up to the length that can be used."""
         room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
         encode = partial(self.tokenizer.encode, add_special=False)
-        ids = await self.in_thread("prediction", lambda: relevant_tokens(text, room, encode))
-        return replace(params, prediction=ids)
+        return await self.in_thread("prediction", lambda: relevant_tokens(text, room, encode))
 
-    def _check_room(self, count: int) -> None:
+    def _check_load(self, works: Sequence[Work]) -> None:
+        """Raise ApiError if works have too many log-probabilities to send, or cannot be taken now."""
+        tops = ((work, work.params.prompt_logprobs) for work in works if work.index == 0)
+        figures = sum(len(work.prompt_token_ids) * (1 + top) for work, top in tops if top is not None)
+        if figures > MAX_FIGURES:
+            raise ApiError(
+                f"the prompts have {figures} log-probabilities; allowed: at most {MAX_FIGURES}; "
+                "shorten the prompts, or lower prompt_logprobs",
+                param="prompt_logprobs",
+            )
         if self.draining:
             raise ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
-        if self.busy + count > self._max_completions:
-            waiting = f"{self.busy} answers are in progress or waiting, and this request has {count}"
+        if self.busy + len(works) > self._max_completions:
+            waiting = f"{self.busy} answers are in progress or waiting, and this request has {len(works)}"
             raise ApiError(
                 f"{waiting}; allowed: {self._max_completions} in all; try again soon",
                 status=429,
@@ -273,17 +278,3 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-
-
-def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> None:
-    """Raise ApiError if these prompts have too many log-probabilities to send."""
-    tops = [own.prompt_logprobs for own in params]
-    figures = sum(
-        len(prompt) * (1 + top) for prompt, top in zip(prompts, tops, strict=True) if top is not None
-    )
-    if figures > MAX_FIGURES:
-        raise ApiError(
-            f"the prompts have {figures} log-probabilities; allowed: at most {MAX_FIGURES}; "
-            "shorten the prompts, or lower prompt_logprobs",
-            param="prompt_logprobs",
-        )
