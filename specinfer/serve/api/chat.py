@@ -169,7 +169,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         messages = [message.rendered() for message in fields.messages]
         token_ids, params, self._readers = await self._converse(fields, messages)
         shape = partial(ChatLogprobs, fields.top_logprobs or 0, self._service.tokenizer)
-        self._logprobs = [shape(params.visible_token_ids) for _ in self._readers]
+        self._logprobs = [shape(params.visible_token_ids) for _ in self._readers if fields.logprobs]
         return [token_ids], [params]
 
     async def _take(self, number: int, delta: Delta) -> list[Event]:
@@ -190,14 +190,15 @@ class Chat(ChoicesAnswer[ChatFields]):
             piece |= await asyncio.to_thread(self._reported_prompt, delta)
         if not (any(piece.values()) or fields.trace or "prompt_logprobs" in piece):
             return []
-        return [{"index": number} | one for one in self._split_end(piece, delta)]
+        pieces = self._split_end(piece, delta) if fields.logprobs else [piece]
+        return [{"index": number} | one for one in pieces]
 
     def _split_end(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
-        """Split off a last token without text if the piece has log-probabilities; returns 1 or 2 pieces.
+        """Split off a last token without text from a piece with log-probabilities; returns 1 or 2 pieces.
 
         Some clients join the tokens of a piece to get its text, which would contain the end token's name.
         """
-        logprobs: list[dict[str, Any]] = [] if piece["logprobs"] is None else piece["logprobs"]["content"]
+        logprobs = piece["logprobs"]["content"]
         if (
             len(logprobs) < 2
             or not delta.finish_reason
