@@ -161,19 +161,19 @@ class Health(ReplicaHealth):
     handed_on: int = 0  # times that a work moved from one engine to another
 
 
+@dataclass(eq=False)
 class CompletionObserver:
     """Receives the deltas of one completion; times are seconds of the monotonic clock.
 
     The server's event loop calls both methods, so neither may block.
     """
 
-    def __init__(self, work: Work, arrived: float) -> None:
-        self.work = work
-        self.arrived = arrived
-        self.first: float | None = None  # time of its first token
-        self.tokens = 0
-        self.cached_tokens = 0  # of the prompt
-        self.finish_reason = FinishReason.ABORT  # until a delta has one
+    work: Work
+    arrived: float
+    first: float | None = field(default=None, init=False)  # time of its first token
+    tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)  # of the prompt
+    finish_reason: FinishReason = field(default=FinishReason.ABORT, init=False)  # until a delta has one
 
     def delta(self, delta: Delta, now: float) -> None:
         """Record a delta that arrived at `now`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -166,14 +167,13 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(eq=False)
 class Observed(CompletionObserver):
     """Observer that counts one completion."""
 
-    def __init__(self, work: Work, arrived: float, metrics: Metrics) -> None:
-        super().__init__(work, arrived)
-        self._metrics = metrics
-        self._waits = True  # until its first step
-        self._last = arrived
+    _metrics: Metrics
+    _waits: bool = field(default=True, init=False)  # until its first step
+    _last: float = field(default=0.0, init=False)  # time of the last delta with tokens
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""

@@ -5,6 +5,7 @@ Spans never contain the text of a prompt or an answer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -97,12 +98,11 @@ class Spans:
         self._provider.shutdown()
 
 
+@dataclass(eq=False)
 class CompletionSpan(CompletionObserver):
     """Observer that fills in one completion's span."""
 
-    def __init__(self, work: Work, arrived: float, span: Span) -> None:
-        super().__init__(work, arrived)
-        self._span = span
+    _span: Span
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""

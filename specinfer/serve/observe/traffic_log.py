@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -201,18 +201,17 @@ class TrafficLog:
         return to_json(line, fallback=dict)  # other mappings are written as dicts
 
 
+@dataclass(eq=False)
 class LoggedCompletion(CompletionObserver):
     """Observer that logs one completion, unless it is aborted or fails."""
 
-    def __init__(self, work: Work, arrived: float, put: Callable[[LoggedCompletion], None]) -> None:
-        super().__init__(work, arrived)
-        self.request_id = CALLER.get().request_id
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.figures: SpeculationFigures | None = None
-        self.seconds = 0.0
-        self.ended_at = 0.0  # seconds since 1970
-        self._put = put
+    _put: Callable[[LoggedCompletion], None]
+    request_id: str = field(default_factory=lambda: CALLER.get().request_id, init=False)
+    texts: list[str] = field(default_factory=list, init=False)
+    token_ids: list[int] = field(default_factory=list, init=False)
+    figures: SpeculationFigures | None = field(default=None, init=False)
+    seconds: float = field(default=0.0, init=False)
+    ended_at: float = field(default=0.0, init=False)  # seconds since 1970
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""
