@@ -91,10 +91,6 @@ class Ledger:
         """Number of a replica's works."""
         return sum(one.replica == replica for one in self._works.values())
 
-    def suspects(self, replica: int) -> int:
-        """Number of a replica's suspects."""
-        return sum(one.is_suspect for one in self.of(replica))
-
     def of(self, replica: int | None) -> list[OpenWork]:
         """The works of a replica; for None, the works that wait for one."""
         return [one for one in self._works.values() if one.replica == replica]

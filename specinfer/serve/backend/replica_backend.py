@@ -142,7 +142,8 @@ class ReplicaBackend:
         finally:
             if timer is not None:
                 timer.cancel()
-            self.abort(left)
+            if left:
+                self.abort(left)
 
     def _expire(self, waiter: Waiter) -> None:
         if not waiter.started:
@@ -237,8 +238,9 @@ class ReplicaBackend:
         most = max((r.facts.max_length for r in self._replicas if not r.is_left_out), default=0)
         length = min(len(one.work.prompt_token_ids) + one.work.params.max_tokens, most)
         may = [r for r in may if r.facts.max_length >= min(length, r.facts.max_context)]
-        loads = {r.number: self._ledger.load(r.number) for r in may}
-        suspects = {r.number: self._ledger.suspects(r.number) for r in may}
+        works = {r.number: self._ledger.of(r.number) for r in may}
+        loads = {number: len(own) for number, own in works.items()}
+        suspects = {number: sum(other.is_suspect for other in own) for number, own in works.items()}
         if one.is_suspect:
             # A suspect waits for an engine without other works, so that a crash affects only one.
             alone = {number: load for number, load in loads.items() if load == suspects[number]}
