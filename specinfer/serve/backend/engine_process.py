@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -69,22 +69,22 @@ _PEER_LOST: Final = 75  # exit status after the loss of a rank (EX_TEMPFAIL)
 Message = tuple[Any, ...]
 
 
+@dataclass(eq=False)
 class _WorkInHand:
     """One work in progress."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.admitted: AdmittedRequest | None = None  # None until it is checked
-        self.aborted = False
-        self.started = False  # True after its first step has started
-        self.trees: list[dict[str, Any]] = []  # of the current step
+    work: Work
+    admitted: AdmittedRequest | None = None  # None until it is checked
+    aborted: bool = False
+    started: bool = False  # True after its first step has started
+    trees: list[dict[str, Any]] = field(default_factory=list)  # of the current step
 
 
 class EngineProcess:
     """Executes a server's commands on one LLM, whose loop runs in its own thread."""
 
     def __init__(self, llm: LLM, connection: Connection, *, linger: float = 0.0) -> None:
-        self._llm = llm
+        self._llm, self._intake, self._loop = llm, llm.intake, llm.loop
         self._linger = linger
         self._connection = connection
         self._answers: dict[str, _WorkInHand] = {}  # by work id, which is also the request id
@@ -101,8 +101,8 @@ class EngineProcess:
         """Execute commands until the socket closes."""
         llm = self._llm
         llm.on_step = self._on_step
-        llm.loop.on_failed = self._on_failed
-        llm.loop.rest_when_idle()
+        self._loop.on_failed = self._on_failed
+        self._loop.rest_when_idle()
         if (group := llm.models.target.group) is not None:
             group.watch(lambda error: self._on_failed(error, ()))
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
@@ -139,7 +139,7 @@ class EngineProcess:
             return
         try:
             with self._checking(work):
-                admitted = self._llm.intake.completion(
+                admitted = self._intake.completion(
                     *(work.prompt_token_ids, work.params),
                     index=work.index,
                     prior_output=work.prior_output,
@@ -149,10 +149,10 @@ class EngineProcess:
             answer.admitted = admitted
             if work.traced:
                 self._llm.on_tree = self._on_tree  # stays: another thread may start a traced work
-            self._llm.loop.submit([admitted], partial(self._receive, answer))
+            self._loop.submit([admitted], partial(self._receive, answer))
             self._outbox.put(Delta(work.id))
             if answer.aborted:  # while it was checked
-                self._llm.loop.cancel([admitted])
+                self._loop.cancel([admitted])
         except BaseException as error:  # Rust libraries raise these, and the client needs a reply
             if not isinstance(error, SpecInferError):
                 _LOG.exception("work %s could not be started", work.id)
@@ -244,7 +244,7 @@ class EngineProcess:
             if answer is not None:
                 answer.aborted = True
                 if answer.admitted is not None:
-                    self._llm.loop.cancel([answer.admitted])
+                    self._loop.cancel([answer.admitted])
 
     def _send(self) -> None:
         """Run the outbox thread, so that the threads that make deltas never wait for the socket."""
