@@ -128,14 +128,13 @@ class Admission:
         ):
             with naming(parameter):
                 self._check_ids(parameter, token_ids)
-        self._check_reports(request)
-        self._limits.check(request)
+        speculators, tree_nodes = self._limits.of(request)
         processors = self.processors(request)
         self._check_first_token(processors)
         if request.prediction:
             request = replace(request, prediction=IndexedPrediction(request.prediction))
-        if request.scores_prompt and params.prompt_logprobs is not None:
-            prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), params.prompt_logprobs)
+        if request.scores_prompt:
+            prompt_logprobs = _prompt_logprobs(request)
         transcript = Transcript(
             request,
             self.tokenizer,
@@ -144,7 +143,6 @@ class Admission:
             now=arrived,
             prompt_logprobs=prompt_logprobs,
         )
-        speculators, tree_nodes = self._limits.of(request)
         sequence = SequenceState(
             request,
             transcript.ids,
@@ -209,16 +207,6 @@ class Admission:
                 "max_tokens",
             )
 
-    def _check_reports(self, request: Request) -> None:
-        """Limit the log-probabilities of a prompt, which stay in memory until the answer ends."""
-        prompt, top = len(request.prompt_token_ids), request.params.prompt_logprobs
-        if top is not None and (figures := prompt * (1 + top)) > MAX_PROMPT_LOGPROBS:
-            raise RequestError(
-                f"prompt_logprobs {top} of {prompt} prompt tokens are {figures} figures; allowed: at most "
-                f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs or shorten the prompt",
-                "prompt_logprobs",
-            )
-
     def _check_first_token(self, processors: Processors) -> None:
         """Raise RequestError if the parameters exclude every first token."""
         bans = processors.bans
@@ -233,3 +221,15 @@ class Admission:
             raise RequestError(
                 f"{name} has token id {token}, outside the model's vocabulary of {self._vocab} tokens"
             )
+
+
+def _prompt_logprobs(request: Request) -> PromptLogprobs:
+    """Return the object for a prompt's log-probabilities, which stay in memory until the answer ends."""
+    prompt, top = len(request.prompt_token_ids), request.params.prompt_logprobs or 0
+    if (figures := prompt * (1 + top)) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs {top} of {prompt} prompt tokens are {figures} figures; allowed: at most "
+            f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs or shorten the prompt",
+            "prompt_logprobs",
+        )
+    return PromptLogprobs(prompt, top)

@@ -104,7 +104,7 @@ class Intake:
         """Return the request of the prompt's completion number `index`, for any `params.n`.
 
         Args:
-            prompt: a text or token ids.
+            prompt: token ids.
             params: the sampling parameters.
             index: the completion; only number 0 reports `prompt_logprobs`, as the others would be equal.
             adapter: the name of an adapter.
@@ -114,10 +114,10 @@ class Intake:
                 the result is the text that the other engine would have made.
         """
         with naming("prompt"):
-            encoded = self._encode(prompt)
+            token_ids = tuple(_prompt_ids(prompt))
         if adapter is not None and (self._adapters is None or adapter not in self._adapters.names):
             raise RequestError(f"the adapter {adapter!r} is not loaded here", "model")
-        [request] = self._completions(tuple(encoded), params, [index], adapter)
+        [request] = self._completions(token_ids, params, [index], adapter)
         if request_id is not None:
             request = replace(request, request_id=request_id)
         return self._admission.admit(request, "prompt", prior_output)
@@ -164,10 +164,12 @@ class Intake:
         """Return some of one prompt's n requests."""
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        room = min(params.max_tokens, self.max_context - len(prompt))
-        with naming("prediction"):
+        guess: tuple[int, ...] = ()
+        if params.prediction:
+            room = min(params.max_tokens, self.max_context - len(prompt))
             encode = partial(self.tokenizer.encode, add_special=False)
-            guess = relevant_tokens(params.prediction or (), room, encode)
+            with naming("prediction"):
+                guess = relevant_tokens(params.prediction, room, encode)
         return [
             Request(
                 request_id=f"request-{number}" if params.n == 1 else f"request-{number}-{index}",

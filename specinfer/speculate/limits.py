@@ -19,9 +19,13 @@ class SpeculationLimits:
         self.names = tuple(speculator.name for speculator in speculators)
 
     @naming("speculation")
-    def check(self, request: Request) -> None:
-        """Raise RequestError if the request's parameters do not fit this engine."""
-        overrides = request.params.speculation
+    def of(self, request: Request) -> tuple[tuple[str, ...], int]:
+        """Return the names of the speculators that may guess for the request, and its maximum tree nodes.
+
+        The names are in the order they run. The root is among the nodes; 1: no speculator may guess. Raises
+        RequestError if the request's parameters do not fit this engine.
+        """
+        overrides, most = request.params.speculation, self._config.node_limit
         for name in overrides.speculators or ():
             if name not in self.names:
                 raise RequestError(
@@ -36,18 +40,10 @@ class SpeculationLimits:
                 f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
                 "and this engine has no draft model: leave it out"
             )
-        if (overrides.max_nodes or 0) > self._config.node_limit:
+        if (overrides.max_nodes or 0) > most:
             raise RequestError(
-                f"speculation.max_nodes is {overrides.max_nodes}; the engine allows at most "
-                f"{self._config.node_limit}: lower it"
+                f"speculation.max_nodes is {overrides.max_nodes}; the engine allows at most {most}: lower it"
             )
-
-    def of(self, request: Request) -> tuple[tuple[str, ...], int]:
-        """Return the names of the speculators that may guess for the request, and its maximum tree nodes.
-
-        The names are in the order they run. The root is among the nodes; 1: no speculator may guess.
-        """
-        overrides, most = request.params.speculation, self._config.node_limit
         knows_chance = request.params.knows_chance(self._config.verifier)
         nodes: dict[str, int] = {}
         for speculator in self._speculators if overrides.enabled else ():

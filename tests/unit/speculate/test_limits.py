@@ -86,9 +86,7 @@ EVERYBODY = ("lookup", "draft1", "draft2")
 def test_speculators_and_the_nodes_they_could_use(
     asked: Request, speculators: tuple[str, ...], nodes: int
 ) -> None:
-    ours = limits()
-    ours.check(asked)
-    assert ours.of(asked) == (speculators, nodes)
+    assert limits().of(asked) == (speculators, nodes)
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
@@ -110,5 +108,5 @@ def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() 
 )
 def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -> None:
     with pytest.raises(RequestError) as caught:
-        limits().check(request(speculation))
+        limits().of(request(speculation))
     assert str(caught.value) == line
