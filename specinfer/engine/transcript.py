@@ -47,7 +47,8 @@ class Transcript:
         self._ending = ending  # end-of-text (unless ignored) and stop token ids
         self._max_context = max_context
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
-        self._stops = StopSearch(request.params.stop, tokenizer, request.params.visible_token_ids)
+        stop, visible = request.params.stop, request.params.visible_token_ids
+        self._stops = StopSearch(stop, tokenizer, visible) if stop else None
         self.ids = list(request.prompt_token_ids)  # prompt and output; only appended to
         self._pieces: list[str] = []  # text of the returned deltas
         self._sent_chars = 0  # characters in these
@@ -179,7 +180,7 @@ class Transcript:
 
     def _take_text(self) -> str:
         """Mark all tokens as returned; returns the new text that no stop string can still remove."""
-        held = 0 if self.finish_reason is not None else self._stops.held
+        held = 0 if self._stops is None or self.finish_reason is not None else self._stops.held
         text, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
         if text:
             self._pieces.append(text)
@@ -210,7 +211,7 @@ class Transcript:
         A stop string that ends before min_tokens stays in the text.
         """
         self._rest += text
-        if not self.request.params.stop:
+        if self._stops is None:
             return False
         found = self._stops.feed(text, token, omitted=omitted)
         if found is None or not may_stop:
@@ -270,8 +271,7 @@ class StopSearch:
         """`visible` are the special tokens that the text shows."""
         self._tokenizer = tokenizer
         self._visible = frozenset(visible)
-        names = tokenizer.special_names if strings else ()
-        with_names = [one for one in strings if any(name in one for name in names)]
+        with_names = [one for one in strings if any(name in one for name in tokenizer.special_names)]
         self._plain = StopStrings(strings)
         self._named = StopStrings(with_names) if with_names else None
         self._longest = max(map(len, with_names), default=0)
