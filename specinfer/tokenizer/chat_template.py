@@ -20,7 +20,7 @@ import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -84,7 +84,8 @@ def messages_for_template(
     if style.id_length is not None:
         _fit_ids(read, style.id_length)
     for message in read:
-        role, content = _kind(message), message["content"]
+        # The style of other roles, such as ipython, is that of tools.
+        role, content = message["role"] if message["role"] in _AROUND else "tool", message["content"]
         listed = isinstance(content, list) and role in style.lists and (role != "tool" or role in style.parts)
         if role in style.parts or listed:
             parts = content if isinstance(content, list) else [content]
@@ -92,11 +93,6 @@ def messages_for_template(
         elif isinstance(content, list):
             message["content"] = "".join(content)
     return read
-
-
-def _kind(message: Mapping[str, Any]) -> str:
-    """The role whose style a message has: other names, such as ipython, are of tools."""
-    return message["role"] if message["role"] in _AROUND else "tool"
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
@@ -269,10 +265,9 @@ class ChatTemplate:
                 "the model's chat template does not support tools; describe them in a message", "tools"
             )
         shown, switches = [dict(tool) for tool in tools], variables or {}
-
-        def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            return self._render(messages, add_generation_prompt, shown, switches)
-
+        render = partial(
+            self._render, add_generation_prompt=add_generation_prompt, tools=shown, variables=switches
+        )
         if names is None:
             return Rendered(render(given))
         return names.render(given, render, [shown, switches, self.source])

@@ -84,15 +84,12 @@ class Tokenizer:
                 f"character {error.start} of the text is half of a surrogate pair; give valid Unicode text"
             ) from None
         with library_panics():
-            ids: list[int] = self._encoded(text, add_special).ids
+            if len(text) <= _MAX_SHORT:
+                encoding = self.backend.encode(text, add_special_tokens=add_special)
+            else:  # a batch is encoded without the GIL: megabytes would stop all threads for a second
+                [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+            ids: list[int] = encoding.ids
         return ids
-
-    def _encoded(self, text: str, add_special: bool) -> tokenizers.Encoding:
-        if len(text) <= _MAX_SHORT:
-            return self.backend.encode(text, add_special_tokens=add_special)
-        # A batch is encoded without the GIL: megabytes would stop all threads for a second.
-        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
-        return encoding
 
     def encode_behind(self, text: str) -> list[int]:
         """Token ids of a text that continues another one: no space or token is prepended.
