@@ -96,8 +96,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return counters and the present state; callable from any thread, also during a step."""
-        scheduler, clock = self._scheduler, self.clock
-        guard = None if self._guard is None else self._guard.state()
+        scheduler, clock, guard = self._scheduler, self.clock, self._guard
         stream, group = self._executor.target.model.stream, self._executor.target.model.group
         return Statistics(
             steps=clock.steps,
@@ -111,7 +110,7 @@ class Engine:
             kv_cache_usage=scheduler.cache_usage,
             speculation_off_steps=0 if guard is None else guard.off_steps,
             cost_factors={} if guard is None else guard.factors,
-            speculation_on=guard is None or guard.guessing,
+            speculation_on=guard is None or guard.allowance.guessing,
             guessed_tokens=self._speculators.guessed_tokens,
             failures=self._speculators.failures,
             speculators_paused=self._speculators.num_paused,

@@ -176,7 +176,7 @@ class Guarded(Sized):
             policy.choose_nodes([single_node(0) if step < PLAIN else wrong])
             lost = [LevelPass("a", 0, 1, 0.0)] if step >= PLAIN else []
             policy.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
-        self.held |= {not guard.state().guessing}
+        self.held |= {not guard.allowance.guessing}
         return policy
 
 

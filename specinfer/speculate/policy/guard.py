@@ -48,15 +48,6 @@ TARGET_STAGES: Final = ("target_forward", "verify")
 GUESSING_STAGES: Final = ("propose", "observe")
 
 
-@dataclass(frozen=True, slots=True)
-class GuardState:
-    """The state of the guard and of the cost models."""
-
-    off_steps: int  # steps in which speculation was off
-    guessing: bool  # True if speculation is on
-    factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
-
-
 class SelfDraft(NamedTuple):
     """A draft whose memory layers of the target may get."""
 
@@ -120,7 +111,7 @@ class Guard:
         self.allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
         self._overheads = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
-        self._off_steps = self._on_steps = 0
+        self.off_steps = self._on_steps = 0  # steps in which speculation was off, and on
         self._turn = 0  # counter that selects the draft's pass to learn from
         # State of the step:
         self._names: frozenset[str] = frozenset()  # ids of its requests
@@ -134,11 +125,10 @@ class Guard:
         self._plain = 0.0  # seconds of a plain step without prompts
         self._memory_cost = 0.0  # additional seconds of the pass because the draft holds memory of layers
 
-    def state(self) -> GuardState:
-        """Return the state; callable from any thread."""
-        models = {"target": self._target, **self._drafts}
-        factors = {name: model.factor for name, model in models.items()}
-        return GuardState(self._off_steps, self.allowance.guessing, factors)
+    @property
+    def factors(self) -> dict[str, float]:
+        """Time of each model's passes relative to its curve; readable from any thread."""
+        return {name: model.factor for name, model in {"target": self._target, **self._drafts}.items()}
 
     @property
     def overhead(self) -> float:
@@ -157,7 +147,7 @@ class Guard:
         self._requests, self._rows, self.nodes, self._own_size = requests, rows, 0, own_size
         known = self._names
         self._names = frozenset(names)
-        if not (self.allowance.guessing or own_size) and self._off_steps >= max(_GIVEN_UP, self._on_steps):
+        if not (self.allowance.guessing or own_size) and self.off_steps >= max(_GIVEN_UP, self._on_steps):
             self._give_to_layers()
         self._pass = self._target.expected(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
@@ -170,7 +160,7 @@ class Guard:
         plain_step = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
         plain_step = plain_step and self._target.settled  # a measurement needs settled costs
         self._off_reason = GUARD if not allowed else PLAIN if plain_step else None
-        self._off_steps += self._off_reason is not None
+        self.off_steps += self._off_reason is not None
         self._on_steps += self._off_reason is None
         return self._off_reason
 

@@ -12,7 +12,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.allowance import WINDOW
-from specinfer.speculate.policy.guard import PLAIN_FIRST, GuardState, PlainSteps
+from specinfer.speculate.policy.guard import PLAIN_FIRST, Guard, PlainSteps
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
@@ -78,15 +78,16 @@ class Driven:
         self.ensemble.observe(StepReport(outcomes, stages))
         return self.guesser.asked
 
-    def state(self) -> GuardState:
+    @property
+    def guard(self) -> Guard:
         assert self.policy.guard is not None
-        return self.policy.guard.state()
+        return self.policy.guard
 
     def until_off(self, *entries: PlanEntry, **took: float) -> int:
         """Steps that lose, until the guard has had enough."""
         for step in range(1000):
             self.step(*entries, **took)
-            if not self.state().guessing:
+            if not self.guard.allowance.guessing:
                 return step
         raise AssertionError("never off")
 
@@ -95,7 +96,7 @@ def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
     driven = Driven()
     asked = [driven.step() for _ in range(8)]
     assert asked == PLAIN_FIRST * [[]] + 3 * [["r"]]
-    assert driven.state().off_steps == PLAIN_FIRST
+    assert driven.guard.off_steps == PLAIN_FIRST
 
 
 def test_nobody_is_asked_while_speculation_is_off() -> None:
@@ -104,7 +105,7 @@ def test_nobody_is_asked_while_speculation_is_off() -> None:
         driven.step(seconds=1.0)
     assert driven.until_off(propose=0.5) <= WINDOW
     assert [driven.step() for _ in range(60)] == 60 * [[]]
-    assert driven.state().off_steps == 60 + PLAIN_FIRST
+    assert driven.guard.off_steps == 60 + PLAIN_FIRST
 
 
 def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
@@ -124,7 +125,7 @@ def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
     driven.guesser.knows = False
     for _ in range(4 * WINDOW):
         driven.step(seconds=1.5)
-    assert driven.state().guessing
+    assert driven.guard.allowance.guessing
     assert driven.until_off(propose=0.5) < 4 * WINDOW
 
 
@@ -135,7 +136,7 @@ def test_with_no_clock_the_curves_decide() -> None:
         steps.append(
             [driven.step(seconds=seconds, propose=seconds, tokens=1 + n // 40 % 2) for n in range(500)]
         )
-        assert driven.state().factors == {"target": 1.0, "draft": 1.0}
+        assert driven.guard.factors == {"target": 1.0, "draft": 1.0}
     assert steps[0] == steps[1]
 
 
