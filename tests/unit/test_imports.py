@@ -170,9 +170,9 @@ def test_every_room_is_there_and_all_rooms_of_a_folder_have_a_floor() -> None:
 
 
 def test_what_starts_quickly_does_not_load_torch() -> None:
-    quick = {"specinfer", "specinfer.cli"}
+    quick, modules = {"specinfer", "specinfer.cli"}, read_package()
     for name in WITHOUT_TORCH:
-        own = {module for module in read_package() if f"{module}.".startswith(f"specinfer.{name}.")}
+        own = {module for module in modules if f"{module}.".startswith(f"specinfer.{name}.")}
         assert own, f"{name} is gone: mend WITHOUT_TORCH"
         quick |= own
     assert "torch" not in loaded_by(*sorted(quick)), "python -X importtime -c 'import ...' has the way to it"
