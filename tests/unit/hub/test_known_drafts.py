@@ -1,0 +1,102 @@
+"""The table of known drafts, and what of it is found on a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from specinfer.hub import CATALOGUE, resolve
+from specinfer.hub.catalogue import SHIPPED_HEADS
+from specinfer.hub.known_drafts import BESIDE, ModelShape, drafts_for, known_drafts, local_drafts
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.resolution import parse_hub_name
+from tests.drafts_table import write_known_pair
+from tests.tiny_gguf import write_tiny_gguf
+
+
+def described(folder: Path, kind: str, hidden: int, layers: int, vocab: int) -> ModelFiles:
+    """A folder that has a config.json of these sizes, and weights that are not read."""
+    folder.mkdir()
+    sizes = {"model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    return ModelFiles(str(folder), folder, (folder / "model.safetensors",))
+
+
+def test_rows_name_drafts_that_can_be_fetched_and_fit() -> None:
+    rows = known_drafts()
+    assert len({(row.target, row.draft) for row in rows}) == len(rows) >= 40
+    for row in rows:
+        known = row.draft in CATALOGUE or row.draft in SHIPPED_HEADS
+        assert known or parse_hub_name(row.draft) is not None, row
+        assert not row.gguf or row.gguf in CATALOGUE or parse_hub_name(row.gguf) is not None, row
+        assert (row.form == "model") == (row.draft_shape is not None), row
+        if row.draft_shape is not None:
+            assert (
+                row.draft_shape.layers * row.draft_shape.hidden**2 < row.shape.layers * row.shape.hidden**2
+            ), row
+            assert abs(row.draft_shape.vocabulary - row.shape.vocabulary) < 512, row
+        assert row.bytes >= 0, row
+
+
+def test_models_of_equal_sizes_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    for name, first in {
+        "Qwen2.5-Coder-7B-Instruct": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "Qwen2.5-7B-Instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+        "my-own-tune": "Qwen/Qwen2.5-0.5B-Instruct",
+    }.items():
+        found = drafts_for(described(tmp_path / name, "qwen2", 3584, 28, 152064))
+        assert (found[0].draft, len(found)) == (first, 2), name
+    for sizes in (("qwen2", 3584, 27, 152064), ("qwen3", 3584, 28, 152064), ("qwen2", 3584, 28, 100000)):
+        assert drafts_for(described(tmp_path / str(sizes), *sizes)) == [], sizes
+    assert ModelShape("gemma3", 2560, 34, 262144).matches(ModelShape("gemma3", 2560, 34, 262208)), (
+        "tables are padded"
+    )
+
+
+def test_shapes_are_read_from_headers_and_nothing_else_is_a_model(tmp_path: Path) -> None:
+    assert ModelShape.of(write_tiny_gguf(tmp_path / "a.gguf")) == ModelShape("llama", 32, 1, 97)
+    (tmp_path / "b.gguf").write_bytes(b"GGUF and no more")
+    (tmp_path / "config.json").write_text("[]")
+    for path in (tmp_path / "b.gguf", tmp_path, tmp_path / "none"):
+        assert ModelShape.of(path) is None, path
+    text = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert ModelShape.of(tmp_path) == ModelShape("gemma3", 640, 18, 262144)
+
+
+def test_a_draft_is_found_beside_the_model_and_in_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    target, draft = write_known_pair(tmp_path / "models", monkeypatch)
+    [found] = local_drafts(resolve(str(target)))
+    assert (found.path, found.where, found.name) == (draft, BESIDE, "Tiny-1L")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "Tiny-4L").symlink_to(target)
+    assert local_drafts(resolve(str(tmp_path / "links" / "Tiny-4L"))) == [], "beside the name, not the file"
+    cached = tmp_path / "hub" / "models--nobody--Tiny-1L"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    draft.rename(cached / "snapshots" / "abc")
+    [found] = local_drafts(resolve(str(target)))
+    assert (found.path, found.name) == (cached / "snapshots" / "abc", "nobody/Tiny-1L")
+    (cached / "snapshots" / "abc" / "model.safetensors").unlink()
+    assert local_drafts(resolve(str(target))) == [], "a part of a model is none"
+
+
+def test_the_smaller_of_two_quantizations_is_first_and_a_larger_file_is_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    again = draft.parent / "Tiny-1L-large"
+    again.mkdir()
+    for file in draft.iterdir():
+        (again / file.name).write_bytes(file.read_bytes() + b" " * 64)
+    assert [one.path for one in local_drafts(resolve(str(target)))] == [draft, again]
+    (again / "other.safetensors").write_bytes(bytes(1 << 20))
+    assert [one.path for one in local_drafts(resolve(str(target)))] == [draft]
