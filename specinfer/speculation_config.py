@@ -23,6 +23,7 @@ MAX_DEPTH = 8  # levels of a draft's tree with a learned shape, if the model is 
 MAX_DEPTH_STREAMED = 48  # the same with streamed layers, where a pass waits for its weights
 MAX_ROWS = 2048  # limit of "auto" for rows of a pass and for nodes of a tree
 SELF = "self"  # name of the draft that is the target itself in fewer bits
+AUTO = "auto"  # name of the draft that the engine chooses
 LONGEST_MATCH = 32  # tokens; comparing more does not improve a guess
 MIN_LOOKUP_MEMORY = 1 << 20  # bytes; a smaller number was probably meant as tokens
 
@@ -37,11 +38,12 @@ class SpeculationConfig:
 
     drafts: tuple[str, ...] = option(
         (),
-        "A draft model, or self: the target in 4 bits; repeatable.",
+        "A draft model, self (the target in 4 bits), or auto; repeatable.",
         more="A model of any vocabulary, a [head](heads.md) on the target's hidden states, or a "
         "[pool](boost-tuning.md) of both. The guesses of several are merged into one tree. `self`: the "
         "target itself in int4, or in int8 with `draft_quantization` int8 ([offloading.md](offloading.md)); "
-        "write `./self` for a folder of that name.",
+        "write `./self` for a folder of that name. `auto`: a [known draft](which_draft.md) that is on "
+        "this machine, which is the default of the commands; `--no-draft`: none.",
         flag="draft",
     )
     draft_quantization: QuantizationOption = option(
@@ -123,6 +125,11 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", _names("drafts", self.drafts, "model names"))
+        if AUTO in self.drafts and len(self.drafts) > 1:
+            raise ConfigError(
+                f"drafts is {', '.join(self.drafts)}; allowed with {AUTO!r}: no other name; leave one out, "
+                f"or write ./{AUTO} for a folder of that name"
+            )
         folders: object = self.draft_lora
         if isinstance(folders, Mapping):
             folders = [f"{name}={folder}" for name, folder in folders.items()]

@@ -53,7 +53,7 @@ def bench(
     """Time a model without and with speculation.
 
     Both run on the same prompts and the same loaded weights, in turns, so that a slower moment of the machine
-    slows both. Without --dataset the built-in prompts are used; without --draft prompt lookup is.
+    slows both. Without --dataset the built-in prompts are used, and without --draft the drafts of `serve`.
     """
     from specinfer.files import check_writable, write_json
     from specinfer.report.dataset import built_in, read_dataset

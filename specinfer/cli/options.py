@@ -19,7 +19,7 @@ from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
 from specinfer.option import Option
-from specinfer.speculation_config import SELF
+from specinfer.speculation_config import AUTO, SELF
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -200,16 +200,20 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """The engine's config from the model and speculation options; None: the option is not given.
 
-    If no speculator is named, the draft head that is shipped for the model is added to the default ones.
-    Raises ConfigError.
+    If no speculator is named, a known draft for the model is added to the default ones. Raises ConfigError.
     """
     given = {name: value for name, value in options.items() if value not in (None, ())}
     model = given.pop("model")
-    if not given.get("drafts") and "lookup" not in given:
-        given["drafts"] = heads_of(model)
+    if given.pop("no_draft", False):
+        if given.get("drafts"):
+            raise ConfigError(
+                f"--no-draft and --draft {given['drafts'][0]} exclude each other; give one of them"
+            )
+    elif not {"drafts", "lookup"} & given.keys():
+        given["drafts"] = heads_of(model) or (AUTO,)
     config = EngineConfig.from_options(model, given)
     for name in (*_DRAFT, "expansion", "draw"):
-        if name in given and not given.get("drafts"):
+        if name in given and given.get("drafts", ()) in ((), [], (AUTO,)):
             raise ConfigError(f"{name} is for draft models, and none is named; add --draft MODEL")
     return config
 
@@ -246,7 +250,7 @@ def complete_model(_: click.Context, __: click.Parameter, incomplete: str) -> li
 
 
 def _complete_draft(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return _completed((*CATALOGUE, *SHIPPED_HEADS, SELF), incomplete)
+    return _completed((*CATALOGUE, *SHIPPED_HEADS, SELF, AUTO), incomplete)
 
 
 def _completed(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
@@ -264,7 +268,10 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
         "help": one.about.purpose + (f"  [{shown}]" if shown and not one.about.shown else "")
     }
     if one.name == "drafts":
-        more["shell_complete"] = _complete_draft
+        more |= {"shell_complete": _complete_draft, "multiple": True, "metavar": "TEXT"}
+        named = click.option(one.flag, one.name, **more)
+        without = click.option("--no-draft", is_flag=True, default=None, help="Use no draft.")
+        return lambda command: named(without(command))
     if one.kind is bool or one.about.switch:
         return click.option(f"{one.flag}/--no-{one.flag[2:]}", one.name, default=None, **more)
     if one.is_list:

@@ -171,6 +171,8 @@ def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
     Raises ConfigError.
     """
     options = {} if file is None else read_options(file)
+    if given.get("no_draft"):
+        options.pop("drafts", None)
     options |= {name: value for name, value in given.items() if value not in (None, ())}
     if (vllm := options.pop("speculative_config", None)) is not None:
         options = speculative_config(vllm) | options

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.config import EngineConfig
+from specinfer.engine.automatic_draft import automatic_drafts, is_automatic, with_drafts
 from specinfer.engine.drafts import (
     FoundHead,
     FoundModel,
@@ -29,12 +30,13 @@ from specinfer.engine.drafts import (
 )
 from specinfer.engine.hardware import Choice, Hardware, choose_quantization
 from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
+from specinfer.errors import ConfigError
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.progress import Progress
-from specinfer.runtime.kv_cache import gib
+from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens
 from specinfer.speculation_config import SELF, Quantization
 from specinfer.support import check_support
@@ -131,6 +133,11 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         choice = select(target.model, streams=config.offload != "never", share=share)
         config = replace(config, quantization=choice.kind)
         _report_choice(short_name(target), choice, show)
+    automatic = is_automatic(config)
+    if automatic:
+        room = free_bytes(hardware.device, config.memory) - target.weight_bytes(*hardware[1:3], config.kind)
+        names = automatic_drafts(config, target.files, room, partial(report, show=show))
+        config = with_drafts(config, names)
     speculation = config.speculation
     drafts = find_drafts(config, target, show)
     for draft in drafts.values():
@@ -151,6 +158,11 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         tokenizer = read_tokenizer.result()
         foreign = foreign_tokens_of(target, drafts, tokenizer)
         named = vocabularies(target, drafts, foreign)
+    if automatic and foreign:
+        raise ConfigError(
+            f"{config.speculation.drafts[0]} has another vocabulary than {target.files.name}; name it with "
+            "--draft to use the tokens that both have"
+        )
     kinds = dict[str, Quantization]()
     for name, model in draft_names(speculation.drafts).items():
         asked, draft = speculation.draft_quantization, drafts[name]

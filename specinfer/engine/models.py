@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from specinfer.config import EngineConfig
+from specinfer.engine.automatic_draft import is_automatic, load_with_draft, with_drafts
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
 from specinfer.engine.found_models import FoundModels, find_models, report, short_name
 from specinfer.engine.hardware import Hardware, use_threads
@@ -78,6 +79,7 @@ class Models:
     # Quantizations of the target, and of the drafts by speculator name.
     quantization: Quantization = "none"
     kinds: Mapping[str, Quantization] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # names of the drafts in a config
 
     def __post_init__(self) -> None:
         kinds: dict[str, Quantization] = {name: self.kinds.get(name, "none") for name in self.drafts}
@@ -99,6 +101,8 @@ class Models:
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the decisions that loading has made for its open options."""
+        if is_automatic(config):
+            config = with_drafts(config, self.names)
         config = self.with_kinds(config)
         if self.plan is None:
             return config
@@ -118,9 +122,13 @@ def load_models(
     """
     show = progress or NoProgress()
     hardware = Hardware.of(config, show)
+
+    def load(config: EngineConfig) -> Models:
+        return _load(_plan(find_models(config, hardware, show), show), show, processes)
+
     # PyTorch's threads load models.
     with torch_threads(use_threads(config.threads, hardware.kernels, config.ranks_here)), short_turns():
-        return _load(_plan(find_models(config, hardware, show), show), show, processes)
+        return load_with_draft(config, load, partial(report, show=show))
 
 
 class _LoadPlan(NamedTuple):
@@ -222,6 +230,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
         draft_memory=draft_memory,
         quantization=config.kind,
         kinds=kinds,
+        names=config.speculation.drafts,
     )
 
 

@@ -64,6 +64,12 @@ def test_the_computed_table_of_offloading_is_the_plans() -> None:
     assert tool["written"](page) == page, "run python tools/offload_page.py"
 
 
+def test_the_table_of_drafts_is_of_the_data() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "drafts_page.py"))
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](page) == page, "run python tools/drafts_page.py"
+
+
 def test_the_table_of_models_has_the_families_that_there_are() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"))
     page = tool["PAGE"].read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ FLAGS = """
 --expansion --generation-config --grace --help --host --idle-timeout --kernels --key-file
 --kv-cache-memory --local-ranks --log-format --log-level --log-traffic --lookup --lora --master
 --max-batch-size --max-body --max-connections --max-context --max-loras --max-n --max-nodes
---max-step-tokens --max-wait --max-waiting --memory --model --model-impl --no-lookup --no-page
+--max-step-tokens --max-wait --max-waiting --memory --model --model-impl --no-draft --no-lookup --no-page
 --no-prepared --no-trust-remote-code --offload --offload-folder --otlp-endpoint --page
 --pipeline-parallel --port --prepared --quantization --replicas --root-path --served-model-name
 --special-tokens-in-messages --speculative-config --sum-parts --tensor-parallel --threads
@@ -209,7 +209,10 @@ def test_unsupported_options_of_vllm_are_refused() -> None:
 def test_a_models_own_head_guesses_where_no_speculator_is_named() -> None:
     cases: list[tuple[dict[str, Any], tuple[Lookup, tuple[str, ...]]]] = [
         ({"model": "smollm2-135m"}, ("auto", ("smollm2-135m-head",))),
-        ({"model": "another"}, ("auto", ())),
+        ({"model": "another"}, ("auto", ("auto",))),
+        ({"model": "another", "no_draft": True}, ("auto", ())),
+        ({"model": "smollm2-135m", "no_draft": True}, ("auto", ())),
+        ({"model": "another", "drafts": []}, ("auto", ())),
         ({"model": "smollm2-135m", "lookup": False}, (False, ())),
         ({"model": "smollm2-135m", "lookup": True}, (True, ())),
         ({"model": "smollm2-135m", "drafts": ("mine",)}, ("auto", ("mine",))),

@@ -1,0 +1,79 @@
+"""The draft that `auto` chooses for a target; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from specinfer.config import EngineConfig
+from specinfer.errors import CapacityError, ConfigError, ModelError
+from specinfer.hub.catalogue import heads_of
+from specinfer.hub.known_drafts import drafts_for, local_drafts
+from specinfer.hub.model_files import ModelFiles
+from specinfer.progress import format_bytes
+from specinfer.speculation_config import AUTO
+
+_T = TypeVar("_T")
+_FAULTS: Final = (ModelError, ConfigError, CapacityError)  # that a draft may cause
+
+
+def is_automatic(config: EngineConfig) -> bool:
+    """True if the engine chooses the draft."""
+    return config.speculation.drafts == (AUTO,)
+
+
+def with_drafts(config: EngineConfig, drafts: tuple[str, ...]) -> EngineConfig:
+    """Return the config with these drafts."""
+    return replace(config, speculation=replace(config.speculation, drafts=drafts))
+
+
+def automatic_drafts(
+    config: EngineConfig, target: ModelFiles, room: int, say: Callable[[str], object]
+) -> tuple[str, ...]:
+    """Return the names of the drafts for a target, or (); a line says which, or how to fetch one.
+
+    The order: the package's head for the model, and a known draft on this machine. `room` is the memory in
+    bytes beside the target; a draft may take half of it, as texts need the rest. With `offload` the memory
+    plan decides whether the target itself is the draft.
+    """
+    if heads := heads_of(config.model):
+        return heads
+    if config.offload != "never":
+        return ()
+    name = Path(config.model).name or config.model
+    drafts = local_drafts(target)
+    if drafts and 2 * drafts[0].bytes > room:
+        say(
+            f"{name}: no draft; {drafts[0]} does not fit into half of the "
+            f"{format_bytes(max(room, 0))} that are free"
+        )
+    elif drafts:
+        say(f"{name}: its draft is {drafts[0]}; --no-draft leaves it out")
+        return (str(drafts[0].path),)
+    elif rows := drafts_for(target):
+        row = rows[0]
+        say(
+            f"{name}: {row.name_for(target)} ({row.size}) can be its draft; "
+            f"`specinfer pull {row.name_for(target)}` fetches it"
+        )
+    return ()
+
+
+def load_with_draft(
+    config: EngineConfig, load: Callable[[EngineConfig], _T], say: Callable[[str], object]
+) -> _T:
+    """Call `load` with the config; if that fails with an automatic draft, call it again without drafts.
+
+    Raises the error of the last call.
+    """
+    if not is_automatic(config):
+        return load(config)
+    try:
+        return load(config)
+    except _FAULTS as error:
+        reason = str(error)
+    result = load(with_drafts(config, ()))
+    say(f"the automatic draft is left out: {reason}")
+    return result

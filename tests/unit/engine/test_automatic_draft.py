@@ -1,0 +1,113 @@
+"""`drafts="auto"`: the draft that an engine takes by itself, and the starts without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.automatic_draft import automatic_drafts
+from specinfer.errors import ConfigError, ModelError
+from specinfer.hub import resolve
+from specinfer.llm import LLM
+from specinfer.progress import Progress
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import SpeculationConfig
+from tests.drafts_table import write_known_pair
+from tests.engines import ENGINE
+from tests.tiny_models import write_byte_tokenizer
+
+PROMPT = list(range(3, 30))
+
+
+class Lines(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def started(target: Path, **options: object) -> tuple[LLM, str]:
+    """An LLM with an automatic draft, and the lines of its start."""
+    show = Lines()
+    given = {**ENGINE, "kernels": "torch", "drafts": "auto", **options}
+    return LLM(str(target), progress=show, **given), "\n".join(show.lines)  # type: ignore[arg-type]
+
+
+def text(llm: LLM, **params: object) -> list[int]:
+    [output] = llm.generate([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True, **params))  # type: ignore[arg-type]
+    return list(output.token_ids)
+
+
+def test_a_draft_beside_the_model_is_used_and_the_text_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    llm, said = started(target)
+    assert llm.config.speculation.drafts == (str(draft),)
+    assert "Tiny-4L: its draft is Tiny-1L (" in said
+    assert "beside the model); --no-draft leaves it out" in said
+    assert [*llm.models.drafts] == ["draft"]
+    plain, said = started(target, drafts=())
+    assert (plain.config.speculation.drafts, said) == ((), "")
+    for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
+        assert text(llm, **params) == text(plain, **params), params
+    assert llm.variant(drafts=()).models.drafts == {}
+
+
+def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    whole = (draft / "model.safetensors").read_bytes()
+
+    def cut() -> None:
+        (draft / "model.safetensors").write_bytes(whole[:-100])
+
+    def other_tokens() -> None:
+        (draft / "model.safetensors").write_bytes(whole)
+        write_byte_tokenizer(draft, 64)
+        file = json.loads((draft / "tokenizer.json").read_text())
+        vocab = file["model"]["vocab"]
+        file["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
+        (draft / "tokenizer.json").write_text(json.dumps(file))
+
+    for damage, word in ((cut, "model.safetensors is truncated"), (other_tokens, "another vocabulary")):
+        damage()
+        llm, said = started(target)
+        assert (llm.config.speculation.drafts, llm.models.drafts) == ((), {}), word
+        assert "the automatic draft is left out: " in said, said
+        assert word in said, said
+        text(llm)
+    cut()
+    with pytest.raises(ModelError, match="is truncated"):
+        LLM(str(target), drafts=(str(draft),), kernels="torch", **ENGINE)  # type: ignore[arg-type]
+
+
+def test_lines_for_a_draft_that_is_not_here_or_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    config, files, lines = EngineConfig(model=str(target)), resolve(str(target)), list[str]()
+    assert automatic_drafts(config, files, 1 << 30, lines.append) == (str(draft),)
+    assert automatic_drafts(config, files, 50_000, lines.append) == ()
+    assert "does not fit into half of the 50.0 kB that are free" in lines.pop()
+    streamed = EngineConfig(model=str(target), offload="auto")
+    assert automatic_drafts(streamed, files, 1 << 30, pytest.fail) == ()
+    draft.rename(tmp_path.parent / f"{tmp_path.name}-away")
+    assert automatic_drafts(config, files, 1 << 30, lines.append) == ()
+    assert lines[-1] == (
+        "Tiny-4L: nobody/Tiny-1L (70.0 kB) can be its draft; "
+        "`specinfer pull nobody/Tiny-1L` fetches it"
+    )
+    head = EngineConfig(model="smollm2-135m")
+    assert automatic_drafts(head, files, 0, pytest.fail) == ("smollm2-135m-head",)
+
+
+def test_auto_is_the_only_name() -> None:
+    assert SpeculationConfig(drafts="auto").drafts == ("auto",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="drafts is auto, small; allowed with 'auto': no other name"):
+        SpeculationConfig(drafts=("auto", "small"))
