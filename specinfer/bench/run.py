@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 from queue import SimpleQueue
 
 import psutil
@@ -113,8 +114,11 @@ def compare(
     load: Load,
     *,
     on_request: Callable[[], None] = lambda: None,
+    seconds: float = inf,
 ) -> Comparison:
     """Run every conversation on both engines; `on_request` is called after each request.
+
+    No group of conversations begins after `seconds`.
 
     Raises RequestError if an engine could serve no request.
     """
@@ -123,10 +127,12 @@ def compare(
         side.warm_up()
     began, busy = time.perf_counter(), _busy_elsewhere()
     for number, group in enumerate(_groups(dataset, load.batch_size)):
+        if time.perf_counter() - began > seconds:
+            break
         for side in sides if number % 2 == 0 else reversed(sides):
             side.hold(group, on_request)
-    seconds = time.perf_counter() - began
-    elsewhere = max((_busy_elsewhere() - busy) / seconds, 0.0)
+    lasted = time.perf_counter() - began
+    elsewhere = max((_busy_elsewhere() - busy) / lasted, 0.0)
     return Comparison(sides[0].finish(), sides[1].finish(), elsewhere)
 
 

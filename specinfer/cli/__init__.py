@@ -27,6 +27,7 @@ GROUPS: Final = {
     },
     "Models and drafts": {
         "pull": "Fetch a model.",
+        "drafts": "List or try drafts for a model.",
         "cache": "List and remove what is kept on disk.",
         "tune": "Train drafts on a model's own answers.",
         "policy": "Show learned acceptance rates.",

@@ -83,7 +83,8 @@ def _size(path: Path) -> int:
 @click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=complete_model)
 @click.option("--list", "list_names", is_flag=True, help="Show the catalogue.")
-def pull(name: str | None, list_names: bool) -> None:
+@click.option("--with-draft", is_flag=True, help="Fetch the best known draft for it, too.")
+def pull(name: str | None, list_names: bool, with_draft: bool) -> None:
     """Fetch the model NAME and print its path.
 
     NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:Q4_K_M,
@@ -98,4 +99,14 @@ def pull(name: str | None, list_names: bool) -> None:
         return
     if name is None:
         raise click.UsageError("no model named; give a name, or --list to see the catalogue")
-    click.echo(resolve(name, progress=ProgressBar()).path)
+    files = resolve(name, progress=ProgressBar())
+    click.echo(files.path)
+    if with_draft:
+        from specinfer.hub.known_drafts import drafts_for
+
+        rows = drafts_for(files)
+        if not rows:
+            raise ConfigError(
+                f"no draft is known for {name}; docs/which_draft.md lists the models that have one"
+            )
+        click.echo(resolve(rows[0].name_for(files), progress=ProgressBar()).path)

@@ -56,7 +56,7 @@ def automatic_drafts(
         row = rows[0]
         say(
             f"{name}: {row.name_for(target)} ({row.size}) can be its draft; "
-            f"`specinfer pull {row.name_for(target)}` fetches it"
+            f"`specinfer pull {config.model} --with-draft` fetches it"
         )
     return ()
 

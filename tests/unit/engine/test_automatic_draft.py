@@ -101,7 +101,7 @@ def test_lines_for_a_draft_that_is_not_here_or_too_large(
     assert automatic_drafts(config, files, 1 << 30, lines.append) == ()
     assert lines[-1] == (
         "Tiny-4L: nobody/Tiny-1L (70.0 kB) can be its draft; "
-        "`specinfer pull nobody/Tiny-1L` fetches it"
+        f"`specinfer pull {target} --with-draft` fetches it"
     )
     head = EngineConfig(model="smollm2-135m")
     assert automatic_drafts(head, files, 0, pytest.fail) == ("smollm2-135m-head",)

@@ -1,0 +1,113 @@
+"""`specinfer drafts`: lists the known drafts for a model, and measures those on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from specinfer.cli.options import FILE, Command, build_llm, model_options
+from specinfer.errors import ConfigError
+from specinfer.hub import resolve
+from specinfer.hub.known_drafts import LocalDraft, drafts_for, local_drafts
+from specinfer.progress import ProgressBar, format_bytes
+from specinfer.speculation_config import NO_SPECULATION
+
+if TYPE_CHECKING:
+    from specinfer.hub.model_files import ModelFiles
+    from specinfer.report.dataset import Dataset
+
+_MAX_TOKENS: Final = 128  # of an answer
+
+
+@click.command(cls=Command)
+@click.option("--try", "trying", is_flag=True, help="Measure each draft that is on this machine.")
+@click.option("--prompts", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns", for --try.')
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="Time for each draft, for --try.")
+@model_options
+def drafts(*, trying: bool, prompts: Path | None, seconds: float, **options: Any) -> None:
+    """List the known drafts for a model.
+
+    With --try, answers are timed without speculation and, in turns, with each draft and with lookups alone.
+    """
+    if prompts is not None and not trying:
+        raise ConfigError("--prompts is for --try, which measures; add it, or leave --prompts out")
+    target = resolve(options["model"], progress=ProgressBar())
+    here = local_drafts(target)
+    if trying:
+        from specinfer.report.dataset import built_in, read_dataset
+
+        data = built_in() if prompts is None else read_dataset(prompts)
+        if prompts is None:  # ordered by kind: every fourth prompt has all kinds within a minute
+            spread = [one for start in range(4) for one in data.conversations[start::4]]
+            data = replace(data, conversations=tuple(spread))
+        _print(*_tried(here, data, seconds, options))
+    else:
+        _list(target, here)
+
+
+def _list(target: ModelFiles, here: list[LocalDraft]) -> None:
+    rows = drafts_for(target)
+    if not rows:
+        click.echo(f"no draft is known for {target.name}; lookups need none")
+        return
+    known: dict[str, LocalDraft] = {}
+    for one in here:
+        known.setdefault(one.row.draft, one)
+    shown = [("draft", "kind", "size", "", "measured")]
+    for row in rows:
+        local = known.get(row.draft)
+        size = row.size if local is None else format_bytes(local.bytes)
+        place = f"specinfer pull {row.name_for(target)}" if local is None else f"--draft {local.path}"
+        shown.append((row.draft, row.form, size, place, row.measured or "not measured"))
+    _print(*shown)
+
+
+def _tried(
+    here: list[LocalDraft], prompts: Dataset, seconds: float, options: dict[str, Any]
+) -> list[tuple[str, ...]]:
+    """Measure lookups alone and each draft; the fastest is the first row behind the heads."""
+    names = {str(one.path): one.name for one in here}
+    given = {"drafts": tuple(names)} if names else {"no_draft": True}
+    llm = build_llm({**options, **given}, max_batch_size=1)
+    from specinfer.bench.report import BUSY
+    from specinfer.bench.run import Load, compare
+    from specinfer.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, seed=0)
+    load = Load(params=params, chat=llm.tokenizer.has_chat_template)
+    speculation, found = llm.config.speculation, []
+    with llm.variant(replace(llm.config, speculation=NO_SPECULATION)) as plain:
+        for path in ("", *names):
+            tried = replace(speculation, drafts=(path,) if path else ())
+            with (
+                ProgressBar().showing(None, f"trying {names.get(path, 'lookups')}", "requests"),
+                llm.variant(replace(llm.config, speculation=tried)) as one,
+            ):
+                found.append((compare(plain, one, prompts, load, seconds=seconds), path))
+    rows = [
+        (
+            names.get(path, "lookups alone"),
+            f"{result.baseline.output_throughput:.1f}",
+            f"{result.speculative.output_throughput:.1f}",
+            f"{result.speedup:.2f}",
+            f"{result.speculative.figures.tokens_per_step:.2f}",
+            f"{result.identical} of {len(result.pairs)}",
+            f"--draft {path}" if path else "--no-draft",
+        )
+        for result, path in sorted(found, key=lambda pair: -pair[0].speedup)
+    ]
+    busy, cores = max(result.busy_elsewhere for result, _ in found), os.cpu_count() or 1
+    if busy > BUSY * cores:
+        click.echo(f"other programs used {busy:.1f} of {cores} cores: the speeds are unreliable", err=True)
+    heads = ("draft", "tokens/s without", "with", "speedup", "tokens a step", "same texts", "options")
+    return [heads, *rows]
+
+
+def _print(*rows: tuple[str, ...]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

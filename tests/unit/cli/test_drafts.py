@@ -1,0 +1,49 @@
+"""`specinfer drafts`, and `pull --with-draft`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.drafts_table import TABLE, write_known_pair
+from tests.unit.cli.conftest import Run
+
+
+def test_drafts_are_listed_and_tried(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    status, out, _ = run("drafts", target)
+    assert (status, len(out.splitlines())) == (0, 2)
+    assert out.splitlines()[1].split()[:2] == ["nobody/Tiny-1L", "model"]
+    assert f"--draft {draft}  not measured" in out
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 2 3"}\n{"turns": ["4", "5"]}\n')
+    words = ("--try", "--prompts", prompts, "--seconds", "30", "--kv-cache-memory", "8MB")
+    status, out, _ = run("drafts", target, *words)
+    assert status == 0
+    heads, *rows = out.splitlines()
+    assert heads.split()[0] == "draft"
+    assert sorted(row.split("  ")[0] for row in rows) == ["Tiny-1L", "lookups alone"]
+    assert all("3 of 3" in row for row in rows)
+    assert any(row.endswith(f"--draft {draft}") for row in rows)
+    assert any(row.endswith("--no-draft") for row in rows)
+    status, _, err = run("drafts", target, "--prompts", prompts)
+    assert status == 2
+    assert "--prompts is for --try" in err
+    draft.rename(tmp_path.parent / f"{tmp_path.name}-away")
+    assert "specinfer pull nobody/Tiny-1L" in run("drafts", target)[1]
+    monkeypatch.setattr("specinfer.hub.known_drafts.known_drafts", tuple)
+    assert "no draft is known for" in run("drafts", target)[1]
+
+
+def test_pull_fetches_the_draft_of_the_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    monkeypatch.setattr(
+        "specinfer.hub.known_drafts.drafts_for", lambda _: [replace(TABLE[0], draft=str(draft))]
+    )
+    assert run("pull", target, "--with-draft")[:2] == (0, f"{target}\n{draft}\n")
+    monkeypatch.setattr("specinfer.hub.known_drafts.drafts_for", lambda _: [])
+    status, out, err = run("pull", target, "--with-draft")
+    assert (status, out) == (2, f"{target}\n")
+    assert "no draft is known for" in err
