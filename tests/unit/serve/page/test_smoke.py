@@ -20,7 +20,10 @@ def test_an_answer_is_read_copied_kept_and_continued(page: Page, serving: Servin
     page.goto(server.url)
     send(page, "How?")
     page.get_by_role("cell", name="2", exact=True).wait_for()
-    page.get_by_role("button", name="Copy code").click()
+    page.wait_for_selector(DONE)
+    copy = page.get_by_role("button", name="Copy code")
+    copy.click()
+    copy.filter(has_text="Copied").wait_for()  # a write that a reload ends leaves the clipboard empty
     page.reload()
     page.get_by_role("button", name="Continue").click()
     page.get_by_role("cell", name="2 and <b>3</b>").wait_for()
