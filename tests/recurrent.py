@@ -16,34 +16,21 @@ from torch import Tensor
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.recurrence_config import LayerKind, Recurrence
 from specinfer.kernels.states import ZERO, StatePass
-from specinfer.models.config import Family, ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
-from specinfer.models.positions import Rope
-from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
 from specinfer.tokenizer import Tokenizer
+from tests import switched
 from tests.engines import Tiny
 
-VOCAB, _MODULUS = 64, 65521
-CONFIG = ModelConfig(
-    family=Family.LLAMA,
-    vocab_size=VOCAB,
-    hidden_size=1,
-    intermediate_size=1,
-    num_layers=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    norm_eps=1e-5,
-    rope=Rope(10000.0),
-    layer_windows=(None, None),
-    tie_embeddings=True,
-    attention_scale=1.0,
-    max_context=4096,
+VOCAB, _MODULUS = switched.PLAIN.vocab_size, 65521
+_SIZES: Any = {"hidden_size": 1, "intermediate_size": 1, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1}
+PLAIN = replace(
+    switched.PLAIN, **_SIZES, head_dim=8, layer_windows=(None, None), attention_scale=1.0, max_context=4096
+)
+CONFIG = replace(
+    PLAIN,
     layer_kinds=(LayerKind.ATTENTION, LayerKind.SHORT_CONV),
     recurrence=Recurrence(kind=LayerKind.SHORT_CONV, taps=2, channels=1),
 )
-PLAIN = replace(CONFIG, layer_kinds=(), recurrence=None)
 
 
 def after(state: int, token: int) -> int:
@@ -127,8 +114,3 @@ def answer(prompt: Sequence[int], tokens: int) -> list[int]:
 def counting(tokenizer: Tokenizer) -> Tiny:
     """Return a target, a draft that often agrees with it, and one that does not."""
     return Tiny(CountingModel(), CountingModel(3), CountingModel(1), tokenizer)
-
-
-def last_state(runner: ModelRunner, text: Sequence[int]) -> int:
-    """Return the state after a text, read in one pass into the first slot."""
-    return int(runner._run([chain_rows(text, 0, range(len(text)), logits=True)]).hidden_RD[0, 0])

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
-from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
-from specinfer.models.positions import Alibi, Rope
+from specinfer.models.config import Experts, ModelConfig, QkNorm
+from specinfer.models.positions import Alibi
 from specinfer.models.ranges import InnerRange, RecurrenceRange
 from specinfer.models.shard import Layout, Shard
+from tests.switched import PLAIN
 
-SMOL = ModelConfig(
-    family=Family.LLAMA,
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=2,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    norm_eps=1e-5,
-    rope=Rope(10000.0),
-    layer_windows=(None, None),
-    tie_embeddings=True,
-    attention_scale=0.125,
-    max_context=64,
-)
-QWEN = replace(SMOL, num_heads=12, num_kv_heads=2, head_dim=128, intermediate_size=8960, vocab_size=151936)
+SIZES: Any = {
+    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 2, "num_heads": 9},
+    **{"num_kv_heads": 3, "head_dim": 64, "attention_scale": 0.125, "max_context": 64},
+}
+SMOL = replace(PLAIN, **SIZES, layer_windows=(None, None))
 
 
 def heads(config: ModelConfig, size: int) -> list[tuple[range, range] | None]:
@@ -155,8 +145,6 @@ def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> 
                 SMOL, num_heads=count, num_kv_heads=kv, head_dim=head_dim, intermediate_size=1000
             )
             whole = Shard(0, 1, sum_parts).of(config).part
-            assert whole.o is not None
-            assert whole.down is not None
             assert max(len(whole.o.ends), len(whole.down.ends)) <= sum_parts
             whole.o.check(count * head_dim)
             whole.down.check(1000)
@@ -172,8 +160,6 @@ def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> 
                 ):
                     ends = []
                     for own, begin in zip(found, begins, strict=True):
-                        assert own is not None
-                        assert begin is not None
                         own.check(len(begin))
                         ends += [begin.start + end for end in own.ends]
                     assert tuple(ends) == all_of.ends
@@ -218,7 +204,6 @@ def test_a_stage_knows_which_of_its_layers_have_no_rope() -> None:
 
 def test_the_slopes_of_heads_go_with_the_heads() -> None:
     config = replace(SMOL, rope=None, alibi=Alibi.of(9))
-    assert config.alibi is not None
     parts = [Shard(rank, 2).of(config).alibi for rank in range(2)]
     assert parts == [Alibi(config.alibi.slopes[:6]), Alibi(config.alibi.slopes[6:])]
 
