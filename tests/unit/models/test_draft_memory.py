@@ -64,7 +64,6 @@ def twin_is_right(draft_memory: DraftMemory, twin: PreparedFile) -> bool:
         ("model.embed_tokens.weight", Int8Weight),
     ):
         there = draft_memory.weight(name, kind)
-        assert there is not None
         read = kind(*(torch.empty_like(tensor) for tensor in there))
         twin.read(name, read)
         if not all(map(torch.equal, there, read)):
@@ -112,7 +111,6 @@ def test_layers_that_cannot_be_read_are_streamed(
         "cannot read layers over a draft, which no longer guesses: the disk has failed"
     ]
     stream = draft_memory._stream
-    assert stream is not None
     with stream.passing():
         assert all(stream.take(number) < 2 for number in range(LAYERS))
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.kernels.ops import SigmoidScores
 from specinfer.models.config import Experts
-from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.experts import Mixture
 from specinfer.models.open_model import open_model
@@ -93,7 +92,6 @@ def mixture_of(folder: Path, name: Name) -> tuple[Mixture, Mapping[str, Tensor],
     file = open_model(folder)
     with WeightReader(file, torch.float32, NoProgress()) as reader:
         layer = DecoderLayer(0, file.config, Weights(reader, CPU, kernels(name)), "model.layers.0")
-    assert isinstance(layer._mlp, Mixture)
     assert file.config.experts is not None
     tensors = {tensor: file.read_rows(tensor, 0, shape[0]) for tensor, shape in file.shapes.items()}
     return layer._mlp, tensors, file.config.experts
@@ -114,7 +112,6 @@ def runner_of(folder: Path, name: Name, dtype: torch.dtype, kind: Quantization) 
     model = load_model(
         folder, dtype=dtype, device=CPU, kernels=kernels(name), quantization=kind, cache=folder / "kept"
     )
-    assert isinstance(model, Decoder)
     assert (model._native is not None) == (name == "native"), "one call runs all layers"
     return ModelRunner(model, num_blocks=8, block_size=16)
 

@@ -21,8 +21,6 @@ from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import GROUP
-from specinfer.models.decoder import Decoder
-from specinfer.models.gguf import GGUFFile
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
@@ -74,7 +72,6 @@ def test_rows_of_blocks_are_the_numbers_of_the_file(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     for kind in (*FILE_BLOCKS, "Q2_K", "IQ3_S"):
         file = open_model(write_blocks(tmp_path / kind / "m.gguf", {}, kind))
-        assert isinstance(file, GGUFFile)
         want, rows = file.read_rows(name, 3, 40), file.block_reader(name)(3, 40)
         halves = rows[..., GROUP : GROUP + 2].contiguous().view(torch.float16).float()
         mins = rows[..., GROUP + 4 : GROUP + 6].contiguous().view(torch.float16).float()
@@ -99,7 +96,6 @@ def test_a_layer_that_is_streamed_has_the_same_bits(tmp_path: Path) -> None:
     streamed = load_streamed(model, prepared, Placement(1 << 30, {}, layers, 2, (0,)), disk, **options)
     runner = ModelRunner(streamed, num_blocks=4, block_size=4)
     assert torch.equal(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]), want)
-    assert streamed.stream is not None
     streamed.stream.close()
 
 
@@ -107,11 +103,9 @@ def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None
     path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": tmp_path}
     plain = load_model(path, **options)
-    assert isinstance(plain, Decoder)
     want, _ = plain.embedding
     for chosen in (TORCH, kernels("native")):
         model = load_model(path, **options, kernels=chosen, quantization="gguf")
-        assert isinstance(model, Decoder)
         assert model.table.whole is None
         assert torch.equal(model.embedding[0], want)
         ids = torch.tensor([7, 0, 7, 39])

@@ -21,7 +21,6 @@ from specinfer.kernels.choice import Kernels, draft_kernels, native_kernels
 from specinfer.llm import LLM
 from specinfer.models.hosted.attention import PassAttention, transformers, window_of
 from specinfer.models.hosted.folder import HostedFolder
-from specinfer.models.hosted.model import HostedModel
 from specinfer.models.hosted.native_modules import native_gated_mlp, native_norm, native_self_attention
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
@@ -311,7 +310,6 @@ def test_a_mask_is_a_window_or_is_refused() -> None:
 def test_modules_with_llamas_code_run_in_kernels(kind: str, native: set[str], tmp_path: Path) -> None:
     theirs = save_tiny(kind, tmp_path)
     ours = load_hosted(tmp_path, kernels("native"))
-    assert isinstance(ours, HostedModel)
     replaced = (native_norm, native_gated_mlp, native_self_attention)
     modules = ours._skeleton.model.modules()
     found = {type(one).__name__ for one in modules if getattr(one.forward, "func", None) in replaced}
@@ -325,7 +323,6 @@ def test_heads_whose_halves_turn_alike_have_a_rotation() -> None:
     angles = torch.tensor([[[0.1, 0.2], [0.3, 0.4]]])
     halves, pairs = torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1)
     rotation = attention.rotation_of(halves.cos(), halves.sin())
-    assert rotation is not None
     assert (rotation.cos.equal(angles[0].cos()), rotation.sin.equal(angles[0].sin())) == (True, True)
     assert attention.rotation_of(pairs.cos(), pairs.sin()) is None
     assert attention.rotation_of(angles.cos(), angles.sin()) is None

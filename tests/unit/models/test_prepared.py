@@ -121,6 +121,7 @@ def test_a_layer_is_one_record_of_whole_pages(path: Path) -> None:
         assert record.offset == end
         assert record.length % 4096 == 0
         assert all(place.offset % 64 == 0 for place in record.tensors.values())
+        assert zlib.crc32(data[end : end + record.length]) == record.crc
         end += record.length
     assert end == len(data)
     place = records["layers.0"].tensors["layers.0.o.weight.zeros"]
@@ -190,14 +191,6 @@ def test_no_flipped_byte_of_the_header_goes_unnoticed(path: Path) -> None:
     for position in [*range(0, end, 11), end, START - 1]:
         path.write_bytes(flipped(data, position))
         assert PreparedFile.open(path, MADE_FROM) is None, position
-
-
-def test_no_flipped_byte_of_a_record_goes_unnoticed(path: Path) -> None:
-    data = path.read_bytes()
-    for record in opened(path).records.values():
-        part = data[record.offset : record.offset + record.length]
-        assert zlib.crc32(part) == record.crc
-        assert all(zlib.crc32(flipped(part, position)) != record.crc for position in range(len(part)))
 
 
 def test_no_flipped_byte_of_a_tensor_goes_unnoticed(path: Path) -> None:

@@ -63,7 +63,6 @@ def test_a_text_in_chunks_has_the_bits_of_the_whole(name: str, weights: Format) 
     quantization, dtype = weights
     native = kernels("native")
     runner = StateRunner(build(SWITCHED[name], native, dtype, quantization), num_blocks=4, block_size=1024)
-    assert native.library is not None
     for threads in (2, 1):
         native.library.set_threads(threads)
         assert differing_chunks(runner) == [], threads
@@ -135,10 +134,8 @@ def test_ranks_have_the_slopes_and_sinks_of_their_heads() -> None:
     for part in parts:
         assert part.num_heads == 2
         assert part.sinks_N is not None
-        assert part.alibi is not None
         sinks.append(part.sinks_N)
         slopes.append(part.alibi.slopes_N)
     assert whole.sinks_N is not None
-    assert whole.alibi is not None
     assert torch.equal(torch.cat(sinks), whole.sinks_N)
     assert torch.equal(torch.cat(slopes), whole.alibi.slopes_N)

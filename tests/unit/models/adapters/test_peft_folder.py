@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelError
-from specinfer.kernels.low_rank import PER_LAYER, NativeAdapter
+from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.models.open_model import open_model
@@ -133,7 +133,6 @@ def test_the_bytes_of_an_adapter_are_those_that_it_takes(model: Path, tmp_path: 
         opened = PeftFolder("sql", write_adapter(tmp_path / "sql", model, rank=rank, targets=targets), config)
         for weights in (torch.bfloat16, torch.int8):
             loaded = opened.load(PER_LAYER * config.num_layers, weights, torch.device("cpu"), library)
-            assert isinstance(loaded, NativeAdapter)
             assert opened.bytes(weights) == loaded.used_bytes, (rank, targets, weights)
 
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.kernels.layout import Int4Weight, empty_int4, int4_rows, lay_out_int4, unpack_levels
+from specinfer.kernels.layout import empty_int4, int4_rows, lay_out_int4
 from specinfer.models.open_model import open_model
-from specinfer.models.quantized.scaled import IntegerMatrix
 from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
@@ -20,6 +19,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.tiny_models import write_tiny_llama
+from tests.unit.models.test_quantization import int4_values
 
 PROMPT = [5, 17, 40, 3, 61, 12, 12, 29]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -77,15 +77,6 @@ def test_stacks_of_quantized_experts_are_refused_by_their_names(tmp_path: Path) 
             open_model(folder)
 
 
-def values_of(weight: Int4Weight) -> Tensor:
-    columns = [
-        (unpack_levels(weight.levels[:, g]) - weight.zeros[:, g].reshape(-1, 1) / 16)
-        * weight.scales[:, g].reshape(-1, 1).float()
-        for g in range(weight.scales.shape[1])
-    ]
-    return torch.cat(columns, 1)
-
-
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", FORMATS)
 def test_int4_has_the_same_numbers_where_it_can(name: str, tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_int4_has_the_same_numbers_where_it_can(name: str, tmp_path: Path) -> No
         into = empty_int4(*want.shape)
         with WeightReader(open_model(tmp_path), torch.float32, NoProgress(), "int4") as reader:
             reader.read(stack, into)
-        same = torch.equal(values_of(into)[: len(want), : want.shape[1]], want)
+        same = torch.equal(int4_values(into)[: len(want), : want.shape[1]], want)
         assert same == FORMATS[name].int4_is_exact
 
 
@@ -128,7 +119,7 @@ def test_a_group_with_a_negative_scale_is_turned_round() -> None:
     for scale, zero in ((-0.25, 3), (0.25, 3), (-2.0, 15), (0.0, 7)):
         rows = int4_rows(levels, torch.tensor([[scale]]), torch.tensor([[zero]], dtype=torch.uint8))
         want = scale * (levels.float() - zero)
-        assert torch.equal(values_of(lay_out_int4(rows))[:1], want)
+        assert torch.equal(int4_values(lay_out_int4(rows))[:1], want)
 
 
 def test_scales_that_float16_lacks_are_no_int4(tmp_path: Path) -> None:
@@ -136,7 +127,6 @@ def test_scales_that_float16_lacks_are_no_int4(tmp_path: Path) -> None:
     model = open_model(tmp_path)
     assert model.int4_reader(GATE) is not None
     matrix = model._entries[GATE]
-    assert isinstance(matrix, IntegerMatrix)
 
     class Scales:
         path, shape, dtype = matrix.path, (96, 2), torch.bfloat16
