@@ -115,7 +115,6 @@ def test_the_model_is_the_first_word_or_an_option(models: Path, run: Run) -> Non
     for words in ("serve", "chat", "bench", "check", "run-batch -i a -o b", "tune --out x", "generate hi"):
         name, *more = words.split()
         command = cli.get_command(click.Context(cli), name)
-        assert command is not None
         for form in (["m.gguf", *more], ["--model", "m.gguf", *more], [*more, "-m", "m.gguf"]):
             given = command.make_context(name, list(form)).params
             assert given["model"] == "m.gguf", (words, form)

@@ -61,20 +61,3 @@ def test_a_model_that_does_not_fit_is_refused_with_the_streamed_size(large: list
         r"about 0\.33 s a pass$",
         line,
     )
-
-
-def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(large: list[str], run: Run) -> None:
-    cases: list[tuple[tuple[str, ...], str]] = [
-        (
-            ("--quantization", "int4"),
-            r"drafts names 'self', the target itself in int4, and the target is int4",
-        ),
-        (("--memory", "4MB"), r"the model needs at least .* \+ drafts 1\.08 MiB \+ .*raise --memory"),
-        (("--memory", "1KB"), r"the model needs at least .* = 5\.\d\d MiB, but may take 0\.00 MiB; raise"),
-        (("--memory", "900TB"), r"memory is 921600\.00 GiB, and this process can have .* here; lower it"),
-    ]
-    for options, message in cases:
-        status, _, err = run("generate", *large, *options, "--draft", "self", "ab")
-        assert status == 2, options
-        [line] = err.splitlines()
-        assert re.search(message, line), line

@@ -92,7 +92,6 @@ def wanted(model: Path) -> list[tuple[int, ...]]:
 
 def prepared_file(llm: LLM) -> Path:
     plan = llm.models.plan
-    assert plan is not None
     return plan.prepared.path
 
 
@@ -101,3 +100,10 @@ def fails(number: int) -> Callable[..., Any]:
         raise OSError(number, os.strerror(number))
 
     return fail
+
+
+def noted_needs(monkeypatch: pytest.MonkeyPatch) -> list[MemoryNeeds]:
+    """Note what memory is planned for, and plan nothing: all weights stay in memory."""
+    noted: list[MemoryNeeds] = []
+    monkeypatch.setattr(loading, "plan_memory", lambda needs, *_: noted.append(needs))
+    return noted

@@ -25,6 +25,7 @@ from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE, assert_idle, engine_of
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_pair
+from tests.unit.engine.offloading import noted_needs
 
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
@@ -136,7 +137,6 @@ def test_more_adapters_than_fit_take_turns(folder: Path) -> None:
         with open_llm(folder, max_loras=most) as llm:
             together: list[set[str | None]] = []
             shelf = llm.models.adapters
-            assert shelf is not None
             engine = engine_of(llm)
             llm.on_step = lambda names, engine=engine, together=together: together.append(  # type: ignore[misc]
                 {engine._requests[name].sequence.request.adapter for name in names} - {None}
@@ -241,18 +241,12 @@ def test_the_plan_of_memory_has_the_largest_adapters(
     weights: torch.dtype,
 ) -> None:
     """ "one" is the largest, then "third"."""
-    seen: list[MemoryNeeds] = []
-
-    def plan(needs: MemoryNeeds, *_: object) -> None:
-        seen.append(needs)
-
-    monkeypatch.setattr(loading, "plan_memory", plan)
+    seen = noted_needs(monkeypatch)
     named = {name: folder / name for name in ("one", "other", "third")}
     options = {"lora": named, "kernels": "native", "quantization": quantization}
     for most in (1, 2, 3, 8):
         with caplog.at_level("INFO"), open_llm(folder, **options, max_loras=most) as llm:
             adapters = llm.models.adapters
-            assert adapters is not None
             sizes = {name: one.bytes(weights) for name, one in adapters._folders.items()}
             assert sizes["one"] > sizes["third"] > sizes["other"]
             missing = adapters.missing_bytes()
@@ -288,7 +282,6 @@ def test_the_cache_leaves_memory_for_adapters(folder: Path, monkeypatch: pytest.
     """The smaller adapter is loaded first, and the larger one takes its place later."""
     options = {"lora": {"other": folder / "other", "one": folder / "one"}, "max_loras": 1}
     with open_llm(folder, **options) as llm:
-        assert llm.models.adapters is not None
         missing = llm.models.adapters.missing_bytes()
     assert missing > 0
     room = [ENGINE["kv_cache_memory"] + missing]
@@ -344,8 +337,5 @@ def test_a_model_through_transformers_takes_none(folder: Path) -> None:
     refused = "adapter 'one' cannot be used: .* runs through transformers, without adapters; merge it"
     with pytest.raises(ModelError, match=refused):
         open_llm(folder, model_impl="transformers", lora={"one": folder / "one"})
-    with (
-        open_llm(folder, model_impl="transformers") as llm,
-        pytest.raises(ModelError, match=refused),
-    ):
+    with open_llm(folder, model_impl="transformers") as llm, pytest.raises(ModelError, match=refused):
         llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one"))

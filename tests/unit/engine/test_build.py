@@ -12,9 +12,7 @@ import pytest
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
-from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
-from specinfer.engine.memory import MemoryNeeds
 from specinfer.engine.models import load_models, variant_models
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
@@ -24,6 +22,7 @@ from tests.engines import ENGINE
 from tests.kernels import kernels
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_pair, write_tiny_llama
+from tests.unit.engine.offloading import noted_needs
 
 
 def config(model: Path, **options: Any) -> EngineConfig:
@@ -49,17 +48,11 @@ def test_heads_that_native_attention_cannot_serve_run_in_pytorch(
 def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[dict[str, int]] = []
-
-    def note(needs: MemoryNeeds, *_: object) -> None:
-        checked.append({needs.target.files.name: needs.weights, **needs.draft_weights})
-
-    monkeypatch.setattr(loading, "plan_memory", note)
-    target = str(folder / "target")
+    noted, target = noted_needs(monkeypatch), str(folder / "target")
     load_models(config(folder / "target", drafts=(target,)))
     load_models(config(folder / "target", drafts=(target,) * 2))
-    assert [len(sizes) for sizes in checked] == [2, 3]
-    assert len({size for sizes in checked for size in sizes.values()}) == 1
+    assert [len(needs.draft_weights) for needs in noted] == [1, 2]
+    assert len({size for needs in noted for size in (needs.weights, *needs.draft_weights.values())}) == 1
 
 
 @pytest.fixture

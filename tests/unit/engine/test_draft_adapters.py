@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from specinfer import LLM, LoRARequest, SamplingParams
-from specinfer.engine import models as loading
-from specinfer.engine.memory import MemoryNeeds
 from specinfer.errors import ConfigError
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.open_model import open_model
@@ -19,6 +17,7 @@ from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
+from tests.unit.engine.offloading import noted_needs
 
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
@@ -83,12 +82,7 @@ def test_a_self_draft_guesses_for_requests_with_an_adapter(folder: Path) -> None
 def test_the_drafts_of_a_streamed_target_have_its_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    seen: list[MemoryNeeds] = []
-
-    def plan(needs: MemoryNeeds, *_: object) -> None:
-        seen.append(needs)
-
-    monkeypatch.setattr(loading, "plan_memory", plan)
+    seen = noted_needs(monkeypatch)
     drafts = {"drafts": draft if draft == "self" else folder / draft, "draft_quantization": "int4"}
     for lora in ((), folder / "one"):
         open_llm(folder, "base", **drafts, draft_lora=lora).close()

@@ -99,7 +99,6 @@ def test_a_prompt_that_fills_the_context_may_be_scored(tiny: Tiny) -> None:
     prompt = [1 + i % 9 for i in range(16)]
     [scored] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert (scored.token_ids, scored.finish_reason) == ((), FinishReason.LENGTH)
-    assert scored.prompt_logprobs is not None
     assert [one is None for one in scored.prompt_logprobs] == [True, *[False] * 15]
     with pytest.raises(RequestError, match="16 tokens; allowed: at most 15, since the context is 16"):
         llm.generate([prompt], SamplingParams(max_tokens=1))

@@ -48,10 +48,7 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
 
 def test_the_text_is_the_same_with_a_pool(folder: Path) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=4, regex="[0-9*/ ]{24}")
-    with (
-        LLM(config(folder)) as plain,
-        LLM(config(folder, str(folder / "pool"))) as pooled,
-    ):
+    with LLM(config(folder)) as plain, LLM(config(folder, str(folder / "pool"))) as pooled:
         expected = [one.token_ids for one in plain.generate(["2 * 3", "10 / 5"], params)]
         outputs = pooled.generate(["2 * 3", "10 / 5"], params)
         figures = [one.figures for one in outputs]

@@ -55,7 +55,6 @@ def test_completions_of_a_prompt_share_what_the_first_computes(
     assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain]
     assert all(one.prompt_logprobs is output.prompt_logprobs for one in output.outputs)
     assert output.prompt_logprobs == alone.prompt_logprobs
-    assert output.prompt_logprobs is not None
     assert None not in output.prompt_logprobs[1:]
     answers = 5 * 3
     assert sum(made) == len(LONG) - 1 + answers, "each of the prompt's rows once, whatever n"
@@ -130,8 +129,6 @@ def test_an_aborted_request_reports_what_is_known(tiny: Tiny) -> None:
     engine.add(one)
     engine.step()
     last = engine.abort(one.request.request_id)
-    assert last is not None
-    assert last.prompt_logprobs is not None
     known = [report is not None for report in last.prompt_logprobs]
     assert known == [0 < i <= ROWS // 2 for i in range(len(LONG))]
 

@@ -55,10 +55,7 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
         ({"kernels": "native"}, "kernels is 'native', and"),
         ({"threads": 1}, "threads is 1, and"),
         ({"drafts": ["stranger"]}, "drafts names 'stranger'; allowed for a variant: loaded drafts (similar)"),
-        (
-            {"drafts": ["similar"] * 2},
-            "drafts names 'similar'; allowed for a variant: loaded drafts (sim",
-        ),
+        ({"drafts": ["similar"] * 2}, "drafts names 'similar'; allowed for a variant: loaded drafts (sim"),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         ({"engine": 1}, "unknown option 'engine'"),
     ],

@@ -30,11 +30,7 @@ from tests.unit.engine.heads.head_engines import PROMPTS, AnyHead
 )
 @pytest.mark.usefixtures("own_cache")  # of quantized matrices
 def test_a_folder_is_a_draft(
-    folder: Path,
-    modules: dict[str, AnyHead],
-    quantization: str,
-    dtype: str,
-    kernels: str,
+    folder: Path, modules: dict[str, AnyHead], quantization: str, dtype: str, kernels: str
 ) -> None:
     heads = [str(folder / f"head{number}") for number in range(len(modules))]
     options: dict[str, Any] = {**ENGINE, "dtype": dtype, "kernels": kernels}
