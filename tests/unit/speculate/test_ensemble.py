@@ -203,10 +203,7 @@ NO_TREES: list[tuple[list[TokenTree], str]] = [
     ],
 )
 def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again(
-    kind: type[Wrong | WrongLevels],
-    trees: list[TokenTree],
-    complaint: str,
-    caplog: pytest.LogCaptureFixture,
+    kind: type[Wrong | WrongLevels], trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}  # a policy that weighs trees gets no bad one
     policy = CostPolicy.by_curves(FREE, curves, SpeculationConfig(), measured=False)
@@ -219,7 +216,6 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
     assert wrong.asked == 1
     (record,) = caplog.records
     assert record.getMessage().startswith("speculator 'wrong' failed and pauses")
-    assert record.exc_info is not None
     assert isinstance(record.exc_info[1], SpeculatorError)
     assert complaint in str(record.exc_info[1])
 

@@ -40,12 +40,7 @@ def entry(
     )
     processors.commit(output.encode())
     return plans.entry(
-        [ROOT],
-        output.encode(),
-        params=asked,
-        processors=processors,
-        max_nodes=max_nodes,
-        max_depth=max_depth,
+        [ROOT], output.encode(), params=asked, processors=processors, max_nodes=max_nodes, max_depth=max_depth
     )
 
 

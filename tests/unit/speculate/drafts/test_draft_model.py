@@ -100,11 +100,7 @@ def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
     #    . ....   ....
     model, policy = shaped(tiny, LEARNED), Choosing((1, 3), (0, 5))
     tree = guesses(model, entry(TEXT), policy)
-    assert policy.asked == [
-        (1, 2, 3, 4),
-        (1, 3, *range(5, 13)),
-        (3, *range(5, 8), *range(9, 21)),
-    ]
+    assert policy.asked == [(1, 2, 3, 4), (1, 3, *range(5, 13)), (3, *range(5, 8), *range(9, 21))]
     assert tree.parents == (-1, *[0] * 4, *[2] * 4, *[4] * 4, *[1] * 4, *[8] * 4)
     for node in (0, 2, 4, 1, 8):
         alone = guesses(draft(tiny, 4), entry([*TEXT, *tree.path_tokens(node)]))

@@ -57,7 +57,6 @@ def loaded(
         quantization=quantization,
         keep=False,
     )
-    assert isinstance(head, BlockModel)
     return head, named_tokens(head.ids, VOCAB)
 
 
@@ -66,11 +65,7 @@ def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -
     found = []
     for i in range(count):
         entry = plans.entry(
-            [3, 7 + i],
-            request_id=str(i),
-            max_nodes=most,
-            params=SamplingParams(**sampling),
-            seed=11 + i,
+            [3, 7 + i], request_id=str(i), max_nodes=most, params=SamplingParams(**sampling), seed=11 + i
         )
         growth = Growth.of(entry, "head", levels)
         (root,) = growth.sites(SHAPE)

@@ -25,13 +25,7 @@ def after(prediction: str, said: str, *, depth: int = 6, branches: int = 4) -> l
 
 
 @pytest.mark.parametrize(
-    ("said", "guessed"),
-    [
-        ("", "abcdef"),
-        ("a", "bcdefg"),
-        ("abcde", "fghijk"),
-        ("abcdefghijklmno", "pq"),
-    ],
+    ("said", "guessed"), [("", "abcdef"), ("a", "bcdefg"), ("abcde", "fghijk"), ("abcdefghijklmno", "pq")]
 )
 def test_while_the_two_agree_the_prediction_is_the_guess(said: str, guessed: str) -> None:
     assert after("abcdefghijklmnopq", said) == [guessed]

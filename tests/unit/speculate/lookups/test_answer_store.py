@@ -1,4 +1,4 @@
-"""Texts by cache key, bounded together; each letter is a token."""
+"""Texts by cache key, bounded together; test_lookup.py looks into them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,6 @@ from hypothesis import strategies as st
 
 from specinfer.kernels.library import Library
 from specinfer.speculate.lookups.answer_store import AnswerStore
-from tests.oracles.lookup_trees import occurrences
-
-
-def letters(text: str) -> array[int]:
-    return array("i", [ord(c) for c in text])
-
-
-def after(store: AnswerStore, key: str | None, tail: str) -> list[str]:
-    """Return the continuations of `tail` in the texts of a key."""
-    index = store.of(key)
-    if index is None:
-        return []
-    found = occurrences(index.texts(), [*letters(tail)], 1, 100)
-    return ["".join(map(chr, text[stop:])) for stop, text, _ in found]
-
-
-def test_a_key_sees_its_own_texts_only(library: Library) -> None:
-    store = AnswerStore(1 << 16, library)
-    store.add("mine", letters("ab1"))
-    store.add("yours", letters("ab2"))
-    store.add(None, letters("ab3"))
-    assert after(store, "mine", "ab") == ["1"]
-    assert after(store, "yours", "ab") == ["2"]
-    assert after(store, None, "ab") == ["3"]
-    assert after(store, "None", "ab") == []
-
-
-def test_without_memory_nothing_is_kept(library: Library) -> None:
-    for memory in (0, 1, 1000):
-        store = AnswerStore(memory, library)
-        store.add(None, letters("abc"))
-        assert store.of(None) is None
-
 
 ADDED = st.lists(st.tuples(st.sampled_from(["x", "y", None]), st.integers(0, 90)), max_size=30)
 

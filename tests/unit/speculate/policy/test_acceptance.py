@@ -7,13 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from specinfer.speculate.policy.acceptance import (
-    CONFIDENCES,
-    OFFSET_RATE,
-    SLOPE_RATE,
-    AcceptanceRates,
-    Curve,
-)
+from specinfer.speculate.policy.acceptance import CONFIDENCES, OFFSET_RATE, SLOPE_RATE, AcceptanceRates, Curve
 from specinfer.speculate.policy.choose import path_probabilities
 from specinfer.tree import TokenTree, merge
 from tests.unit.speculate.policy.priced import chain

@@ -54,12 +54,7 @@ def test_a_node_has_to_bring_what_its_row_costs(
 
 @pytest.mark.parametrize(
     ("rule", "left"),
-    [
-        (DrawRule.POINT_MASS, 1),
-        (DrawRule.COUPLED, 1),
-        (DrawRule.IID, 7),
-        (DrawRule.WITHOUT_REPLACEMENT, 7),
-    ],
+    [(DrawRule.POINT_MASS, 1), (DrawRule.COUPLED, 1), (DrawRule.IID, 7), (DrawRule.WITHOUT_REPLACEMENT, 7)],
 )
 def test_sampled_draws_are_never_dropped_for_their_value(rule: DrawRule, left: int) -> None:
     assert fitted(DEAR, [chain(*6 * [0.5], rule=rule)]) == [left]

@@ -226,12 +226,7 @@ def draft_memory(hits: float | Callable[[int], float], **options: Any) -> Simula
 
 
 def memory_of(engine: Simulation) -> SimulatedMemory:
-    assert isinstance(engine.policy, CostPolicy)
-    assert engine.policy.guard is not None
-    assert engine.policy.guard._self_draft is not None
-    memory = engine.policy.guard._self_draft.memory
-    assert isinstance(memory, SimulatedMemory)
-    return memory
+    return engine.policy.guard._self_draft.memory
 
 
 LENDING: dict[str, dict[str, Any]] = {

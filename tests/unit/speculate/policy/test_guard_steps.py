@@ -80,7 +80,6 @@ class Driven:
 
     @property
     def guard(self) -> Guard:
-        assert self.policy.guard is not None
         return self.policy.guard
 
     def until_off(self, *entries: PlanEntry, **took: float) -> int:
