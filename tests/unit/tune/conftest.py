@@ -39,12 +39,6 @@ def ticking(seconds: float = 1.0) -> Clock:
     return lambda: seconds * next(ticks)
 
 
-def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
-    """Return costs with free drafts and nodes, so that every correct guess pays."""
-    names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
-    return Curves(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
-
-
 def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """Return costs with drafts that cost a tenth of their target."""
     names = draft_names(tuple(str(draft) for draft in drafts))

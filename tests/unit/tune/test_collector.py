@@ -11,12 +11,7 @@ from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
-from specinfer.tune.collector import (
-    CollectionCounts,
-    Collector,
-    HiddenStateListener,
-    collecting_config,
-)
+from specinfer.tune.collector import CollectionCounts, Collector, HiddenStateListener, collecting_config
 from specinfer.tune.dataset import Corpus
 from specinfer.tune.prompts import Prompts, read_prompts
 from tests.unit.tune.conftest import engine, ticking, write_prompts

@@ -12,7 +12,7 @@ from specinfer.hub.model_files import pool_members
 from specinfer.tune.draft import Kind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig
-from tests.unit.tune.conftest import BLOCK, SSM, KilledError, dies_at, free, outputs_with, run, tuning_of
+from tests.unit.tune.conftest import BLOCK, SSM, KilledError, dies_at, run, tuning_of
 
 pytestmark = pytest.mark.thorough
 
@@ -20,13 +20,6 @@ pytestmark = pytest.mark.thorough
 def pool_of(target: Path, out: Path, kind: Kind) -> TuneConfig:
     """Every prompt is answered, however many answers a look at the clock finds."""
     return tuning_of(target, out, minutes=2.5, collect_minutes=2.4, kind=kind, members=2)
-
-
-@pytest.fixture(scope="module")
-def pool(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pool") / "pool"
-    run(pool_of(target, out, SSM), prompts, costs=free)
-    return out
 
 
 @pytest.mark.parametrize("kind", [SSM, BLOCK])
@@ -46,13 +39,6 @@ def test_a_pool_guesses_more_than_its_members(
     assert "license: unknown\n---" in card
     assert re.search(r"trained on \d+ answers of the target, \d+ tokens; prompts: prompts.jsonl;", card)
     assert ("weights: embeddings and output layer" in card) is (kind is SSM)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: float) -> None:
-    outputs = outputs_with(pool, target, temperature=temperature)
-    for name in ("draft1", "draft2"):
-        assert sum(one.figures.accepted_by.get(name, 0) for one in outputs) > 0
 
 
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
