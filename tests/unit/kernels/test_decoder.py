@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.exchange import SharedExchange, shared_file
-from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder
 from specinfer.models.language_model import PassContext, PassOutput
 from specinfer.models.weights import load_model
@@ -32,11 +30,7 @@ def load(
 ) -> Decoder:
     save_random(name, folder, tied=True)
     cpu, native, cache = torch.device("cpu"), kernels("native"), folder / "q"
-    model = load_model(
-        folder, dtype=dtype, device=cpu, kernels=native, quantization=quantization, cache=cache
-    )
-    assert isinstance(model, Decoder)
-    return model
+    return load_model(folder, dtype=dtype, device=cpu, kernels=native, quantization=quantization, cache=cache)
 
 
 def cache_of(model: Decoder, num_blocks: int = 6) -> KvCache:
@@ -108,12 +102,9 @@ def test_rotations_become_more_as_texts_grow(name: str, tmp_path: Path) -> None:
 
 def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    assert isinstance(model, Decoder)
     native = model._native
-    assert native is not None
     read(model, cache_of(model), [TREE])
     tables = native._rotations
-    assert tables is not None
     tables.reach(600)
     assert native._args.num_rotations == 1, "all layers have the same"
     made = [(rotation.cos, rotation.positions) for rotation in native._args.rotations[:1]]
@@ -153,7 +144,6 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
         ([k[..., :2].contiguous() for k in good.keys],) * 2 + ("heads of 2 of",),
     ):
         attention = model.kernels.attention.over(keys, values)
-        assert isinstance(attention, NativeCache)
         batch = build_batch(rows, block_size=BLOCK, device=model.device)
         for _ in range(2):  # that a good one was met does not make it one
             context = PassContext(batch.positions_T, attention.bind(batch.paths))
@@ -183,11 +173,8 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
 
 def join(model: Decoder, exchange: SharedExchange) -> None:
     """Let the products join that add up over heads and over the inside of an MLP."""
-    assert isinstance(model, Decoder)
-    assert model._native is not None
     layers = model._native._layers
     for parts, args in zip(layers._kept, layers.args, strict=True):
         for product, its in ((parts.products[1], args.o), (parts.products[3], args.down)):
-            assert isinstance(product, NativeProduct)
             product.join(exchange)
             its.exchange = exchange.address

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Rotation
-from specinfer.kernels.attention import NativeAttend, NativeAttention, NativeCache
+from specinfer.kernels.attention import NativeAttend, NativeAttention
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder, NativeLayers
 from specinfer.kernels.layer_parts import LayerParts
-from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import Product
 from specinfer.kernels.recurrence import RecurrenceParts
@@ -50,7 +49,6 @@ class Model:
         self._recurrences = -1
         self.layers = [self._layer(number, kind, recurrence) for number, kind in enumerate(order)]
         self.embedding_VD, self.norm = self._random(64, SIZE), self._norm()
-        assert isinstance(native.ops, NativeOps)
         self.ops, wrapped = native.ops, NativeLayers.of(self.layers, native.ops)
         assert wrapped is not None
         self.decoder = NativeDecoder(
@@ -65,7 +63,6 @@ class Model:
         empty, cache = torch.empty(64, 0, HEAD, dtype=dtype), torch.zeros(64, KV_HEADS, HEAD, dtype=dtype)
         both = [[(cache if kind in "AGBab" else empty).clone() for kind in order] for _ in range(2)]
         over = NativeAttention(native.ops.library).over(*both)
-        assert isinstance(over, NativeCache)
         self.cache = over
         self.states = States(native.ops, recurrence)
 
@@ -134,7 +131,6 @@ class Model:
             return self._by_steps(ids_T, positions_T, attend, states)
         every, seen = range(len(self.layers) + 1), None
         made_TD, seen, _ = self.decoder(ids_T, positions_T, None, attend, every, 0, states=states)
-        assert seen is not None
         assert seen.isfinite().all()
         return made_TD
 

@@ -20,6 +20,7 @@ from specinfer.kernels.product import NativeProduct
 from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import library_or_skip
 from tests.unit.kernels.ranks import run_ranks
+from tests.unit.kernels.test_products import activations, random
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 ROWS: Final = (0, 1, 2, 9, 16, 17, 40, 65, 130)
@@ -29,18 +30,6 @@ SHAPES: Final = {  # channels, inner: where the parts begin, in groups of 32
     (49, 1100): ([0, 17], [0, 3, 20], [0, 11, 12, 34]),
     (1, 200): ([0, 6],),
 }
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
-    """Rows of very different sizes; one value of the first is large, the second is zero."""
-    x = random(rows, inner, seed=1) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
-    x[:1, inner // 2] *= 100
-    x[1:2] = 0
-    return x.to(dtype)
 
 
 class Parts:

@@ -20,6 +20,7 @@ from specinfer.kernels.product import ProductOptions
 from specinfer.kernels.quantized import NativeProducts, Product, Products
 from tests.kernels import plain_tiles
 from tests.unit.kernels import test_partials, test_parts
+from tests.unit.kernels.test_products import activations, random
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
@@ -50,18 +51,6 @@ def amx() -> Library:
         pytest.skip("the system does not let this process use the CPU's matrix unit")
     library.set_threads(2)
     return library
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
-    """Rows of very different sizes, with a large value in the first and nothing in the second."""
-    x = random(rows, inner, seed=1) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
-    x[:1, inner // 2] *= 100
-    x[1:2] = 0
-    return x.to(dtype)
 
 
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
