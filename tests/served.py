@@ -64,7 +64,6 @@ class Served:
             raise AssertionError("the server did not end after SIGTERM:\n" + "".join(self.log))
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
             if found := re.search(r"specinfer serves (\S+)/v1", line):
@@ -85,14 +84,6 @@ class Served:
         """Return the engine process's id, or None without one."""
         found = [p.pid for p in psutil.Process(self.process.pid).children() if "engine_process" in _words(p)]
         return found[0] if found else None
-
-    def kill_engine(self) -> None:
-        """Send SIGKILL to the engine once it exists."""
-        until = time.monotonic() + 60
-        while (pid := self.engine_pid) is None:
-            assert time.monotonic() < until, "no engine process is started"
-            time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
 
     def metric(self, name: str) -> float:
         """Return one number of /metrics."""

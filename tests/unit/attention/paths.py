@@ -39,17 +39,6 @@ def written(paths: Paths) -> Tensor:
     return torch.from_numpy(np.concatenate(own)).long()
 
 
-def with_blocks_of(block: int, paths: Paths) -> Paths:
-    """Return the same slots in smaller blocks, whose size divides the old one."""
-    assert paths.block_size % block == 0
-    parts = paths.block_size // block
-    requests_R4 = paths.requests_R4.copy()
-    requests_R4[:, 2] *= parts
-    parts_of_paths = requests_R4.ravel(), paths.shared_T, paths.tail_ends, paths.tails
-    table = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel()
-    return Paths.of(*(part.tolist() for part in parts_of_paths), tables=[table.tolist()], block_size=block)
-
-
 @dataclass
 class Layer:
     """One attention layer with random weights, caches and inputs; every call starts with the same cache."""
