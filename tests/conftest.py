@@ -65,7 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
         few = same[0].get_closest_marker("few")
-        assert few is not None
         for place, item in enumerate(same):
             if place not in spread(len(same), *few.args):
                 item.add_marker("thorough")

@@ -67,7 +67,6 @@ def load_experts(model: Path, slots: int, *, cache: Path | None = None, **option
     given = {"dtype": torch.float32, "kernels": kernels("native"), "quantization": "none"} | options
     prepared = prepare(opened, cache=cache, **{name: given[name] for name in given if name != "part"})
     names, experts = expert_records(prepared), opened.config.experts
-    assert experts is not None
     longest = max(prepared.records[name].length for name in names)
     room = ExpertMemory(experts, len(names) // experts.count, longest, slots)
     layers = [prepared.records[name].length for name in layer_records(prepared)]

@@ -72,7 +72,6 @@ def await_no_followers() -> None:
 def hurry(llm: LLM) -> None:
     """Shorten rank 0's exchange timeout to one second."""
     group = llm.models.target.group
-    assert group is not None
     group.limit = 1.0
     if group.exchange is not None:
         group.exchange.wait_at_most(1.0)

@@ -152,7 +152,6 @@ class PlainTrees:
         The likeliest are chosen after the probability-weighted mean of the possible tokens: at the root, and
         wherever one token is nearly certain, this is the token itself.
         """
-        assert self._markov is not None
         rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
         mean_RM = torch.stack([one.mean_M for one in grown])
         made_RU = logits_TU.index_select(0, rows).float() + self._markov.logits(mean_RM)

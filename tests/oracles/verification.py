@@ -92,7 +92,6 @@ def multistep(tree: TokenTree, law: Callable[[int], Sequence[Number]], chance: C
             if draw.rule is DrawRule.POINT_MASS:
                 q = [zero + (t == token) for t in range(len(p))]
             else:
-                assert draw.law is not None
                 q = list(draw.law.dense() if isinstance(draw.law, Distribution) else draw.law)
                 if draw.rule is DrawRule.WITHOUT_REPLACEMENT:
                     gone = drawn.setdefault(draw.speculator, set())

@@ -151,7 +151,6 @@ def test_value_heads_in_the_order_of_llama_cpp(name: str, quantization: Quantiza
         kernels=kernels("native"),
         quantization=quantization,
     )
-    assert ours.config.recurrence is not None
     assert ours.config.recurrence.tiled
     got = StateRunner(ours, num_blocks=4, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
     assert (got - logits_of(theirs, PROMPT)).abs().max() <= TOLERANCE

@@ -89,13 +89,7 @@ def test_a_model_of_another_family_guesses_for_qwen() -> None:
         assert sum(len(output.token_ids) for output in outputs) / steps > 1.3
 
 
-@pytest.mark.parametrize(
-    ("kind", "sum_parts", "layouts"),
-    [
-        ("none", 8, [(3, 1)]),
-        ("int4", 8, [(2, 2)]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "sum_parts", "layouts"), [("none", 8, [(3, 1)]), ("int4", 8, [(2, 2)])])
 def test_ranks_and_stages_say_what_one_process_says(
     kind: str, sum_parts: int | None, layouts: list[tuple[int, int]]
 ) -> None:

@@ -115,10 +115,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
             "draw is 'coupled' with the mss verifier; allowed there: without_replacement, iid, top_k, "
             "as other draws would change the distribution of the text",
         ),
-        (
-            {"draw": ["iid"]},
-            "draw is ['iid']; allowed: coupled, top_k, iid, without_replacement",
-        ),
+        ({"draw": ["iid"]}, "draw is ['iid']; allowed: coupled, top_k, iid, without_replacement"),
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
         ({"lookup": "yes"}, "lookup is 'yes'; allowed: True, False or 'auto'"),
@@ -131,10 +128,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1, or auto"),
         ({"max_nodes": "all"}, "max_nodes is 'all'; allowed: an integer >= 1, or auto"),
-        (
-            {"expansion": 3},
-            "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned",
-        ),
+        ({"expansion": 3}, "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned"),
         (
             {"expansion": "learned", "tree_size": "fixed"},
             "expansion is 'learned' with tree_size 'fixed'; allowed there: widths, for example "

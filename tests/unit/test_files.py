@@ -16,15 +16,7 @@ import pytest
 
 from specinfer import files
 from specinfer.errors import ConfigError, ModelFileError
-from specinfer.files import (
-    NewFile,
-    cache_dir,
-    check_writable,
-    locked,
-    read_exactly,
-    write_json,
-    write_whole,
-)
+from specinfer.files import NewFile, cache_dir, check_writable, locked, read_exactly, write_json, write_whole
 
 
 def test_the_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,7 +123,6 @@ def test_a_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
     )
     with locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
         log.write_text("first ")
     process.communicate(timeout=60)

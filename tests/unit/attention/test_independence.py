@@ -78,7 +78,6 @@ def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
     moved, there = written(tree)[MIDDLE], written(chain)
     k[there], v[there] = k[moved], v[moved]
     qkv, rotation = layer.inputs(tree)
-    assert rotation is not None
     turns = type(rotation)(rotation.cos[MIDDLE].contiguous(), rotation.sin[MIDDLE].contiguous())
     as_chain = backend.over([k], [v]).bind(chain)(layer.heads, qkv[MIDDLE].contiguous(), turns)
     assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
@@ -112,7 +111,6 @@ def test_with_any_number_of_threads(backend, layer):
     parts = [Rows([1] * 100, 400, scattered(0, 32), 0), Rows([1] * 12, 300, scattered(32, 20), 0, PARENTS)]
     one = attended(layer, backend, *parts)
     library = kernels("native").library
-    assert library is not None
     before = torch.get_num_threads(), library.threads()
     try:
         for count in (1, 2, 8):

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.bench.report import (
-    as_json,
-    lines,
-    table,
-)
+from specinfer.bench.report import as_json, lines, table
 from specinfer.bench.run import Load, compare
 from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams

@@ -111,7 +111,6 @@ def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
     for model, options in (("base", {"lora": {"one": adapter}}), ("merged", {}), ("base", {})):
         with LLM(tmp_path / model, **ENGINE, **options) as llm:
             models = llm.models
-            assert models.adapters is not None
             models.adapters.default = "one" if options else None
             target = PlainTarget(models.target, models.adapters)
             found.append([target.logits_after([4]), target.logits_along([1, 2, 3], 2)])

@@ -100,10 +100,7 @@ FAMILIES = {
         },
     ),
     "event": (as_event, lambda value: {"at": 5, "value": value}),
-    "article": (
-        as_article,
-        lambda value: [{"type": "image", "url": "u"}, {"type": "other", "value": value}],
-    ),
+    "article": (as_article, lambda value: [{"type": "image", "url": "u"}, {"type": "other", "value": value}]),
 }
 
 

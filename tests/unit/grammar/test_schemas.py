@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.grammar.vocabulary import (
-    END,
-    SCHEMAS,
-    VOCAB,
-    grammar_of,
-    legal_document,
-    schema_format,
-)
+from tests.unit.grammar.vocabulary import END, SCHEMAS, VOCAB, grammar_of, legal_document, schema_format
 
 
 @cache

@@ -63,7 +63,6 @@ def begin(namespace: str, *command: str) -> subprocess.Popen[str]:
 
 def line_of(process: subprocess.Popen[str], beginning: str) -> str:
     """The next line that begins so; all of them are in the failure where none does."""
-    assert process.stdout is not None
     others = []
     for line in process.stdout:
         if line.startswith(beginning):

@@ -54,11 +54,7 @@ def test_logits_and_taps_are_those_of_one_process(
     layers = open_model(path).config.num_layers
     taps = (layers, 0, layers - 1, 1)
     # Every kind in every layout for one family, with both makers; for the others each kind and each layout.
-    kinds: list[tuple[Quantization, int, int]] = [
-        ("none", 2, 2),
-        ("int8", 3, 3),
-        ("int4", 4, 2),
-    ]
+    kinds: list[tuple[Quantization, int, int]] = [("none", 2, 2), ("int8", 3, 3), ("int4", 4, 2)]
     if family == "qwen3":
         kinds = [(kind, *layout) for kind in ("none", "int4", "int8") for layout in LAYOUTS]
     for kind, size, stages in kinds:
@@ -187,7 +183,6 @@ def test_what_followers_answer_is_waited_for_within_a_pass_and_asked_for_behind_
     """Taps are a part of the pass, and the times of ranks are none."""
     with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
         runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
-        assert group is not None
         hear, take, heard = group.read_times, group._take, list[float]()
 
         def slow(*given: Any) -> Tensor:
@@ -221,7 +216,6 @@ def test_a_pass_that_fails_ends_the_group(
             runner.forward([Rows((3,), 0, [7], 0)])
         assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
         group = model.group
-        assert group is not None
         if fault == "embed":
             monkeypatch.setattr(model, "read", fail)
             with pytest.raises(MemoryError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer import SamplingParams
 from specinfer.errors import CapacityError
 from specinfer.kernels.layout import Int4Weight
-from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.shard import Shard
@@ -153,7 +153,6 @@ def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
 
     def noted(self: NativeProducts, *given: Any, **named: Any) -> Product:
         made = make(self, *given, **named)
-        assert isinstance(made, NativeProduct)
         if isinstance(given[0], Int4Weight) and not named:  # with a bound it has the arrays that are filled
             largest.append(made.args.largest)
         return made
@@ -235,7 +234,6 @@ def test_a_rank_refuses_a_message_that_does_not_fit(llama: Path, tmp_path: Path)
         with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
             runner = ModelRunner(model, num_blocks=1, block_size=8)
             assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
-            assert model.group is not None
             say(model.group._links[0])
 
     rows, head = [Rows([5], 0, [1 << 20], 0)], (0x53504331).to_bytes(4, "little")

@@ -18,7 +18,6 @@ def penalised(
     params: dict[str, Any], prompt: Sequence[int], output: Sequence[int], path: Sequence[int] = ()
 ) -> list[float]:
     penalties = Penalties.of(SamplingParams(**params), prompt)
-    assert penalties is not None
     penalties.commit(output)
     row = np.array(ROW, dtype=np.float32)
     penalties.changes(path).apply(row)

@@ -44,7 +44,6 @@ def test_a_chunk_of_a_prompt_sees_what_is_before_it() -> None:
     assert paths(batch) == [[20, 21, 22], [20, 21, 22, 23], [20, 21, 22, 23, 24]]
     assert batch.paths.tables_B.tolist() == [5, 6]
     assert batch.paths.requests_R4.tolist() == [[0, 3, 0, 5]]
-    assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2]
 
 
@@ -62,7 +61,6 @@ def test_a_prompt_followed_by_a_tree() -> None:
     batch = build(Rows([1, 2, 4, 5, 7], 0, [5, 2], 2, [-1, 0, 0]))
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 3]
     assert paths(batch) == [[20], [20, 21], [20, 21, 22], [20, 21, 22, 23], [20, 21, 22, 8]]
-    assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2, 3, 4]
 
 
@@ -87,7 +85,6 @@ def test_requests_follow_one_another() -> None:
         [16, 17, 18, 19, 20, 21, 22],
     ]
     assert batch.positions_T.tolist() == [0, 1, 1, 2, 2, 6]
-    assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2, 3, 4, 5]
 
 

@@ -76,7 +76,6 @@ def test_a_checkpoint_is_a_copy_of_the_state_after_so_many_tokens() -> None:
     saves = StateCheckpoint(3, 4, b"four"), StateCheckpoint(4, 8, b"eight")
     states(one, text(tokens, 0, StateUse(0, None, saves)))
     for point in saves:
-        assert one.states is not None
         assert one.states.holds(point)
         begun = text([50, 51], point.end, StateUse(1, point))
         assert states(one, begun) == chain([*tokens[: point.end], 50, 51])[-2:]
@@ -97,7 +96,6 @@ def test_a_pass_that_failed_is_not_gone_on_from() -> None:
     model.fails = 1
     with pytest.raises(RuntimeError, match="a pass failed"):
         states(one, text([*range(8)], 0, StateUse(0, None, (StateCheckpoint(3, 8, b"eight"),))))
-    assert one.states is not None
     assert not one.states.holds(point)
 
 

@@ -75,7 +75,6 @@ def test_prompts_are_gone_on_with_as_offline(client: openai.OpenAI, llm: LLM) ->
 
 def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> None:
     [offline] = llm.chat(HI, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
-    assert offline.logprobs is not None
     reply = client.chat.completions.create(
         model="tiny", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )

@@ -35,7 +35,6 @@ def test_the_middle_follows_prefix_and_suffix() -> None:
     made = tokenizer(*QWEN)
     ids = made.encode_fill_in("a = ", "\nprint(a)")
     assert written(made, ids) == "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"
-    assert made.fill_in is not None
     assert {made.id_to_token(i) for i in made.fill_in.ends} == set(QWEN)
     made = tokenizer(*QWEN, bos=True)
     assert written(made, made.encode_fill_in("a", "b")) == "<s><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
@@ -97,7 +96,6 @@ def test_sentencepiece_puts_its_space_before_the_prefix_alone() -> None:
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     loaded = Tokenizer(made, eos_token_ids=[])
     assert loaded.encode_fill_in("a", "b") == [257, 256, ord("a"), 258, ord("b"), 259]
-    assert loaded.fill_in is not None
     assert loaded.fill_in.ends == (257, 258, 259, 260)
 
 

@@ -143,7 +143,7 @@ def test_merging_shares_nodes_and_keeps_draws_in_order() -> None:
     ]
     below = draws_by_parent(merged.draws)
     assert [(d.speculator, d.node) for d in below[0]] == [
-        *(("first", 1), ("first", 3), ("second", 1), ("second", 1)),
+        *(("first", 1), ("first", 3), ("second", 1), ("second", 1))
     ]
     assert [(d.speculator, d.node) for d in below[1]] == [("first", 2), ("second", 4), ("second", 2)]
 

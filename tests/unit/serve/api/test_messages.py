@@ -145,7 +145,6 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
     server = MessagesServer(tokenizer, says('{"city": "Rome"}'), [refused])
     server.message(**{place: {"format": form} if place == "output_config" else form})
     held = server.backend.works[0].params.structured_output
-    assert held is not None
     assert '"city"' in held.source
     refusal = server.refusal(**{place: {"format": form} if place == "output_config" else form})
     assert refusal == (400, "invalid_request_error", "output_config.format.schema cannot be used")
@@ -162,7 +161,6 @@ def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> No
     params = server.backend.works[0].params
     assert params.structured_output is not None
     assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
-    assert params.prediction is not None
     assert len(params.prediction) == len("hello")
 
 

@@ -38,7 +38,6 @@ def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
     assert answer.output_text == "Hello"
     assert answer.status == "completed"
     assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
-    assert answer.usage is not None
     assert answer.usage.to_dict() == {
         "input_tokens": 38,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
@@ -93,10 +92,7 @@ def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> 
     parsed = server.responses.parse(model=MODEL, input="Where?", text_format=Place)
     assert parsed.output_parsed == Place(city="Rome")
     form = server.backend.works[1].params.structured_output
-    assert form is not None
     assert json.loads(form.source)["properties"] == {"city": {"title": "City", "type": "string"}}
-    assert parsed.text is not None
-    assert parsed.text.format is not None
     assert parsed.text.format.type == "json_schema"
 
 
@@ -105,7 +101,6 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hel", reason=cut), says("Hel", reason=cut), says("lo"))
     answer = server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
     assert answer.status == "incomplete"
-    assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
     events = server.events(model=MODEL, input="Hi", max_output_tokens=3)

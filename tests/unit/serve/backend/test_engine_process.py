@@ -264,7 +264,6 @@ def test_followers_start_with_the_config_and_end_if_the_model_cannot_load(tmp_pa
     server.send(config)
     received, processes = engine_process._receive_config(engine)
     assert received == config
-    assert processes is not None
     [(_, follower)] = processes.started()
     assert follower.poll() is None
     assert engine_process.run(engine, config, processes) == 2

@@ -58,11 +58,8 @@ def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> N
     [span], request_id = spans_of(tokenizer, [script], "/responses", body, headers)
     assert span.name == f"chat {MODEL}"
     assert span.kind is SpanKind.SERVER
-    assert span.parent is not None
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, CALLER)
     assert span.parent.trace_state["vendor"] == "x"
-    assert span.start_time is not None
-    assert span.end_time is not None
     span_attributes = dict(span.attributes or {})
     first = span_attributes.pop("gen_ai.response.time_to_first_chunk")
     assert isinstance(first, float)
