@@ -61,27 +61,24 @@ def test_chosen_rows_are_those_rows_laid_out(ids: list[int]) -> None:
     assert torch.equal(chosen.values, wanted.values)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
+def test_ranges_of_a_matrix_are_a_matrix_of_their_own() -> None:
+    for rows, columns in (
         ([range(0, 16), range(32, 64)], range(64, 128)),  # whole blocks
         ([range(16, 32), range(64, 70)], range(32, 128)),  # to the matrix's end
         ([range(16, 24)], range(0, 96)),
         ([range(3, 20), range(40, 41)], range(96, 128)),
-    ],
-)
-def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns: range) -> None:
-    values, scales, whole = int8(70, 128)
-    chosen = torch.tensor([row for one in rows for row in one])
-    part = empty_int8(len(chosen), len(columns))
-    part.values.fill_(7)
-    cut(whole, rows, columns, part)
-    wanted = values[chosen][:, columns.start : columns.stop]
-    found, found_scales = int8_matrix(part, len(chosen), len(columns))
-    assert torch.equal(found, wanted)
-    assert torch.equal(found_scales, scales[chosen])
-    behind = as_matrix(part.values)[:, len(columns) :]
-    assert behind.eq(128).all()
+    ):
+        values, scales, whole = int8(70, 128)
+        chosen = torch.tensor([row for one in rows for row in one])
+        part = empty_int8(len(chosen), len(columns))
+        part.values.fill_(7)
+        cut(whole, rows, columns, part)
+        wanted = values[chosen][:, columns.start : columns.stop]
+        found, found_scales = int8_matrix(part, len(chosen), len(columns))
+        assert torch.equal(found, wanted), rows
+        assert torch.equal(found_scales, scales[chosen]), rows
+        behind = as_matrix(part.values)[:, len(columns) :]
+        assert behind.eq(128).all(), rows
 
 
 def test_ranges_of_int4_keep_levels_scales_and_zeros() -> None:

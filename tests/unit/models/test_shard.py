@@ -88,18 +88,16 @@ def test_value_heads_go_with_those_of_their_keys() -> None:
     assert of_one.part.recurrence == RecurrenceRange(sums=SumParts((128, 256), (0, 2)))
 
 
-@pytest.mark.parametrize(
-    ("r", "size", "message"),
-    [
+def test_ranks_that_cannot_divide_a_recurrence_are_refused() -> None:
+    for r, size, message in (
         (MAMBA, 8, "recurrent layers of 8 heads in 4 groups, each with a norm, a rank would have"),
         (replace(DELTA, tiled=True), 2, "of 8 heads in 4 groups, tiled"),
         (replace(MAMBA, groups=1, norm_groups=1), 2, "of 8 heads in 1 groups, each with a norm, a rank"),
         (CONV, 4, "recurrent layers of 96 channels"),
-    ],
-)
-def test_ranks_that_cannot_divide_a_recurrence_are_refused(r: Recurrence, size: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Shard(0, size).of(replace(recurrent(r), num_heads=16, num_kv_heads=16))
+    ):
+        config = replace(recurrent(r), num_heads=16, num_kv_heads=16)
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{message}: {Shard(0, size).of(config)}")
 
 
 @pytest.mark.few(1)

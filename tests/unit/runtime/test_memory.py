@@ -29,17 +29,14 @@ def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share() -> None:
     assert blocks(1 << 30, limit=64 * 1024) == 64  # the caller's limit
 
 
-@pytest.mark.parametrize(
-    ("free", "limit", "says"),
-    [
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    for free, limit, says in (
         (1 << 30, 2 * 1024, r"at least 3 blocks x 4 positions x 256 bytes = .*raise kv_cache_memory"),
         (1024, None, "may take"),
         (1 << 20, 1 << 30, r"kv_cache_memory is 1.00 GiB, but 1.00 MiB are free"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_the_arithmetic(free: int, limit: int | None, says: str) -> None:
-    with pytest.raises(CapacityError, match=says):
-        blocks(free, limit=limit)
+    ):
+        with pytest.raises(CapacityError, match=says):
+            pytest.fail(f"{says}: {blocks(free, limit=limit)}")
 
 
 def test_what_a_container_and_an_option_allow_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

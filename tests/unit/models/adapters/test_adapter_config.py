@@ -31,9 +31,8 @@ def test_rslora_divides_by_the_root() -> None:
     assert read(use_rslora=True).scale_of(Q) == 16 / math.sqrt(8)
 
 
-@pytest.mark.parametrize(
-    ("config", "adapted"),
-    [
+def test_modules_that_are_adapted() -> None:
+    for config, adapted in (
         ({}, [Q]),
         ({"target_modules": "all-linear"}, [Q, DOWN]),
         ({"target_modules": r".*\.(q|down)_proj"}, [Q, DOWN]),
@@ -43,16 +42,13 @@ def test_rslora_divides_by_the_root() -> None:
         ({"target_modules": "all-linear", "layers_to_transform": 0}, [Q]),
         ({"target_modules": "all-linear", "exclude_modules": ["q_proj"]}, [DOWN]),
         ({"target_modules": "all-linear", "exclude_modules": r".*\.mlp\..*"}, [Q]),
-    ],
-)
-def test_modules_that_are_adapted(config: dict[str, Any], adapted: list[str]) -> None:
-    found = read(**config)
-    assert [name for name, layer in ((Q, 0), (DOWN, 11)) if found.adapts(name, layer)] == adapted
+    ):
+        found = read(**config)
+        assert [name for name, layer in ((Q, 0), (DOWN, 11)) if found.adapts(name, layer)] == adapted, config
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_what_is_refused_is_named() -> None:
+    for config, message in (
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; supported: LORA"),
         ({"use_dora": True}, "sets use_dora = True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"sets modules_to_save = \['lm_head'\]"),
@@ -75,9 +71,7 @@ def test_modules_that_are_adapted(config: dict[str, Any], adapted: list[str]) ->
         ({"target_modules": "*q"}, "target_modules has '\\*q', which is not a pattern"),
         ({"layers_to_transform": ["0"]}, "layers_to_transform is"),
         ({"use_rslora": 1}, "use_rslora is 1; expected true or false"),
-    ],
-)
-def test_what_is_refused_is_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message) as error:
-        read(**config)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(ModelError, match=message) as error:
+            pytest.fail(f"{config}: {read(**config)}")
+        assert "\n" not in str(error.value), config
