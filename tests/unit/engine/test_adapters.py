@@ -309,18 +309,15 @@ def test_an_adapter_that_a_request_names_has_to_fit(folder: Path, monkeypatch: p
         assert said(llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one"))) == found
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_contradict_each_other(folder: Path) -> None:
+    for options, message in (
         ({"lora": ["one"]}, "lora is 'one'; allowed: NAME=FOLDER"),
         ({"lora": ["=x"]}, "lora is '=x'; allowed: NAME=FOLDER"),
         ({"lora": ["a=x", "a=y"]}, "lora has the name 'a' twice"),
         ({"max_loras": 0}, "max_loras is 0; allowed: an integer >= 1"),
-    ],
-)
-def test_options_that_contradict_each_other(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_llm(folder, **options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{options}: {open_llm(folder, **options)}")
 
 
 def test_a_variant_has_the_same_adapters(folder: Path) -> None:

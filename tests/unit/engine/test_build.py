@@ -122,19 +122,16 @@ def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_pat
     assert variant_models(engine, engine, models).target is models.target
 
 
-@pytest.mark.parametrize(
-    ("curve", "nodes", "rows"),
-    [
+def test_auto_is_what_rows_cost(folder: Path) -> None:
+    for curve, nodes, rows in (
         (CostCurve((1, 240, 480), (1.2, 1.2, 2.4)), 360, 480),  # passes that wait for their weights
         (CostCurve((1, 2), (1.0, 2.0)), 64, 128),  # every row costs what the first one does
         (CostCurve((1, 2), (1.0, 1.0)), 2048, 2048),
         (CostCurve((1, 20, 100), (1.0, 1.0, 2.0)), 64, 128),
-    ],
-)
-def test_auto_is_what_rows_cost(folder: Path, curve: CostCurve, nodes: int, rows: int) -> None:
-    asked = config(folder / "target", max_nodes="auto", max_step_tokens="auto")
-    found = resolved(asked, curve)
-    assert (found.speculation.max_nodes, found.scheduler.max_step_tokens) == (nodes, rows)
-    numbers = config(folder / "target", max_nodes=9, max_step_tokens=99)
-    assert resolved(numbers, curve) == numbers
-    assert asked.speculation.node_limit == asked.scheduler.row_limit == 2048, "until it is known"
+    ):
+        asked = config(folder / "target", max_nodes="auto", max_step_tokens="auto")
+        found = resolved(asked, curve)
+        assert (found.speculation.max_nodes, found.scheduler.max_step_tokens) == (nodes, rows), curve
+        numbers = config(folder / "target", max_nodes=9, max_step_tokens=99)
+        assert resolved(numbers, curve) == numbers, curve
+        assert asked.speculation.node_limit == asked.scheduler.row_limit == 2048, "until it is known"

@@ -57,20 +57,17 @@ def test_the_text_is_the_targets_alone_and_in_a_batch(
     assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
+def test_chunks_and_blocks_of_any_size_do_not_change_the_text(
+    tiny: Tiny, expected: dict[str, list[list[int]]]
+) -> None:
+    for limits in (
         {"max_step_tokens": 7, "max_batch_size": 3},  # prompts of 40 tokens come in chunks
         {"max_step_tokens": 2, "max_batch_size": 2},
         {"block_size": 3},
         {"max_batch_size": 1},
-    ],
-)
-def test_chunks_and_blocks_of_any_size_do_not_change_the_text(
-    tiny: Tiny, expected: dict[str, list[list[int]]], limits: dict[str, int]
-) -> None:
-    llm = tiny.llm(drafts=["similar"], lookup=True, **limits)
-    assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
+    ):
+        llm = tiny.llm(drafts=["similar"], lookup=True, **limits)
+        assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"], limits
 
 
 def test_requests_without_blocks_are_preempted_and_lose_nothing(

@@ -15,9 +15,8 @@ from tests.engines import assert_idle, write_tiny
 from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOCAB, Oracle, params_of
 
 
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [
+def test_what_cannot_be_served_is_one_line_and_costs_no_other(llms: dict[str, LLM]) -> None:
+    for params, says in (
         (
             {"choice": ["no"], "allowed_token_ids": [97, EOS]},
             "choice and allowed_token_ids leave no token to begin with; relax one of them",
@@ -34,16 +33,12 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
             {"allowed_token_ids": [97, 128]},
             "allowed_token_ids has token id 128, outside the model's vocabulary of 128 tokens",
         ),
-    ],
-)
-def test_what_cannot_be_served_is_one_line_and_costs_no_other(
-    llms: dict[str, LLM], params: dict[str, Any], says: str
-) -> None:
-    llm = llms["both"]
-    with pytest.raises(RequestError) as caught:
-        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(**params)])
-    assert str(caught.value) == says
-    assert_idle(llm)
+    ):
+        llm = llms["both"]
+        with pytest.raises(RequestError) as caught:
+            llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(**params)])
+        assert str(caught.value) == says, params
+        assert_idle(llm)
 
 
 def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:

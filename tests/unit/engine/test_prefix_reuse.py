@@ -34,9 +34,8 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "found"),
-    [
+def test_a_prompt_starts_behind_what_an_earlier_one_left(tiny: Tiny) -> None:
+    for prompts, found in (
         # prompts, one after the other; what each finds of it in whole blocks of 4
         ([SYSTEM, SYSTEM], [0, 16]),
         ([SYSTEM, [*SYSTEM, 7, 7, 7]], [0, 16]),
@@ -45,16 +44,12 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
         ([SYSTEM, [9, *SYSTEM]], [0, 0]),
         ([SYSTEM, [*SYSTEM[:7], 0, *SYSTEM[8:]]], [0, 4]),
         ([[5, 6, 7], [5, 6, 7]], [0, 0]),
-    ],
-)
-def test_a_prompt_starts_behind_what_an_earlier_one_left(
-    tiny: Tiny, prompts: list[list[int]], found: list[int]
-) -> None:
-    llm = tiny.llm(drafts=["similar"], block_size=4)
-    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
-    assert cached(outputs) == found
-    assert prefix_hits(llm) == (sum(found), sum(map(len, prompts)))
-    assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts]
+    ):
+        llm = tiny.llm(drafts=["similar"], block_size=4)
+        outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        assert cached(outputs) == found, prompts
+        assert prefix_hits(llm) == (sum(found), sum(map(len, prompts))), prompts
+        assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts], prompts
 
 
 def test_a_conversation_finds_its_own_answers(tiny: Tiny) -> None:

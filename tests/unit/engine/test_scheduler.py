@@ -63,24 +63,20 @@ def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> No
     assert sum(e.end - e.start + max(e.max_nodes - 1, 0) for e in s.schedule().entries) <= 512
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted", "given"),
-    [
+def test_rows_are_shared_fairly() -> None:
+    for rows, wanted, given in (
         (0, [3, 3], [0, 0]),
         (10, [3, 3], [3, 3]),
         (5, [9, 9, 9], [2, 2, 1]),
         (10, [9, 1, 9], [5, 1, 4]),  # rows that one request does not need go to the others
         (3, [0, 1, 0, 9], [0, 1, 0, 2]),
         (7, [], []),
-    ],
-)
-def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) -> None:
-    assert fair_shares(rows, wanted) == given
+    ):
+        assert fair_shares(rows, wanted) == given, (rows, wanted)
 
 
-@pytest.mark.parametrize(
-    ("rows", "missing", "most", "each", "given"),
-    [
+def test_rows_of_prompts_go_to_the_shortest_and_the_oldest() -> None:
+    for rows, missing, most, each, given in (
         (0, [3, 3], 20, [1, 1], [0, 0]),
         (10, [30], 20, [1], [10]),
         (10, [3, 3], 20, [1, 1], [3, 3]),
@@ -96,12 +92,8 @@ def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) 
         (21, [90, 90], 90, [1, 2], [21, 0]),
         (21, [90, 3], 90, [1, 2], [15, 3]),
         (20, [90, 30], 90, [2, 1], [5, 10]),
-    ],
-)
-def test_rows_of_prompts_go_to_the_shortest_and_the_oldest(
-    rows: int, missing: list[int], most: int, each: list[int], given: list[int]
-) -> None:
-    assert prompt_rows(rows, missing, [most] * len(missing), each) == given
+    ):
+        assert prompt_rows(rows, missing, [most] * len(missing), each) == given, (rows, missing)
 
 
 def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_them() -> None:
@@ -124,23 +116,18 @@ def test_waiting_requests_join_when_there_is_room_and_in_order() -> None:
     assert [name for name, *_ in shares(s.schedule())] == ["b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "context", "nodes", "depth"),
-    [
+def test_trees_are_no_deeper_than_what_may_still_be_said() -> None:
+    for max_tokens, context, nodes, depth in (
         (100, 1000, 5, 98),  # one of 100 tokens is there, the step's bonus token is another
         (2, 1000, 1, 0),  # only the bonus token is left: nothing to guess
         (4, 1000, 5, 2),
         (100, 13, 5, 1),  # 11 tokens are there; one guess and the bonus token fill the context
-    ],
-)
-def test_trees_are_no_deeper_than_what_may_still_be_said(
-    max_tokens: int, context: int, nodes: int, depth: int
-) -> None:
-    s, a = scheduler(context=context), sequence("a", 10, max_tokens)
-    s.add(a)
-    commit(s.schedule(), [a])
-    (entry,) = s.schedule().entries
-    assert (entry.max_nodes, entry.max_depth) == (nodes, depth)
+    ):
+        s, a = scheduler(context=context), sequence("a", 10, max_tokens)
+        s.add(a)
+        commit(s.schedule(), [a])
+        (entry,) = s.schedule().entries
+        assert (entry.max_nodes, entry.max_depth) == (nodes, depth), (max_tokens, context)
 
 
 def test_short_of_blocks_a_request_goes_on_without_a_tree() -> None:

@@ -124,9 +124,8 @@ def test_choices_are_those_of_each_law_alone() -> None:
 ALL_BANNED = [[token] for token in range(VOCAB)]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_parameters_that_leave_no_token_are_named_and_stop_no_other() -> None:
+    for given, said in (
         ({"bad_words": ALL_BANNED}, "bad_words leave no token to choose after 2 tokens; relax one of them"),
         (
             {"bad_words": ALL_BANNED[:5], "min_tokens": 3, "presence_penalty": 1},
@@ -136,13 +135,11 @@ ALL_BANNED = [[token] for token in range(VOCAB)]
             {"bad_words": ALL_BANNED, "logit_bias": {2: 9}},
             "bad_words leave no token to choose after 2 tokens",
         ),
-    ],
-)
-def test_parameters_that_leave_no_token_are_named_and_stop_no_other(given: dict[str, Any], said: str) -> None:
-    results, *_ = verified(rows(*[0, 1, 2] * 3), {}, given, {"presence_penalty": 1})
-    assert results[::2] == [Acceptance((1, 2), 2)] * 2
-    assert isinstance(results[1], RequestError)
-    assert str(results[1]).startswith(said)
+    ):
+        results, *_ = verified(rows(*[0, 1, 2] * 3), {}, given, {"presence_penalty": 1})
+        assert results[::2] == [Acceptance((1, 2), 2)] * 2, given
+        assert isinstance(results[1], RequestError), given
+        assert str(results[1]).startswith(said), given
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,9 +46,9 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
     assert list(output.figures.proposed_by) == ["1-stranger"]
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_a_variant_that_needs_other_weights_is_refused(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"])
+    for options, line in (
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16', and a variant shares weights that were loaded with"),
         ({"quantization": "int8"}, "quantization is 'int8', and a variant shares weights that were loaded"),
         ({"kernels": "native"}, "kernels is 'native', and"),
@@ -58,14 +57,10 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
         ({"drafts": ["similar"] * 2}, "drafts names 'similar'; allowed for a variant: loaded drafts (sim"),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         ({"engine": 1}, "unknown option 'engine'"),
-    ],
-)
-def test_a_variant_that_needs_other_weights_is_refused(
-    tiny: Tiny, options: dict[str, Any], line: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        tiny.llm(drafts=["similar"]).variant(**options)
-    assert str(caught.value).startswith(line)
+    ):
+        with pytest.raises(ConfigError) as caught:
+            pytest.fail(f"{options}: {llm.variant(**options)}")
+        assert str(caught.value).startswith(line), options
 
 
 class Nothing(Speculator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -58,20 +57,15 @@ def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
     assert head.passes == [5]
 
 
-@pytest.mark.parametrize(
-    ("rows", "likelihoods", "passes"),
-    [
+def test_what_is_made_with_the_pass() -> None:
+    for rows, likelihoods, passes in (
         (64, lambda: pytest.fail("asked without need"), [64]),
         (200, None, [200]),  # all will be requested
         (200, lambda: [1.0] * 200, [64]),
-    ],
-)
-def test_what_is_made_with_the_pass(
-    rows: int, likelihoods: Callable[[], list[float]] | None, passes: list[int]
-) -> None:
-    head = Head()
-    Flight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
-    assert head.passes == passes
+    ):
+        head = Head()
+        Flight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
+        assert head.passes == passes, (rows, passes)
 
 
 def test_the_likeliest_rows_come_first_and_the_others_when_asked_for() -> None:
