@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate import decision as reasons
 from specinfer.speculate.decision import Contribution, Decision
@@ -62,18 +60,15 @@ def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> N
     assert decision.requests == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "policy", "why"),
-    [
+def test_why_a_draft_has_not_guessed() -> None:
+    for fields, policy, why in (
         ({"speculators": ("free",)}, SpeculationPolicy(), reasons.REQUEST),
         ({"max_nodes": 1}, SpeculationPolicy(), reasons.ROOM),
         ({}, NotWorthIt(), reasons.COST),
         ({}, SpeculationPolicy(), reasons.GUESSED),
-    ],
-)
-def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: SpeculationPolicy, why: str) -> None:
-    decision, _ = decided(Fan("free", []), Levels("draft", [10]), policy=policy, **fields)
-    assert decision.contributions[1].reason == why
+    ):
+        decision, _ = decided(Fan("free", []), Levels("draft", [10]), policy=policy, **fields)
+        assert decision.contributions[1].reason == why, fields
 
 
 def test_who_has_failed_is_told_of() -> None:

@@ -26,27 +26,23 @@ from tests.unit.speculate.guessers import Fan, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
 
 
-@pytest.mark.parametrize(
-    ("max_nodes", "token_ids"),
-    [
+def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay() -> None:
+    for max_nodes, token_ids in (
         (9, (7, 10, 11, 12, 13, 14)),  # b's 11 and 12 are a's too, and cost nothing
         (6, (7, 10, 11, 12, 13, 14)),
         (4, (7, 11, 12, 14)),  # 13 is as likely as 12, and came later
         (3, (7, 11, 14)),
         (2, (7, 14)),
         (1, (7,)),
-    ],
-)
-def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay(
-    max_nodes: int, token_ids: tuple[int, ...]
-) -> None:
-    a = Fan("a", [10, 11, 12], [0.1, 0.6, 0.1])
-    b = Fan("b", [11, 13, 12], [0.2, 0.4, 0.4])
-    c = Fan("c", [14], [0.9])
-    (tree,) = Ensemble([a, b, c], vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(max_nodes)))
-    assert a.offered == b.offered == c.offered == [max_nodes]
-    assert sorted(tree.token_ids) == sorted(token_ids)
-    tree.check_integrity()
+    ):
+        a = Fan("a", [10, 11, 12], [0.1, 0.6, 0.1])
+        b = Fan("b", [11, 13, 12], [0.2, 0.4, 0.4])
+        c = Fan("c", [14], [0.9])
+        ensemble = Ensemble([a, b, c], vocab=99, policy=SpeculationPolicy())
+        (tree,) = ensemble.propose(plans.plan(entry(max_nodes)))
+        assert a.offered == b.offered == c.offered == [max_nodes], max_nodes
+        assert sorted(tree.token_ids) == sorted(token_ids), max_nodes
+        tree.check_integrity()
 
 
 def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:

@@ -44,9 +44,8 @@ def entry(
     )
 
 
-@pytest.mark.parametrize(
-    ("asked", "guess"),
-    [
+def test_forced_text_is_one_chain(tiny: Tiny) -> None:
+    for asked, guess in (
         ({"regex": "yes|no"}, ""),  # there is a choice
         ({"regex": "yes|no", "output": "y"}, "es"),
         ({"choice": ["abcdx", "abcdy"]}, "abcd"),
@@ -57,16 +56,14 @@ def entry(
         ({"choice": ["abcdefghijk"], "max_nodes": 1}, ""),
         ({"choice": ["abcdefghijk"], "max_depth": 0}, ""),
         ({}, ""),  # no form, nothing forced
-    ],
-)
-def test_forced_text_is_one_chain(tiny: Tiny, asked: dict[str, Any], guess: str) -> None:
-    asked_entry = entry(tiny, **asked)
-    (tree,) = GrammarSpeculator(depth=8).propose(plan(asked_entry))
-    tree.check_integrity()
-    assert tree.token_ids == (asked_entry.token_ids[-1], *guess.encode())
-    assert tree.parents == tuple(range(-1, len(guess)))
-    assert {(draw.speculator, draw.rule) for draw in tree.draws} <= {("grammar", DrawRule.POINT_MASS)}
-    assert len(tree.draws) == len(guess)
+    ):
+        asked_entry = entry(tiny, **asked)
+        (tree,) = GrammarSpeculator(depth=8).propose(plan(asked_entry))
+        tree.check_integrity()
+        assert tree.token_ids == (asked_entry.token_ids[-1], *guess.encode()), asked
+        assert tree.parents == tuple(range(-1, len(guess))), asked
+        assert {(draw.speculator, draw.rule) for draw in tree.draws} <= {("grammar", DrawRule.POINT_MASS)}
+        assert len(tree.draws) == len(guess), asked
 
 
 def test_without_processors_nothing_is_guessed() -> None:

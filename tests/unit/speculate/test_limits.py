@@ -62,9 +62,8 @@ def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params:
 EVERYBODY = ("lookup", "draft1", "draft2")
 
 
-@pytest.mark.parametrize(
-    ("asked", "speculators", "nodes"),
-    [
+def test_speculators_and_the_nodes_they_could_use() -> None:
+    for asked, speculators, nodes in (
         (request(), EVERYBODY, 1 + 2 * DRAFT + LOOKUP),
         (request(False), (), 1),
         (request({"enabled": False, "speculators": ["lookup"]}), (), 1),
@@ -81,12 +80,8 @@ EVERYBODY = ("lookup", "draft1", "draft2")
         (request({"speculators": ["grammar"]}, choice=["a"]), ("grammar",), 1 + FORCED),
         (request({"speculators": ["prediction"]}, (5, 6)), ("prediction",), 1 + PREDICTION),
         (request(False, (5, 6), choice=["a"]), (), 1),
-    ],
-)
-def test_speculators_and_the_nodes_they_could_use(
-    asked: Request, speculators: tuple[str, ...], nodes: int
-) -> None:
-    assert limits().of(asked) == (speculators, nodes)
+    ):
+        assert limits().of(asked) == (speculators, nodes), asked
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:

@@ -80,23 +80,18 @@ def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens() -> None:
     assert len(coupled_children(logits[:3], SamplingParams(), 0, 0, 5)) == 3
 
 
-@pytest.mark.parametrize(
-    ("rule", "temperature", "confidences"),
-    [
+def test_a_draw_says_how_likely_the_draft_thinks_it() -> None:
+    for rule, temperature, confidences in (
         (DrawRule.POINT_MASS, 0.0, [0.4, 0.3]),
         (DrawRule.POINT_MASS, 0.5, [0.4, 0.3]),  # the top-k of the model, whatever the temperature
         (DrawRule.COUPLED, 1.0, [0.4, 0.3, 0.2, 0.05, 0.05]),
         (DrawRule.COUPLED, 0.5, [0.16, 0.09, 0.04, 0.0025, 0.0025]),  # of 0.295
-    ],
-)
-def test_a_draw_says_how_likely_the_draft_thinks_it(
-    rule: DrawRule, temperature: float, confidences: list[float]
-) -> None:
-    builder = draw(rule, len(confidences), temperature=temperature)
-    scale = sum(confidences) if rule is DrawRule.COUPLED else 1
-    by_token = {builder.token_ids[d.node]: d.confidence for d in builder.draws}
-    expected = dict(zip([1, 2, 3, 0, 4], [c / scale for c in confidences], strict=False))
-    assert by_token == pytest.approx(expected, rel=1e-4)
+    ):
+        builder = draw(rule, len(confidences), temperature=temperature)
+        scale = sum(confidences) if rule is DrawRule.COUPLED else 1
+        by_token = {builder.token_ids[d.node]: d.confidence for d in builder.draws}
+        expected = dict(zip([1, 2, 3, 0, 4], [c / scale for c in confidences], strict=False))
+        assert by_token == pytest.approx(expected, rel=1e-4), (rule, temperature)
 
 
 def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:

@@ -36,26 +36,20 @@ def test_after_the_end_of_the_prediction_there_is_nothing_to_guess() -> None:
     assert after("abcdef", "abcdefxyz") == []
 
 
-@pytest.mark.parametrize(
-    ("difference", "said", "guessed"),
-    [
+def test_right_after_a_difference_every_way_back_is_guessed() -> None:
+    for difference, said, guessed in (
         # Prediction: abcd efgh ijkl mnop
         ("inserted: stay", "abcdX", ["efghij", "fghi"]),
         ("replaced one: skip one", "abcdX", ["efghij", "fghi"]),
         ("replaced three: skip three", "abcdXYZ", ["efghij", "hijk"]),
         ("deleted: where the last token stands", "abcdh", ["ijklmn", "efgh", "fghi"]),
         ("at the beginning", "#", ["abcdef", "bcde"]),
-    ],
-)
-def test_right_after_a_difference_every_way_back_is_guessed(
-    difference: str, said: str, guessed: list[str]
-) -> None:
-    assert after("abcdefghijklmnop", said) == guessed, difference
+    ):
+        assert after("abcdefghijklmnop", said) == guessed, difference
 
 
-@pytest.mark.parametrize(
-    ("difference", "said"),
-    [
+def test_the_guess_goes_on_where_the_text_meets_it_again() -> None:
+    for difference, said in (
         ("inserted", "abcdXYefgh"),
         ("deleted", "abcdgh"),
         ("replaced", "abcdXYZgh"),
@@ -64,11 +58,9 @@ def test_right_after_a_difference_every_way_back_is_guessed(
         ("a header in front", "###abcdefgh"),
         ("begins later", "efgh"),
         ("two differences", "aXcdeYfgh"),
-    ],
-)
-def test_the_guess_goes_on_where_the_text_meets_it_again(difference: str, said: str) -> None:
-    [first, *_] = after("abcdefghijklmnop", said)
-    assert first == "ijklmn", difference
+    ):
+        [first, *_] = after("abcdefghijklmnop", said)
+        assert first == "ijklmn", difference
 
 
 def test_a_place_that_four_tokens_confirm_is_the_only_guess() -> None:

@@ -149,23 +149,18 @@ def test_a_prompt_is_read_in_step_with_the_target() -> None:
     assert tree.num_nodes > 3
 
 
-@pytest.mark.parametrize(
-    ("params", "verifier", "found"),
-    [
+def test_earlier_answers_are_not_looked_at_where_they_tell_what_is_drawn() -> None:
+    for params, verifier, found in (
         ({"seed": 1}, "coupled", ["ld"]),
         ({"seed": 1}, "mss", []),
         ({}, "mss", ["ld"]),
         ({"seed": 1, "temperature": 0.0}, "mss", ["ld"]),
         ({"seed": 1, "speculation": {"verifier": "mss"}}, "coupled", []),
         ({"seed": 1, "speculation": {"verifier": "coupled"}}, "mss", ["ld"]),
-    ],
-)
-def test_earlier_answers_are_not_looked_at_where_they_tell_what_is_drawn(
-    params: dict[str, Any], verifier: str, found: list[str]
-) -> None:
-    speculator = lookup(verifier=verifier)
-    answer(speculator, "say:", "world")
-    asked = entry(letters("do wor"), params=SamplingParams(**params))
-    assert spelled(speculator.propose(plan(asked))[0]) == found
-    own = entry(letters("ab-ab"), request_id="own", params=SamplingParams(**params))
-    assert spelled(speculator.propose(plan(own))[0]) == ["-ab"], "its own text is its own"
+    ):
+        speculator = lookup(verifier=verifier)
+        answer(speculator, "say:", "world")
+        asked = entry(letters("do wor"), params=SamplingParams(**params))
+        assert spelled(speculator.propose(plan(asked))[0]) == found, (params, verifier)
+        own = entry(letters("ab-ab"), request_id="own", params=SamplingParams(**params))
+        assert spelled(speculator.propose(plan(own))[0]) == ["-ab"], "its own text is its own"

@@ -88,28 +88,25 @@ def total(items, rate):
 """
 
 
-@pytest.mark.parametrize(
-    ("edit", "answer", "steps"),
-    [
+def test_an_edited_file_takes_few_steps() -> None:
+    """Letter by letter, a target that says the edited file; a step accepts at most 15 and adds one."""
+    for edit, edited, steps in (
         ("nothing", OLD, 8),
         ("a line deleted", OLD.replace("        print(item)\n", ""), 8),
         ("a line inserted", OLD.replace("    return", "    print(result)\n    return"), 11),
         ("a name changed everywhere", OLD.replace("result", "amount"), 12),
         ("a fence around it", "```python\n" + OLD + "```", 21),
         ("all of it", NEW, 26),
-    ],
-)
-def test_an_edited_file_takes_few_steps(edit: str, answer: str, steps: int) -> None:
-    """Letter by letter, a target that says the edited file; a step accepts at most 15 and adds one."""
-    speculator, said, taken = PredictionSpeculator(), 0, 0
-    while said < len(answer):
-        asked = entry(letters(OLD), letters(answer[:said]), max_depth=len(answer) - said)
-        [tree] = speculator.propose(plan(asked))
-        children, node = tree.children(), 0
-        while said < len(answer) and (node := children[node].get(ord(answer[said]), -1)) >= 0:
-            said += 1
-        said, taken = min(said + 1, len(answer)), taken + 1
-    assert taken == steps, edit
+    ):
+        speculator, said, taken = PredictionSpeculator(), 0, 0
+        while said < len(edited):
+            asked = entry(letters(OLD), letters(edited[:said]), max_depth=len(edited) - said)
+            [tree] = speculator.propose(plan(asked))
+            children, node = tree.children(), 0
+            while said < len(edited) and (node := children[node].get(ord(edited[said]), -1)) >= 0:
+                said += 1
+            said, taken = min(said + 1, len(edited)), taken + 1
+        assert taken == steps, edit
 
 
 @given(
