@@ -53,23 +53,18 @@ def test_guesses_are_deeper_where_layers_are_streamed_unless_somebody_says_how_d
     assert config == EngineConfig.from_options("m", {**options, **meant})
 
 
-@pytest.mark.parametrize(
-    ("options", "shape"),
-    [
+def test_a_shape_is_learned_where_costs_are_weighed_and_nobody_gives_one() -> None:
+    for options, shape in (
         ({}, "learned"),
         ({"expansion": "learned"}, "learned"),
         ({"tree_size": "fixed"}, "1,1,3,1,1"),
         ({"expansion": "2,1"}, "2,1"),
         ({"expansion": "2,1", "tree_size": "fixed"}, "2,1"),
-    ],
-)
-def test_a_shape_is_learned_where_costs_are_weighed_and_nobody_gives_one(
-    options: dict[str, Any], shape: str
-) -> None:
-    speculation = EngineConfig.from_options("m", options).speculation
-    assert (speculation.shape, speculation.learns_shape) == (shape, shape == "learned")
-    assert speculation.with_tree_size("cost").shape == ("2,1" if shape == "2,1" else "learned")
-    assert speculation.with_tree_size("fixed").shape == ("1,1,3,1,1" if shape == "learned" else shape)
+    ):
+        speculation = EngineConfig.from_options("m", options).speculation
+        assert (speculation.shape, speculation.learns_shape) == (shape, shape == "learned"), options
+        assert speculation.with_tree_size("cost").shape == ("2,1" if shape == "2,1" else "learned"), options
+        assert speculation.with_tree_size("fixed").shape == ("1,1,3,1,1" if shape == "learned" else shape)
 
 
 def test_a_config_is_frozen() -> None:
@@ -78,24 +73,21 @@ def test_a_config_is_frozen() -> None:
         config.model = "another"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("option", "hint"),
-    [
+def test_an_unknown_option_is_refused_with_a_hint() -> None:
+    for option, hint in (
         ("draft", "did you mean drafts?"),
         ("model", "known: block_size, chat_template, "),  # given by position
         ("speculation", "known: block_size, chat_template, "),  # groups are flat here
-    ],
-)
-def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        EngineConfig.from_options("m", {option: 1})
-    line = str(refused.value)
-    assert line.startswith(f"unknown option {option!r}; ")
-    if hint.startswith("did"):
-        assert line.endswith(hint)
-    else:
-        assert "; known: block_size, chat_template, " in line or "; did you mean" in line
-    assert "\n" not in line
+    ):
+        with pytest.raises(ConfigError) as refused:
+            pytest.fail(f"{option}: {EngineConfig.from_options('m', {option: 1})}")
+        line = str(refused.value)
+        assert line.startswith(f"unknown option {option!r}; "), option
+        if hint.startswith("did"):
+            assert line.endswith(hint), option
+        else:
+            assert "; known: block_size, chat_template, " in line or "; did you mean" in line, option
+        assert "\n" not in line, option
 
 
 @pytest.mark.parametrize(

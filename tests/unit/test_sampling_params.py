@@ -84,9 +84,8 @@ def test_a_wrong_value_is_one_line() -> None:
         assert str(caught.value).startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("given", "name", "kept"),
-    [
+def test_what_is_kept_of_a_value() -> None:
+    for given, name, kept in (
         ({"logit_bias": {"5": 1, 6: -100}}, "logit_bias", {5: 1.0, 6: -100.0}),  # JSON's keys are strings
         ({"logit_bias": {}}, "logit_bias", {}),
         ({"bad_words": "one"}, "bad_words", ("one",)),
@@ -102,10 +101,8 @@ def test_a_wrong_value_is_one_line() -> None:
         ({"presence_penalty": -2}, "presence_penalty", -2),
         ({"logprobs": 0, "prompt_logprobs": 1000}, "prompt_logprobs", 1000),
         ({"response_format": {"type": "text"}, "ignore_eos": True}, "structured_output", None),
-    ],
-)
-def test_what_is_kept_of_a_value(given: dict[str, Any], name: str, kept: Any) -> None:
-    assert getattr(SamplingParams(**given), name) == kept
+    ):
+        assert getattr(SamplingParams(**given), name) == kept, given
 
 
 def test_the_callers_own_mapping_and_lists_are_not_kept() -> None:

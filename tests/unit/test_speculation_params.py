@@ -11,9 +11,8 @@ from specinfer.sampling_params import SpeculationParams
 from specinfer.tree.token_tree import Expansion
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
+def test_every_way_to_say_it() -> None:
+    for given, meant in (
         (None, SpeculationParams()),
         (False, SpeculationParams(enabled=False)),
         ({"max_nodes": 1}, SpeculationParams(max_nodes=1)),
@@ -23,10 +22,8 @@ from specinfer.tree.token_tree import Expansion
         ({"speculators": "lookup"}, SpeculationParams(speculators=("lookup",))),
         ({"verifier": "mss"}, SpeculationParams(verifier="mss")),
         (SpeculationParams(max_nodes=3), SpeculationParams(max_nodes=3)),
-    ],
-)
-def test_every_way_to_say_it(given: object, meant: SpeculationParams) -> None:
-    assert SpeculationParams.of(given) == meant
+    ):
+        assert SpeculationParams.of(given) == meant, given
 
 
 SPECULATORS = "allowed: names of speculators, at least one; to switch speculation off, set enabled to false"

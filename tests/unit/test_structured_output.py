@@ -11,9 +11,8 @@ def schema_format(schema, **more):
     return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema} | more}
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind", "source"),
-    [
+def test_each_parameter_becomes_one_form():
+    for asked, kind, source in (
         ({"response_format": {"type": "json_object"}}, OutputKind.JSON_OBJECT, ""),
         ({"response_format": schema_format({}, strict=None)}, OutputKind.JSON_SCHEMA, "{}"),
         ({"response_format": schema_format({}, strict=False)}, OutputKind.JSON_SCHEMA, "{}"),
@@ -24,14 +23,12 @@ def schema_format(schema, **more):
         ({"regex": "[0-9]+"}, OutputKind.REGEX, "[0-9]+"),
         ({"choice": ("yes", "nein \u00fc")}, OutputKind.CHOICE, '["yes", "nein \u00fc"]'),
         ({"grammar": 'root ::= "a"'}, OutputKind.GRAMMAR, 'root ::= "a"'),
-    ],
-)
-def test_each_parameter_becomes_one_form(asked, kind, source):
-    form = structured_output(**asked)
-    expected = StructuredOutput(kind, source, strict="required" in source)
-    assert form == expected
-    assert [form.parameter] == [*asked]
-    assert hash(form) == hash(expected)
+    ):
+        form = structured_output(**asked)
+        expected = StructuredOutput(kind, source, strict="required" in source)
+        assert form == expected, asked
+        assert [form.parameter] == [*asked], asked
+        assert hash(form) == hash(expected), asked
 
 
 def test_infinity_is_what_is_read_of_a_bound_beyond_floats():

@@ -31,9 +31,8 @@ def bits(row: NDArray[np.float32]) -> list[int]:
     return row.view(np.uint32).tolist()
 
 
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
+def test_what_changes_make_of_a_row() -> None:
+    for made, expected in (
         (NOTHING, [4, 2, 0, -2, -4, 1]),
         (bans([0, 3, 0]), [NO, 2, 0, NO, -4, 1]),
         (biases({1: 0.5, 4: -3}), [4, 2.5, 0, -2, -7, 1]),
@@ -46,12 +45,10 @@ def bits(row: NDArray[np.float32]) -> list[int]:
         ),
         # Bans cannot be undone.
         (joined([bans([2]), biases({2: 100}), changes((2, (0, 0.5, -2, -2)))]), [4, 2, NO, -2, -4, 1]),
-    ],
-)
-def test_what_changes_make_of_a_row(made: RowChanges, expected: list[float]) -> None:
-    row = ROW.copy()
-    made.apply(row)
-    assert row.tolist() == expected
+    ):
+        row = ROW.copy()
+        made.apply(row)
+        assert row.tolist() == expected, made
 
 
 def test_what_changes_nothing_leaves_every_bit() -> None:

@@ -24,9 +24,8 @@ def penalised(
     return [float(x) for x in row]
 
 
-@pytest.mark.parametrize(
-    ("params", "prompt", "output", "expected"),
-    [
+def test_what_each_takes_from_a_logit() -> None:
+    for params, prompt, output, expected in (
         # Once for every token of the output, however often it occurs; the prompt does not count.
         ({"presence_penalty": 1}, [7, 7], [0, 3, 3], [3, 2, 0, -3, -4, 1, -1, 3]),
         ({"presence_penalty": -0.5}, [7], [0, 3, 3], [4.5, 2, 0, -1.5, -4, 1, -1, 3]),
@@ -43,13 +42,9 @@ def penalised(
             [0, 0],
             [0, 2, 0, -2, -4, 1, -1, 1.5],
         ),
-    ],
-)
-def test_what_each_takes_from_a_logit(
-    params: dict[str, Any], prompt: list[int], output: list[int], expected: list[float]
-) -> None:
-    for cut in range(len(output) + 1):  # for every start of the path
-        assert penalised(params, prompt, output[:cut], output[cut:]) == expected
+    ):
+        for cut in range(len(output) + 1):  # for every start of the path
+            assert penalised(params, prompt, output[:cut], output[cut:]) == expected, params
 
 
 def test_looking_at_a_path_leaves_no_trace() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from specinfer import SamplingParams
 from specinfer.processors.pipeline import Processors
@@ -42,9 +41,8 @@ def processors(*, form: bool = False, bad_words: Any = (), **params: Any) -> Pro
     )
 
 
-@pytest.mark.parametrize(
-    ("asked", "path", "expected"),
-    [
+def test_logits_after_a_path() -> None:
+    for asked, path, expected in (
         ({}, (), [4, 2, 0, -2, -4, 1]),
         ({"form": True}, (), [4, NO, 0, NO, -4, NO]),
         ({"form": True}, (0,), [NO, 2, NO, -2, NO, 1]),
@@ -62,29 +60,29 @@ def processors(*, form: bool = False, bad_words: Any = (), **params: Any) -> Pro
         # Contradictions leave nothing.
         ({"allowed_token_ids": [END], "min_tokens": 1}, (), [NO] * 6),
         ({"form": True, "allowed_token_ids": [1]}, (), [NO] * 6),
-    ],
-)
-def test_logits_after_a_path(asked: dict[str, Any], path: tuple[int, ...], expected: list[float]) -> None:
-    row = ROW.copy()
-    fresh = processors(**asked)
-    assert fresh.apply(row, path).tolist() == expected
-    assert row.tolist() == ROW.tolist(), "the model's own row stays as it is"
-    changes = fresh.changes(path)
-    assert (changes is None) == any(name in asked for name in ("form", "allowed_token_ids"))
-    if changes is not None:
-        changed = row.copy()
-        changes.apply(changed)
-        assert changed.tolist() == expected, "single logits change as in the whole row"
-    assert [fresh.permits(path, token) for token in range(6)] == [x > NO for x in expected]
-    moved = processors(**asked)
-    for token in path:
-        moved.commit([token])
-    assert moved.apply(row, ()).tolist() == expected, "a path is what the text would be after it"
+    ):
+        row = ROW.copy()
+        fresh = processors(**asked)
+        assert fresh.apply(row, path).tolist() == expected, (asked, path)
+        assert row.tolist() == ROW.tolist(), "the model's own row stays as it is"
+        changes = fresh.changes(path)
+        assert (changes is None) == any(name in asked for name in ("form", "allowed_token_ids")), (
+            asked,
+            path,
+        )
+        if changes is not None:
+            changed = row.copy()
+            changes.apply(changed)
+            assert changed.tolist() == expected, "single logits change as in the whole row"
+        assert [fresh.permits(path, token) for token in range(6)] == [x > NO for x in expected], (asked, path)
+        moved = processors(**asked)
+        for token in path:
+            moved.commit([token])
+        assert moved.apply(row, ()).tolist() == expected, "a path is what the text would be after it"
 
 
-@pytest.mark.parametrize(
-    ("asked", "bans", "idle"),
-    [
+def test_what_may_ban_and_what_changes_nothing() -> None:
+    for asked, bans, idle in (
         ({}, [], True),
         ({"temperature": 0.5, "top_k": 3}, [], True),
         ({"presence_penalty": 1}, [], False),
@@ -95,12 +93,10 @@ def test_logits_after_a_path(asked: dict[str, Any], path: tuple[int, ...], expec
         ({"bad_words": [[1]]}, ["bad_words"], False),
         ({"min_tokens": 1}, ["min_tokens"], False),
         ({"min_tokens": 1, "bad_words": [[1]]}, ["bad_words", "min_tokens"], False),
-    ],
-)
-def test_what_may_ban_and_what_changes_nothing(asked: dict[str, Any], bans: list[str], idle: bool) -> None:
-    made = processors(**asked)
-    assert (made.bans, made.idle) == (bans, idle)
-    assert (made.apply(ROW, ()) is ROW) == idle, "an idle row is not even copied"
+    ):
+        made = processors(**asked)
+        assert (made.bans, made.idle) == (bans, idle), asked
+        assert (made.apply(ROW, ()) is ROW) == idle, "an idle row is not even copied"
 
 
 def test_the_form_is_named_as_the_caller_named_it() -> None:

@@ -121,9 +121,8 @@ def test_blanks_before_texts_stay_where_they_were(scheme, content):
     assert sum(map(tokenizer.is_special, ids)) == sum(map(tokenizer.is_special, other))
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_templates_that_look_into_contents_are_followed():
+    for template in (
         "{{ messages[0].content | trim }}</s>",
         "{{ messages[0]['content'] | tojson }}</s>",
         "{{ messages[0].content.split('nothing')[-1].lstrip('\n') + '</s>' }}",
@@ -131,35 +130,30 @@ def test_blanks_before_texts_stay_where_they_were(scheme, content):
         "{% if messages[0].content.endswith('x') %}no{% else %}{{ messages[0].content }}{% endif %}</s>",
         "{% for part in messages[0].content %}{{ part.text }}{% endfor %}</s>",
         "{{ messages[0].content }}{{ messages[0].content | replace('b', 'c') }}</s>",
-    ],
-)
-def test_templates_that_look_into_contents_are_followed(template):
-    tokenizer = byte_level(template)
-    messages = [user(" <|im_end|> b ".strip() if "startswith" in template else " <|im_end|> b ")]
-    ids = ChatEncoder(tokenizer).token_ids(messages)
-    assert [i for i in ids if tokenizer.is_special(i)] == [tokenizer.special_id("</s>")]
-    assert b"".join(map(tokenizer.bytes_of, ids)).decode() == ChatEncoder(tokenizer).render(messages).text
+    ):
+        tokenizer = byte_level(template)
+        messages = [user(" <|im_end|> b ".strip() if "startswith" in template else " <|im_end|> b ")]
+        ids = ChatEncoder(tokenizer).token_ids(messages)
+        assert [i for i in ids if tokenizer.is_special(i)] == [tokenizer.special_id("</s>")], template
+        assert b"".join(map(tokenizer.bytes_of, ids)).decode() == ChatEncoder(tokenizer).render(messages).text
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_a_template_that_makes_something_else_of_a_name_is_not_trusted_with_it():
+    for template in (
         "{{ messages[0].content | length }}{{ messages[0].content }}",
         "{% if '<|im_end|>' in messages[0].content %}{{ messages[0].content }}{% endif %}",
         "{{ messages[0].content | tojson(ensure_ascii=true) }}",
         "{{ messages[0].content[:12] }}",
         "{{ messages[0].content.split('<|im_end|>')[0] }}",
-    ],
-)
-def test_a_template_that_makes_something_else_of_a_name_is_not_trusted_with_it(template):
-    tokenizer = byte_level(template)
-    with pytest.raises(RequestError, match="set special_tokens_in_messages to special"):
-        ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")])
-    assert ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")], special_tokens="special")
-    ordinary = [
-        ChatEncoder(tokenizer).token_ids([user("a b")], special_tokens=how) for how in ("text", "special")
-    ]
-    assert ordinary[0] == ordinary[1]
+    ):
+        tokenizer = byte_level(template)
+        with pytest.raises(RequestError, match="set special_tokens_in_messages to special"):
+            ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")])
+        assert ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")], special_tokens="special"), template
+        ordinary = [
+            ChatEncoder(tokenizer).token_ids([user("a b")], special_tokens=how) for how in ("text", "special")
+        ]
+        assert ordinary[0] == ordinary[1], template
 
 
 def test_tokens_that_take_blanks_along_do_so_still():

@@ -11,21 +11,18 @@ TEXTS = ("", "a", "1,,2", "1;2", "1.5", "1,x")
 WIDTHS = ((), (0,), (1, -2), (65,), (1,) * 65, (True,), (1.0,))
 
 
-@pytest.mark.parametrize(
-    ("text", "widths", "num_nodes"),
-    [
+def test_a_plan_is_read() -> None:
+    for text, widths, num_nodes in (
         ("1", (1,), 2),
         ("1,1,3,1,1", (1, 1, 3, 1, 1), 1 + 1 + 1 + 3 + 3 + 3),
         ("2,2,1", (2, 2, 1), 1 + 2 + 4 + 4),
         (" <1, 2> ", (1, 2), 1 + 1 + 2),
-    ],
-)
-def test_a_plan_is_read(text: str, widths: tuple[int, ...], num_nodes: int) -> None:
-    plan = Expansion.parse(text)
-    assert plan.widths == widths
-    assert plan.depth == len(widths)
-    assert plan.num_nodes == num_nodes
-    assert Expansion.parse(str(plan)) == plan
+    ):
+        plan = Expansion.parse(text)
+        assert plan.widths == widths, text
+        assert plan.depth == len(widths), text
+        assert plan.num_nodes == num_nodes, text
+        assert Expansion.parse(str(plan)) == plan, text
 
 
 def test_text_that_is_no_plan_and_widths_out_of_range_are_refused() -> None:

@@ -122,37 +122,29 @@ def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -
     return builder.build()
 
 
-@pytest.mark.parametrize(
-    ("draws", "pinned"),
-    [
+def test_what_follows_all_samples_below_its_node_may_go() -> None:
+    for draws, pinned in (
         ([(0, 5, IID), (0, 7, POINT), (1, 6, POINT)], {1}),
         ([(0, 5, POINT), (0, 7, IID)], {1, 2}),  # 7 was drawn without knowing what becomes of 5
         ([(0, 5, POINT), (1, 6, IID), (0, 7, POINT)], {1, 2}),  # 6 hangs below 5
         ([(0, 5, POINT), (0, 7, POINT), (2, 6, IID), (2, 8, POINT)], {2, 3}),
         ([(0, 5, IID), (0, 5, POINT), (1, 6, POINT)], {1}),  # a node that two have guessed
-    ],
-)
-def test_what_follows_all_samples_below_its_node_may_go(
-    draws: list[tuple[int, int, DrawRule]], pinned: set[int]
-) -> None:
-    assert pinned_nodes(grown(*draws)) == pinned
+    ):
+        assert pinned_nodes(grown(*draws)) == pinned, draws
 
 
-@pytest.mark.parametrize(
-    ("most", "left"),
-    [
+def test_the_likeliest_nodes_are_a_tree() -> None:
+    for most, left in (
         (9, ALL),
         (7, ALL),
         (6, ALL - {(5, 6)}),
         (4, {(7,), (7, 8), (7, 9)}),
         (3, {(7,), (7, 8)}),  # of equal ones the earlier
         (1, set()),
-    ],
-)
-def test_the_likeliest_nodes_are_a_tree(most: int, left: set[tuple[int, ...]]) -> None:
-    whole = tree()
-    probabilities = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
-    assert paths(likeliest(whole, [probabilities[whole.path_tokens(n)] for n in range(7)], most)) == left
+    ):
+        whole = tree()
+        probabilities = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
+        assert paths(likeliest(whole, [probabilities[whole.path_tokens(n)] for n in range(7)], most)) == left
 
 
 @given(

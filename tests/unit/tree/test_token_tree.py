@@ -59,9 +59,8 @@ def test_a_single_node_is_ordinary_decoding() -> None:
     assert tree.children() == [{}]
 
 
-@pytest.mark.parametrize(
-    ("tree", "complaint"),
-    [
+def test_a_broken_tree_is_called_one() -> None:
+    for tree, complaint in (
         (TokenTree((), ()), "has a root"),
         (TokenTree((1, 2), (-1,)), "one parent per node"),
         (TokenTree((1,), (0,)), "node 0 is the root"),
@@ -69,11 +68,9 @@ def test_a_single_node_is_ordinary_decoding() -> None:
         (TokenTree((1, 2, 2), (-1, 0, 0)), "node 2 repeats a sibling"),
         (TokenTree((1, 2), (-1, 0), (Draw(0, 0, "s", DrawRule.POINT_MASS),)), "names no node"),
         (TokenTree((1, 2, 3), (-1, 0, 1), (Draw(0, 2, "s", DrawRule.POINT_MASS),)), "has another parent"),
-    ],
-)
-def test_a_broken_tree_is_called_one(tree: TokenTree, complaint: str) -> None:
-    with pytest.raises(IntegrityError, match=complaint):
-        tree.check_integrity()
+    ):
+        with pytest.raises(IntegrityError, match=complaint):
+            pytest.fail(f"{tree}: {tree.check_integrity()}")
 
 
 def test_a_builder_shares_nodes_and_keeps_every_draw() -> None:

@@ -44,9 +44,8 @@ def reported(row: list[float], chosen: int, top: int) -> list[tuple[int, float, 
 ROW = [-1.5, -0.7, -math.inf, -1.5, -2.5]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "top", "expected"),
-    [
+def test_the_chosen_token_and_the_likeliest() -> None:
+    for chosen, top, expected in (
         (1, 0, [(1, -0.7, 1)]),
         (4, 0, [(4, -2.5, 4)]),
         (1, 1, [(1, -0.7, 1)]),  # the chosen one is the likeliest: named once
@@ -56,12 +55,8 @@ ROW = [-1.5, -0.7, -math.inf, -1.5, -2.5]
         # An excluded token is not among the likeliest, however many are requested.
         (0, 99, [(0, -1.5, 2), (1, -0.7, 1), (3, -1.5, 2), (4, -2.5, 4)]),
         (2, 1, [(2, -math.inf, 5), (1, -0.7, 1)]),
-    ],
-)
-def test_the_chosen_token_and_the_likeliest(
-    chosen: int, top: int, expected: list[tuple[int, float, int]]
-) -> None:
-    assert reported(ROW, chosen, top) == expected
+    ):
+        assert reported(ROW, chosen, top) == expected, (chosen, top)
 
 
 def test_figures_closer_than_float32_keep_their_order() -> None:
