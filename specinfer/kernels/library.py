@@ -57,6 +57,7 @@ _LOG: Final = logging.getLogger(__name__)
 # The result of each function, which is specinfer_NAME in the library, and its arguments.
 _ADDRESS, _COUNT, _FLAG = c_void_p, c_int64, c_int32
 _PRODUCT, _HEADS, _PATHS = POINTER(ProductArgs), POINTER(HeadsArgs), POINTER(PathsArgs)
+_RECUR: Final = (None, POINTER(RecurrenceArgs), _FLAG, _ADDRESS, _ADDRESS, POINTER(StatesArgs), _COUNT)
 _LOGITS: Final = (_FLAG, _ADDRESS, _COUNT, _COUNT, _COUNT)
 _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ready": (_FLAG,),
@@ -93,10 +94,9 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "tree_attention": (None, _FLAG, _HEADS, _PATHS, *[_ADDRESS] * 4),
     "fault_of_paths": (_FLAG, _PATHS, _COUNT),
     "fault_of_states": (_FLAG, POINTER(StatesArgs), _COUNT),
-    "recur": (
-        *(None, POINTER(RecurrenceArgs), _FLAG, _ADDRESS, _ADDRESS),
-        *(POINTER(StatesArgs), _COUNT, _ADDRESS),
-    ),
+    "recur": (*_RECUR, _ADDRESS),
+    "recur_alone": (*_RECUR, _ADDRESS, _ADDRESS, _ADDRESS),
+    "norm_values": (None, POINTER(RecurrenceArgs), _FLAG, *[_ADDRESS] * 3, _COUNT, _ADDRESS),
     "open_values": (None, _FLAG, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT),
     "decode": (
         *(_FLAG, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), _PATHS, _ADDRESS, _ADDRESS),

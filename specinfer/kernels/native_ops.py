@@ -174,11 +174,18 @@ class NativeOps(Ops):
             given_TG = made_TC[:0] if gates_TG is None else gates_TG
             check_tensor("gates", given_TG, torch.float32, rows, parts.sizes.gates)
         out_TV = made_TC.new_empty(rows, parts.sizes.values)
-        self.library.recur(
-            *(ctypes.byref(native.args), code, made_TC.data_ptr()),
-            None if gates_TG is None else gates_TG.data_ptr(),
-            *(ctypes.byref(states_args(states, rows, self.library)), rows, out_TV.data_ptr()),
-        )
+        block = ctypes.byref(native.args), code, made_TC.data_ptr()
+        gates = None if gates_TG is None else gates_TG.data_ptr()
+        given = *block, gates, ctypes.byref(states_args(states, rows, self.library)), rows
+        if parts.total is None or not parts.sizes.whole_heads:
+            self.library.recur(*given, out_TV.data_ptr())
+            return out_TV
+        values_TV = torch.empty(rows, parts.sizes.values)
+        squares_TN = torch.empty(rows, parts.sizes.whole_heads)
+        made = values_TV.data_ptr(), squares_TN.data_ptr()
+        self.library.recur_alone(*given, *made, out_TV.data_ptr())
+        parts.total(squares_TN.view(torch.int32))  # others have zeros in their place
+        self.library.norm_values(*block, *made, rows, out_TV.data_ptr())
         return out_TV
 
     def open_values(self, values_TC: Tensor, gates_TC: Tensor) -> Tensor:

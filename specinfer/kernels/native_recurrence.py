@@ -19,7 +19,7 @@ _KINDS: Final = (LayerKind.SHORT_CONV, LayerKind.GATED_DELTA, LayerKind.MAMBA2)
 _NORMS: Final = tuple(GateNorm)
 _SIZES: Final = (
     *("taps", "channels", "heads", "groups", "tiled", "key_size", "value_size"),
-    *("norm_groups", "norm_eps", "min_dt", "max_dt"),
+    *("norm_groups", "whole_heads", "first_head", "norm_eps", "min_dt", "max_dt"),
 )
 _FAULTS: Final = (  # as cpu/recurrence.cpp numbers them
     "",

@@ -6,6 +6,7 @@ Shapes: T rows, C channels of the convolution, N heads, K key size, V value size
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -39,6 +40,8 @@ class RecurrenceParts:
     dt_bias_N: Tensor | None  # float32
     skip_N: Tensor | None  # float32, Mamba-2's D: output += D x
     norm_weight: Tensor | None  # float32, [V] for each head, or [N V]
+    # Adds int32 numbers of all ranks up in place; None: its last product does, or there are none.
+    total: Callable[[Tensor], Tensor] | None = None
 
 
 class _State(NamedTuple):

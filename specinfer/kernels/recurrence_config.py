@@ -60,6 +60,9 @@ class Recurrence:
     norm_eps: float = 1e-6
     min_dt: float = 0.0
     max_dt: float = math.inf
+    # If ranks share a norm: the heads of all of them, which have the `norm_groups`, and the first one here.
+    whole_heads: int = 0
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         if not 2 <= self.taps <= _MAX_TAPS:

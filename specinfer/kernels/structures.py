@@ -171,7 +171,7 @@ class RecurrenceArgs(ctypes.Structure):
         *_alike(ProductArgs, "first", "last", "gates"),
         *_alike(c_int64, "layer", "taps", "channels", "heads", "groups", "key_size", "value_size"),
         *_alike(c_void_p, "conv", "conv_bias", "decay", "dt_bias", "skip", "norm_weight"),
-        *_alike(c_int64, "norm_weights", "norm_groups"),
+        *_alike(c_int64, "norm_weights", "norm_groups", "whole_heads", "first_head"),
         *_alike(c_float, "norm_eps", "min_dt", "max_dt"),
         ("tiled", c_int32),
     )

@@ -48,7 +48,7 @@ def recurrent(layer: int, config: ModelConfig, r: Recurrence, weights: Weights, 
         found = [one for one in ranges if one is not None]
         return torch.cat([whole[one.start : one.stop] for one in found]) if found else whole
 
-    conv = own.conv or ()
+    conv, group = own.conv or (), weights.group
     linear = r.kind is not LayerKind.SHORT_CONV
     norm_values = own.values if r.kind is LayerKind.MAMBA2 else None  # otherwise all heads have the same
     parts = RecurrenceParts(
@@ -67,6 +67,7 @@ def recurrent(layer: int, config: ModelConfig, r: Recurrence, weights: Weights, 
         dt_bias_N=exact("dt_bias", own.heads) if linear else None,
         skip_N=exact("skip", own.heads) if r.kind is LayerKind.MAMBA2 else None,
         norm_weight=None if r.norm is GateNorm.NONE else exact("norm.weight", norm_values),
+        total=None if group is None or group.exchange is not None else group.total,
     )
     return Recurrent(parts, weights.kernels.ops)
 

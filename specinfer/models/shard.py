@@ -15,7 +15,7 @@ that as many ranks would have. With 8 parts, three ranks have 2, 3 and 3 eighths
 third each.
 
 A recurrent block is divided as attention is, value heads with those of their keys; a short convolution by
-channels.
+channels. Ranks add up the squares of heads that have a norm together.
 
 Layout: the assignment of layers to stages. With four ranks in two stages of 3 and 27 layers, ranks 0 and 1
 share layers 0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
@@ -147,15 +147,9 @@ class Shard:
 
     def _divides(self, r: Recurrence) -> bool:
         """True if this rank has a part of recurrent blocks."""
-        if self.size == 1:
-            return True
         if r.kind is LayerKind.SHORT_CONV:
             return bool(self.columns(r.channels))
-        own, each = self.heads(r.heads, r.groups, r.value_size), r.heads // r.groups
-        # A norm is over a whole group, or one head.
-        whole = own is not None and not (own[0].start % each or own[0].stop % each)
-        normed_alone = r.norm is GateNorm.NONE or r.norm_groups == r.heads
-        return own is not None and not r.tiled and (whole or normed_alone)
+        return self.size == 1 or (not r.tiled and self.heads(r.heads, r.groups, r.value_size) is not None)
 
     def _recurrence(self, config: ModelConfig) -> tuple[Recurrence | None, RecurrenceRange]:
         """The sizes of this rank's part of recurrent blocks, and its ranges."""
@@ -179,6 +173,8 @@ class Shard:
         for part in own_parts:
             conv.append(range(first + part.start, first + part.stop))
             first += r.heads * r.value_size if part is values else r.groups * r.key_size
+        all_own = [shard.heads(*sizes) for shard in self._all]
+        shared = any(one is not None and one[0].start % (r.heads // r.norm_groups) for one in all_own)
         sliced = replace(
             r,
             heads=len(heads),
@@ -186,6 +182,9 @@ class Shard:
             channels=sum(map(len, conv)),
             norm_groups=max(1, r.norm_groups * len(heads) // r.heads),
         )
+        if shared and r.norm is not GateNorm.NONE:
+            whole = {"norm_groups": r.norm_groups, "whole_heads": r.heads, "first_head": heads.start}
+            sliced = replace(sliced, **whole)  # type: ignore[arg-type]
         return sliced, RecurrenceRange(values, keys, heads, tuple(conv), sums)
 
     def _inner(self, size: int) -> InnerRange:
@@ -293,8 +292,7 @@ def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
 def _shown(r: Recurrence) -> str:
     if r.kind is LayerKind.SHORT_CONV:
         return f"of {r.channels} channels"
-    normed = "" if r.norm is GateNorm.NONE or r.norm_groups == r.heads else ", each with a norm"
-    return f"of {r.heads} heads in {r.groups} groups{normed}{', tiled' if r.tiled else ''}"
+    return f"of {r.heads} heads in {r.groups} groups{', tiled' if r.tiled else ''}"
 
 
 def _inner_sizes(config: ModelConfig) -> list[int]:

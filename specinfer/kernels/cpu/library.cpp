@@ -195,6 +195,21 @@ void specinfer_recur(const Recurrence* block, int32_t type, const void* made, co
   recur(*block, static_cast<Type>(type), made, gates, *states, rows, out);
 }
 
+// Its two steps.
+void specinfer_recur_alone(const Recurrence* block, int32_t type, const void* made, const float* gates,
+                           const States* states, int64_t rows, float* values, float* squares, void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kRecurrence);
+  recur_alone(*block, static_cast<Type>(type), made, gates, *states, rows, values, squares, out);
+}
+
+void specinfer_norm_values(const Recurrence* block, int32_t type, const void* made, const float* values,
+                           const float* squares, int64_t rows, void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kRecurrence);
+  norm_values(*block, static_cast<Type>(type), made, values, squares, rows, out);
+}
+
 // Multiplies values by the sigmoids of their gates.
 void specinfer_open_values(int32_t type, const void* gates, int64_t stride, void* values, int64_t rows, int64_t size) {
   const Claim claim;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "exchange.h"
 #include "scratch.h"
 #include "state_walk.h"
 
@@ -42,12 +43,49 @@ SPECINFER_LOOP float dot(const float* x, const float* y, int64_t n) {
 
 float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
+// Applies a gate that is before the norm to a row's values, and gives the squares of each head's.
+template <typename T>
+SPECINFER_LOOP void square(const Recurrence& block, float* values, const T* row, float* squares) {
+  const int64_t size = block.value_size;
+  if (block.norm == GateNorm::kNone) return;
+  if (block.norm == GateNorm::kBehind) {
+    for (int64_t i = 0; i < block.values(); i += kLanes) store(values + i, load(values + i) * silu(load(row + i)));
+  }
+  for (int64_t h = 0; h < block.heads; ++h) squares[h] = dot(values + h * size, values + h * size, size);
+}
+
+// A row's values with their norm, of the squares of all heads, and a gate behind it.
+template <typename T>
+SPECINFER_LOOP void finish(const Recurrence& block, const float* values, const float* squares, const T* row, T* out) {
+  const int64_t size = block.value_size, each = block.normed_heads() / block.norm_groups;
+  Floats scale = 1.0f;
+  for (int64_t h = 0; h < block.heads; ++h) {
+    const int64_t first = h * size, at = block.first_head + h;
+    const float* const weight =
+        block.norm == GateNorm::kNone ? nullptr : block.norm_weight + first % block.norm_weights - first;
+    if (weight != nullptr && (h == 0 || at % each == 0)) {
+      float sum = 0.0f;
+      for (int64_t n = at / each * each; n < at / each * each + each; ++n) sum += squares[n];
+      scale = inverse_root(sum / static_cast<float>(each * size) + block.norm_eps);
+    }
+    for (int64_t i = first; i < first + size; i += kLanes) {
+      Floats y = load(values + i);
+      if (weight != nullptr) y = y * scale * load(weight + i);
+      if (block.norm != GateNorm::kBehind) y = y * silu(load(row + i));
+      store(out + i, y);
+    }
+  }
+}
+
 template <typename T>
 class Pass {
  public:
-  Pass(const Recurrence& block, const T* made, const float* gates, const States& states, int64_t rows, T* out)
-      : block_(block), made_(made), gates_(gates), states_(states), rows_(rows), out_(out),
-        width_(block.width()), channels_(block.channels), values_(block.values()), taps_(block.taps) {
+  // Values and squares: as of recur_alone.
+  Pass(const Recurrence& block, const T* made, const float* gates, const States& states, int64_t rows, float* values,
+       float* squares, T* out)
+      : block_(block), made_(made), gates_(gates), states_(states), rows_(rows), results_(values),
+        squares_(squares), out_(out), width_(block.width()), channels_(block.channels), values_(block.values()),
+        taps_(block.taps) {
     requests_ = Scratch::get().take<int32_t>(states.num_visits);
     for (int64_t r = 0; r < states.num_requests; ++r) {
       const StateRequest& its = states.requests[r];
@@ -188,7 +226,6 @@ class Pass {
     auto* const decays = scratch.take<float>(visits * block_.heads);
     auto* const beta_dt = scratch.take<float>(visits * block_.heads);
     auto* const kq = scratch.take<float>(visits * groups);
-    auto* const values = scratch.take<float>(rows_ * values_);
     Pool::get().split(visits * groups, kPieceElements * groups / channels_ + 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const int64_t visit = n / groups, group = n % groups;
@@ -196,10 +233,19 @@ class Pass {
         open(visit, group, decays + visit * block_.heads, beta_dt + visit * block_.heads);
       }
     });
-    walk_states(block_, states_, {mixed, decays, beta_dt, kq, values});
+    walk_states(block_, states_, {mixed, decays, beta_dt, kq, results_});
+    const int64_t heads = block_.normed_heads();
+    const bool alone = block_.whole_heads == 0;
+    if (!alone) std::fill_n(squares_, rows_ * heads, 0.0f);
     Pool::get().split(rows_ + states_.num_requests, kPieceElements / values_ + 1, [&](int64_t first, int64_t end) {
       for (int64_t n = first; n < end; ++n) {
-        n < rows_ ? finish(values + n * values_, made_ + n * width_, out_ + n * values_) : keep_tails(n - rows_);
+        if (n >= rows_) {
+          keep_tails(n - rows_);
+          continue;
+        }
+        float *const values = results_ + n * values_, *const squares = squares_ + n * heads;
+        square(block_, values, made_ + n * width_, squares + block_.first_head);
+        if (alone) finish(block_, values, squares, made_ + n * width_, out_ + n * values_);
       }
     });
   }
@@ -242,30 +288,6 @@ class Pass {
     }
   }
 
-  // A row's values with their gate and norm.
-  SPECINFER_LOOP void finish(float* values, const T* row, T* out) const {
-    const auto gate = [&](int64_t i, int64_t n) { return silu(take(row + i, n)); };
-    const int64_t size = values_ / block_.norm_groups;
-    for (int64_t first = 0; first < values_; first += size) {
-      const int64_t end = first + size;
-      const float* const weight =
-          block_.norm == GateNorm::kNone ? nullptr : block_.norm_weight + first % block_.norm_weights - first;
-      if (block_.norm == GateNorm::kBehind) {
-        for (int64_t i = first; i < end; i += kLanes) {
-          store(values + i, load(values + i, end - i) * gate(i, end - i), end - i);
-        }
-      }
-      const float squares = weight == nullptr ? 0.0f : dot(values + first, values + first, size);
-      const Floats scale = inverse_root(squares / static_cast<float>(size) + block_.norm_eps);
-      for (int64_t i = first; i < end; i += kLanes) {
-        Floats y = load(values + i, end - i);
-        if (weight != nullptr) y = y * scale * load(weight + i, end - i);
-        if (block_.norm != GateNorm::kBehind) y = y * gate(i, end - i);
-        store(out + i, y, end - i);
-      }
-    }
-  }
-
   // ---- what is kept ----
 
   SPECINFER_LOOP void keep_all(const Input& input, float* to) const {
@@ -304,7 +326,8 @@ class Pass {
   const float* gates_;
   const States& states_;
   const int64_t rows_;
-  T* out_;
+  float *const results_, *const squares_;
+  T* const out_;
   const int64_t width_, channels_, values_, taps_;
   int32_t* requests_;  // of each visit
 };
@@ -345,13 +368,40 @@ int32_t fault_of(const States& states, int64_t rows) {
   return kNone;
 }
 
-void recur(const Recurrence& block, Type type, const void* made, const float* gates, const States& states, int64_t rows,
-           void* out) {
+void recur_alone(const Recurrence& block, Type type, const void* made, const float* gates, const States& states,
+                 int64_t rows, float* values, float* squares, void* out) {
   const Scratch::Mark mark;
   by_type(type, [&](auto element) {
     using T = decltype(element);
-    Pass<T>(block, static_cast<const T*>(made), gates, states, rows, static_cast<T*>(out)).run();
+    Pass<T>(block, static_cast<const T*>(made), gates, states, rows, values, squares, static_cast<T*>(out)).run();
   });
+}
+
+void norm_values(const Recurrence& block, Type type, const void* made, const float* values, const float* squares,
+                 int64_t rows, void* out) {
+  const int64_t size = block.values(), heads = block.normed_heads(), width = block.width();
+  by_type(type, [&](auto element) {
+    using T = decltype(element);
+    Pool::get().split(rows, kPieceElements / size + 1, [&](int64_t first, int64_t end) {
+      for (int64_t n = first; n < end; ++n) {
+        finish(block, values + n * size, squares + n * heads, static_cast<const T*>(made) + n * width,
+               static_cast<T*>(out) + n * size);
+      }
+    });
+  });
+}
+
+void recur(const Recurrence& block, Type type, const void* made, const float* gates, const States& states, int64_t rows,
+           void* out) {
+  const Scratch::Mark mark;
+  auto* const values = Scratch::get().take<float>(rows * block.values());
+  auto* const squares = Scratch::get().take<float>(rows * block.normed_heads());
+  recur_alone(block, type, made, gates, states, rows, values, squares, out);
+  if (block.whole_heads == 0) return;
+  // Others have zeros in the place of a square, so its bits are those of the rank that has it.
+  if (block.last.exchange->add(reinterpret_cast<int32_t*>(squares), rows * block.whole_heads)) {
+    norm_values(block, type, made, values, squares, rows, out);
+  }
 }
 
 }  // namespace specinfer

@@ -26,7 +26,8 @@ struct Recurrence {
   const float *conv, *conv_bias;           // [taps, C], [C] or null
   const float *decay, *dt_bias, *skip;     // [N]; skip may be null
   const float* norm_weight;
-  int64_t norm_weights, norm_groups;  // size of the weight, which is repeated; parts of a row with a norm each
+  int64_t norm_weights, norm_groups;  // size of the weight, which is repeated; parts of a whole row with a norm each
+  int64_t whole_heads, first_head;    // of all ranks that share a norm, and this rank's first; 0: it shares none
   float norm_eps, min_dt, max_dt;
   int32_t tiled;  // head h is of group h mod groups; else h / (heads / groups)
 
@@ -38,6 +39,7 @@ struct Recurrence {
   int64_t num_gates() const { return short_conv() ? 0 : delta() ? 2 * heads : heads; }
   int64_t width() const { return short_conv() ? 3 * channels : values() + channels + (delta() ? 0 : heads); }  // C'
   int64_t matrix_floats() const { return short_conv() ? 0 : heads * key_size * value_size; }
+  int64_t normed_heads() const { return whole_heads != 0 ? whole_heads : heads; }
 };
 
 // As in kernels/states.py.
@@ -68,5 +70,12 @@ int32_t fault_of(const States& states, int64_t rows);
 // rule the gates, float32 [T, 2 N]; and writes the states, saves and rings of the block's layer.
 void recur(const Recurrence& block, Type type, const void* made, const float* gates, const States& states, int64_t rows,
            void* out);
+
+// The two steps of recur for ranks that share a norm; between them they add up the squares of heads, float32
+// [T, normed heads], zeros for those of other ranks. Values are this rank's, before the norm.
+void recur_alone(const Recurrence& block, Type type, const void* made, const float* gates, const States& states,
+                 int64_t rows, float* values, float* squares, void* out);
+void norm_values(const Recurrence& block, Type type, const void* made, const float* values, const float* squares,
+                 int64_t rows, void* out);
 
 }  // namespace specinfer

@@ -32,7 +32,9 @@ CASES = {
     "lfm2-biases": WIDER,
     "qwen3.5": {**WIDER, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "granite-hybrid": {**WIDER, "mamba_d_head": 32},
+    "granite-hybrid-limits": {**WIDER, "mamba_d_head": 32},  # a norm over all heads
     "falcon-h1": {**WIDER, "mamba_d_ssm": 64},
+    "falcon-h1-normed": {**WIDER, "mamba_d_ssm": 64, "mamba_n_groups": 1},
     "nemotron-h": WIDER,
 }
 PROMPT = [5, 17, 40, 3, 88, 61, 12]

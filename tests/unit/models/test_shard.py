@@ -83,6 +83,12 @@ def test_value_heads_go_with_those_of_their_keys() -> None:
     bare = replace(MAMBA, groups=1, norm=GateNorm.NONE, norm_groups=1)
     part = Shard(1, 2).of(recurrent(bare))
     assert part.recurrence == replace(bare, heads=4, channels=128 + 2 * 24)
+    for r, each, size in ((replace(MAMBA, groups=1, norm_groups=1), 4, 2), (MAMBA, 1, 8)):  # norms in parts
+        whole = replace(recurrent(r), num_heads=16, num_kv_heads=16)
+        parts = [Shard(rank, size).of(whole) for rank in (0, 1)]
+        for first, part in zip((0, each), parts, strict=True):
+            own = {"heads": each, "groups": 1, "channels": each * 32 + 2 * 24}
+            assert part.recurrence == replace(r, **own, whole_heads=8, first_head=first)  # type: ignore[arg-type]
     of_one = Shard(0, 1, 2).of(recurrent(DELTA))
     assert of_one.recurrence == DELTA
     assert of_one.part.recurrence == RecurrenceRange(sums=SumParts((128, 256), (0, 2)))
@@ -90,9 +96,8 @@ def test_value_heads_go_with_those_of_their_keys() -> None:
 
 def test_ranks_that_cannot_divide_a_recurrence_are_refused() -> None:
     for r, size, message in (
-        (MAMBA, 8, "recurrent layers of 8 heads in 4 groups, each with a norm, a rank would have"),
+        (MAMBA, 9, "recurrent layers of 8 heads in 4 groups, a rank would have"),
         (replace(DELTA, tiled=True), 2, "of 8 heads in 4 groups, tiled"),
-        (replace(MAMBA, groups=1, norm_groups=1), 2, "of 8 heads in 1 groups, each with a norm, a rank"),
         (CONV, 4, "recurrent layers of 96 channels"),
     ):
         config = replace(recurrent(r), num_heads=16, num_kv_heads=16)
