@@ -39,7 +39,6 @@ class Feature(StrEnum):
     DRAFT_LORA = "`draft_lora`"
     RECURRENT_DRAFT = "a draft with recurrent layers"
     OTHER_TOKENS = "a draft with another tokenizer"
-    UNEQUAL = "Gemma 3n or 4"
     SHARED = "Gemma 3n, 4 E2B or 4 E4B"
     STREAMS = "Gemma 3n"
 
@@ -52,7 +51,7 @@ _BLOCKS: Final = (
 _PRODUCTS: Final = "quantized products run on the CPU only: use device cpu, or"
 _WHOLE: Final = "runs through transformers, whose layers can be neither divided nor streamed; allowed there:"
 _NATIVE_SUMS: Final = "with PyTorch's kernels ({1}), which do not divide sums; allowed there: 1"
-_UNEQUAL: Final = "and layers of {1} differ in their matrices, which ranks do not divide; allowed there: 1"
+_SPREAD: Final = "and {1} cuts gates off by the spread of a row, which ranks do not divide; allowed there: 1"
 _NATIVE: Final = "allowed: adapters of models that run natively"
 REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.NOT_PREPARED, Feature.OFFLOAD): (
@@ -99,8 +98,8 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
         "offload is {0} does not fit into memory; layers are streamed for native kernels on a CPU, and "
         "this is {1} with PyTorch's: choose a smaller model"
     ),
-    (Feature.TENSOR, Feature.UNEQUAL): f"tensor_parallel is {{0}}, {_UNEQUAL}",
-    (Feature.SUM_PARTS, Feature.UNEQUAL): f"sum_parts is {{0}}, {_UNEQUAL}",
+    (Feature.TENSOR, Feature.STREAMS): f"tensor_parallel is {{0}}, {_SPREAD}",
+    (Feature.SUM_PARTS, Feature.STREAMS): f"sum_parts is {{0}}, {_SPREAD}",
     (Feature.PIPELINE, Feature.SHARED): (
         "pipeline_parallel is {0}, and layers of {1} use keys, values or embeddings of other stages; allowed "
         "there: 1"

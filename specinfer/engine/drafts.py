@@ -64,7 +64,6 @@ class FoundModel:
         config, name = self.config, self.files.name
         given = {
             Feature.HOSTED: isinstance(self.model, HostedFolder),
-            Feature.UNEQUAL: config.layers_differ,
             Feature.SHARED: config.shared_layers > 0 or config.per_layer is not None,
             Feature.STREAMS: config.altup is not None,
         }
@@ -171,7 +170,7 @@ def find_drafts(
             how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
             opened = open_model(files, "auto", max_context=config.scheduler.max_context, **how)
             found[name] = draft = FoundModel(files, opened)
-            both = (config.features, Feature.TENSOR), (draft.features, Feature.UNEQUAL)
+            both = (config.features, Feature.TENSOR), (draft.features, Feature.STREAMS)
             check_support({one: given[one] for given, one in both if one in given})
     return {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
 

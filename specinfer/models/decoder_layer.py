@@ -70,7 +70,7 @@ class DecoderLayer:
         self._after_attention = norm(names[1])
         self._before_mlp = norm(names[2])
         self._after_mlp = norm(names[3])
-        part = config.part
+        part = config.part.of_layer(layer)
         heads = [part.queries, part.keys, part.keys, part.queries]
         self._attention: Attention | None = None
         if layer in config.attention_layers:

@@ -72,3 +72,8 @@ class Ranges:
     experts: InnerRange = InnerRange()  # part of every expert of a mixture
     shared_expert: InnerRange = InnerRange()
     recurrence: RecurrenceRange = RecurrenceRange()
+    layers: tuple[Ranges, ...] = ()  # parts of each layer, if heads or MLPs differ
+
+    def of_layer(self, layer: int) -> Ranges:
+        """The parts of a layer, by its number in this part of the model."""
+        return self.layers[layer] if self.layers else self

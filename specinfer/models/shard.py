@@ -32,7 +32,7 @@ from typing import Final
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
-from specinfer.models.config import ModelConfig, QkNorm
+from specinfer.models.config import LayerHeads, ModelConfig, QkNorm
 from specinfer.models.ranges import InnerRange, PipelineStage, Ranges, RecurrenceRange
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
@@ -74,6 +74,8 @@ class Shard:
 
         Raises ConfigError if a rank would have no head, or no columns of the MLP.
         """
+        if config.layers_differ and (self.size, self.parts) != (1, 1):
+            return self._of_layers(config, whole_table=whole_table)
         own = self.heads(config.num_heads, config.num_kv_heads, config.head_dim)
         if own is None or not self._fits(config):
             works = [
@@ -130,6 +132,39 @@ class Shard:
                 shared_expert=of_shared,
                 recurrence=of_recurrence,
             ),
+        )
+
+    def _of_layers(self, config: ModelConfig, *, whole_table: bool) -> ModelConfig:
+        """The same of a model whose layers differ in their heads and MLPs (Gemma 4)."""
+        alike = {"global_heads": None, "shared_layers": 0, "layer_inner": (), "per_layer": None}
+        alike |= {"rope": None, "local_rope": None}
+
+        def part(heads: LayerHeads, inner: int) -> ModelConfig:
+            sizes = {"num_kv_heads": heads.num_kv_heads, "intermediate_size": inner}
+            own = replace(config, head_dim=heads.head_dim, **alike, **sizes)  # type: ignore[arg-type]
+            return self.of(own, whole_table=whole_table)
+
+        first = part(LayerHeads(config.head_dim, config.num_kv_heads), config.intermediate_size)
+        parts = [part(config.heads_of(i), config.inner_of(i)) for i in range(config.num_layers)]
+        others = config.global_heads
+        if others is not None:
+            others = replace(others, num_kv_heads=part(others, config.intermediate_size).num_kv_heads)
+        if {one.num_heads for one in parts} != {first.num_heads}:
+            groups = sorted({config.heads_of(i).num_kv_heads for i in range(config.num_layers)})
+            raise ConfigError(
+                f"tensor_parallel is {self.size}: layers have {groups} groups of heads, and a rank would "
+                "have more heads in some layers; take a number that divides all of these, or use "
+                "pipeline_parallel, which divides whole layers"
+            )
+        return replace(
+            config,
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            intermediate_size=first.intermediate_size,
+            experts=first.experts,
+            global_heads=others,
+            layer_inner=tuple(one.intermediate_size for one in parts) if config.layer_inner else (),
+            part=replace(first.part, layers=tuple(one.part for one in parts)),
         )
 
     @property
@@ -275,10 +310,15 @@ class Layout:
             num_layers=behind - first,
             layer_windows=config.layer_windows[first:behind],
             layer_kinds=config.layer_kinds[first:behind],
+            layer_inner=config.layer_inner[first:behind],
             layers_without_rope=frozenset(
                 i - first for i in config.layers_without_rope if first <= i < behind
             ),
-            part=replace(config.part, stage=PipelineStage(first, behind, config.num_layers)),
+            part=replace(
+                config.part,
+                stage=PipelineStage(first, behind, config.num_layers),
+                layers=config.part.layers[first:behind],
+            ),
         )
 
 

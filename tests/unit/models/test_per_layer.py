@@ -163,8 +163,9 @@ def test_published_keys_are_read() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        ("gemma4", {"tensor_parallel": 2}, "tensor_parallel is 2, and layers of m differ"),
-        ("gemma4-large", {"sum_parts": 2}, "sum_parts is 2, and layers of m differ"),
+        ("gemma3n", {"tensor_parallel": 2}, "tensor_parallel is 2, and m cuts gates off by the spread"),
+        ("gemma3n", {"sum_parts": 2}, "sum_parts is 2, and m cuts gates off by the spread of a row"),
+        ("gemma4", {"pipeline_parallel": 2}, "pipeline_parallel is 2, and layers of m use keys"),
         ("gemma3n", {"pipeline_parallel": 2}, "pipeline_parallel is 2, and layers of m use keys"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
-from specinfer.models.config import Experts, ModelConfig, QkNorm
+from specinfer.models.config import Experts, LayerHeads, ModelConfig, QkNorm
 from specinfer.models.positions import Alibi
 from specinfer.models.ranges import InnerRange, RecurrenceRange
 from specinfer.models.shard import Layout, Shard
@@ -209,6 +209,21 @@ def test_the_slopes_of_heads_go_with_the_heads() -> None:
     config = replace(SMOL, rope=None, alibi=Alibi.of(9))
     parts = [Shard(rank, 2).of(config).alibi for rank in range(2)]
     assert parts == [Alibi(config.alibi.slopes[:6]), Alibi(config.alibi.slopes[6:])]
+
+
+def test_layers_that_differ_have_parts_of_their_own() -> None:
+    differ = {"layer_windows": (5, None), "global_heads": LayerHeads(64, 2), "layer_inner": (1536, 3072)}
+    config = replace(SMOL, num_heads=12, num_kv_heads=6, head_dim=32, **differ)  # type: ignore[arg-type]
+    part = Shard(1, 2).of(config)
+    assert (part.num_heads, part.num_kv_heads, part.global_heads) == (6, 3, LayerHeads(64, 1))
+    assert part.layer_inner == (768, 1536)
+    first, last = (part.part.of_layer(layer) for layer in range(2))
+    assert (first.queries, last.queries) == (range(192, 384), range(384, 768))
+    assert (first.keys, last.keys) == (range(96, 192), range(64, 128))
+    assert (first.inner, last.inner) == (range(768, 1536), range(1536, 3072))
+    assert Layout(2, (0, 1, 2)).part(3, config).part.of_layer(0) == last
+    with pytest.raises(ConfigError, match=r"layers have \[2, 6\] groups of heads, and a rank"):
+        Shard(0, 4).of(config)
 
 
 def test_a_norm_over_all_heads_is_not_shared_out() -> None:

@@ -40,6 +40,9 @@ from tests.ranks import (
     soon,
     token_ids_of,
 )
+from tests.tiny_models import write_byte_tokenizer
+from tests.unit.parallel.conftest import Saved
+from tests.unit.parallel.test_texts import THOROUGH
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
 _POPEN = subprocess.Popen  # before `forked` replaces it
@@ -92,6 +95,21 @@ def test_stages_say_what_one_process_says(
         assert len(followers()) == processes - 1
         assert token_ids_of(llm) == want
     assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
+    await_no_followers()
+
+
+@pytest.mark.parametrize("family", ["bamba", "gemma4"])
+def test_ranks_share_norms_over_all_heads_and_layers_that_differ(
+    family: str, saved: Saved, cache: None
+) -> None:
+    target = saved(family, **THOROUGH[family])
+    write_byte_tokenizer(target, 100)
+    for how in ({"quantization": "int8"}, {"quantization": "none", "sum_parts": 8}):
+        common: dict[str, Any] = {**ENGINE, **how}
+        with LLM(target, **common) as one:
+            want = token_ids_of(one)
+        with LLM(target, **{**common, "tensor_parallel": 2, "lookup": True}) as llm:
+            assert token_ids_of(llm) == want, how
     await_no_followers()
 
 

@@ -80,6 +80,10 @@ THOROUGH: dict[str, dict[str, object]] = {
         **{**_WIDE, "num_key_value_heads": 3, "shared_intermediate_size": 144},
         **{"mamba_n_heads": 24, "mamba_n_groups": 6},
     },
+    "bamba": {**GROUPED, "head_dim": 32, "mamba_n_heads": 12, "mamba_n_groups": 1},
+    "gemma4": {**GROUPED, "global_head_dim": 64},
+    "gemma4-large": {**GROUPED, "global_head_dim": 64, "num_global_key_value_heads": 3},
+    "gemma4-experts": {**GROUPED, "global_head_dim": 64, "moe_intermediate_size": 96},
     "falcon-h1": {
         **{**GROUPED, "mamba_n_heads": 12, "mamba_n_groups": 6, "mamba_d_ssm": 192, "num_hidden_layers": 3}
     },
