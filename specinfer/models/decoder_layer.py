@@ -5,15 +5,13 @@ Shapes: T rows of a step, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.kernels.layer_parts import LayerParts
 from specinfer.kernels.low_rank import AdaptedLayer
-from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.kernels.states import StatePass
 from specinfer.models.config import ModelConfig
@@ -54,15 +52,8 @@ class DecoderLayer:
         def norm(name: str | None) -> RowNorm | None:
             return None if name is None else RowNorm.of(f"{prefix}.{name}", config, weights)
 
-        def linear(
-            bias: bool,
-            *names: str,
-            rows: Sequence[range | None] = (),
-            columns: range | None = None,
-            parts: SumParts | None = None,
-        ) -> Product:
-            full = [f"{prefix}.{name}" for name in names]
-            return weights.linear(*full, bias=bias, rows=rows, columns=columns, parts=parts)
+        def linear(bias: bool, *names: str, **how: Any) -> Product:
+            return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias, **how)
 
         number = config.stage.first + layer
         names = norm_names(config, number)
@@ -151,7 +142,14 @@ class DecoderLayer:
         states: StatePass | None = None,
     ) -> Tensor:
         """The same with given inputs of q, k and v, and nothing to be added to x first."""
-        made_TD = self._mixed(given_TC, rope, attend, adapted, states)
+        made_TD: Tensor | None = None  # the output of attention, of the recurrent block, or their sum
+        if self._attention is not None:
+            made_TD = self._attention(given_TC, rope, attend, adapted)
+        if self._recurrent is not None:
+            assert states is not None, "a runner passes the states of recurrent layers"
+            other_TD = self._recurrent(given_TC, states, None if made_TD is not None else adapted)
+            made_TD = other_TD if made_TD is None else made_TD + other_TD
+        assert made_TD is not None, "layers without either are an MLP alone"
         if self._config.parallel_block:
             if self._before_mlp is not None:
                 given_TC = self._before_mlp(x_TD)
@@ -160,25 +158,6 @@ class DecoderLayer:
         if self._mlp is None:
             return y_TD
         return self._behind_mlp(_add_norm(x_TD, y_TD, self._before_mlp), adapted, x_TD)
-
-    def _mixed(
-        self,
-        given_TC: Tensor,
-        rope: Rotation | None,
-        attend: Attend,
-        adapted: AdaptedLayer | None,
-        states: StatePass | None,
-    ) -> Tensor:
-        """The output of attention, of the recurrent block, or their sum."""
-        made_TD: Tensor | None = None
-        if self._attention is not None:
-            made_TD = self._attention(given_TC, rope, attend, adapted)
-        if self._recurrent is not None:
-            assert states is not None, "a runner passes the states of recurrent layers"
-            other_TD = self._recurrent(given_TC, states, None if made_TD is not None else adapted)
-            made_TD = other_TD if made_TD is None else made_TD + other_TD
-        assert made_TD is not None, "layers without either are an MLP alone"
-        return made_TD
 
     def _behind_mlp(self, given_TD: Tensor, adapted: AdaptedLayer | None, x_TD: Tensor) -> Tensor:
         """The term to be added to x after the MLP."""

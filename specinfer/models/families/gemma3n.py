@@ -23,7 +23,6 @@ from specinfer.models.hf_config import HfFamily, but_every, window_of, windows
 from specinfer.models.positions import Rope
 
 _STREAMS: Final = 4  # number of streams in GGUF files, whose stacks have a fixed size
-_MOST_STREAMS: Final = 8  # as in cpu/layer_ops.h
 _SPARSE: Final = 0.95  # share of gates that become 0 in the first 10 layers
 _DEFAULTS: Final[Fields] = {
     **{**DEFAULTS, "max_position_embeddings": 32768, "vocab_size": 262400, "num_key_value_heads": 2},
