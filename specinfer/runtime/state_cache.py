@@ -68,8 +68,9 @@ class StateCache:
                 0 <= replayed <= self.counts.nodes and nodes <= self.counts.nodes,
                 f"states of {applied} tokens for a text at {part.start} and a tree of {nodes} nodes",
             )
-            # A draft may begin with a checkpoint that the scheduler gave away meanwhile.
-            saves = [one for one in use.saves if applied < one.end <= root + 1 and one.slot not in read]
+            # The scheduler may have given away meanwhile what a draft begins with, or makes late.
+            saves = [one for one in use.saves if applied < one.end <= root + 1]
+            saves = [one for one in saves if one.slot not in read and one.slot not in keys]
             self._planned[use.slot] = planned[use.slot] = visits.add(
                 slot=use.slot,
                 source=source,

@@ -322,7 +322,10 @@ class DraftModel(LevelDraft):
         if source is None and not (text.begun and cache.reaches(use.slot, text.cached)):
             text.cached = text.claimed = 0
         text.begun = True
-        return replace(use, source=source)
+        saves, first = use.saves, use.source
+        if first is not None and not cache.holds(first) and all(first.slot != one.slot for one in saves):
+            saves = *saves, first  # other texts begin with it, too
+        return replace(use, source=source, saves=saves)
 
     def _read(self, entry: int, max_rows: int) -> Rows | None:
         """See LevelDraft; also None if the text fills the draft's context."""

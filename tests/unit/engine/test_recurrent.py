@@ -187,6 +187,19 @@ def test_a_draft_whose_pass_failed_begins_again(models: Tiny) -> None:
     assert twin.rows < 3 * len(SYSTEM) + 300
 
 
+def test_a_draft_makes_the_checkpoint_that_it_missed_when_it_reads_the_text_again(models: Tiny) -> None:
+    one, draft, read = llm(models, drafts=["similar"]), models.similar, list[int]()
+    assert isinstance(draft, CountingModel)
+    draft.fails = 1  # in the pass that was to make it
+    assert checked(one, [*SYSTEM, 1]) == [0]
+    checked(one, [9], tokens=80)  # meanwhile its pause ends
+    for last in (2, 3):
+        before = draft.rows
+        assert checked(one, [*SYSTEM, last], tokens=2) == [48]
+        read.append(draft.rows - before)
+    assert read[0] - read[1] > 40
+
+
 def test_a_restarted_engine_begins_with_no_states_and_goes_on(models: Tiny) -> None:
     whole = answer(SYSTEM, 12)
     for said in (1, 5, 11):  # by an engine that was killed
