@@ -104,6 +104,11 @@ def of_runner(runner: ModelRunner) -> Forward:
     return lambda rows: runner.forward([rows])
 
 
+def causal(forward: Forward) -> Forward:
+    """The same with a causal mask, or a chain, over the rows of a tree."""
+    return lambda rows: forward(Rows(rows.token_ids, rows.start, rows.block_table, rows.logits_from))
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", SWITCHED)
 def test_decoders_with_every_switch(name: str, quantization: str) -> None:
@@ -126,6 +131,16 @@ def test_hybrids_in_the_blocks_of_their_files(tmp_path: Path, name: str, kind: G
     model = load_native(tmp_path / "model.gguf", tmp_path / "kept", "gguf")
     assert differing(of_runner(StateRunner(model, num_blocks=4, block_size=4))) == []
     assert differing_chunks(StateRunner(model, num_blocks=4, block_size=128), (1, 7, 64), 120) == []
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-experts"])
+def test_decoders_that_run_op_by_op(tmp_path: Path, name: str, quantization: str) -> None:
+    """Several residual streams; a mixture beside an MLP."""
+    save_random(name, tmp_path, tied=True)
+    forward = loaded(tmp_path, tmp_path / "kept", quantization)
+    assert differing(forward) == []
+    assert differing(causal(forward)) != []
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -163,12 +178,8 @@ def test_adapters(tmp_path: Path, own_cache: None, quantization: str) -> None:
 
 @pytest.mark.parametrize("name", ["mpt", *RECURRENT])
 def test_a_node_that_sees_its_sibling_is_found(name: str) -> None:
-    """The mistake that all of this is to find: a causal mask, or a chain, over the rows of a tree."""
+    """The mistake that all of this is to find."""
     runner = StateRunner(build(SWITCHED[name], kernels("native")), num_blocks=4, block_size=4)
-
-    def causal(rows: Rows) -> Tensor:
-        return runner.forward([Rows(rows.token_ids, rows.start, rows.block_table, rows.logits_from)])
-
-    wrong = differing(causal)
+    wrong = differing(causal(of_runner(runner)))
     assert wrong
     assert all(any(b != a - 1 for a, b in enumerate(tree.parents)) for tree in wrong)
