@@ -156,13 +156,18 @@ def test_value_heads_in_the_order_of_llama_cpp(name: str, quantization: Quantiza
     assert (got - logits_of(theirs, PROMPT)).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("end", ["ssm_a", "ssm_conv1d.weight"])
-def test_a_file_without_a_tensor_of_a_recurrence_is_refused(end: str, tmp_path: Path) -> None:
-    theirs = save_random("qwen3.5", tmp_path, tied=False)
-    ours = {"ssm_a": "A_log", "ssm_conv1d.weight": "conv1d.weight"}[end]
-    state = {
-        name: one for name, one in theirs.state_dict().items() if not name.endswith(f"0.linear_attn.{ours}")
-    }
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        *(("qwen3.5", f"0.linear_attn.{name}") for name in ("A_log", "conv1d.weight")),
+        ("lfm2", "0.conv.conv.weight"),
+        *(("nemotron-h", f"0.mixer.{name}") for name in ("A_log", "D", "conv1d.weight")),
+    ],
+)
+def test_a_file_without_a_tensor_of_a_recurrence_is_refused(family: str, tensor: str, tmp_path: Path) -> None:
+    theirs = save_random(family, tmp_path, tied=False)
+    state = {name: one for name, one in theirs.state_dict().items() if not name.endswith(tensor)}
+    assert len(state) == len(theirs.state_dict()) - 1
     theirs.state_dict = lambda: state
     write_gguf(theirs, tmp_path / "model.gguf")
     with pytest.raises(ModelFileError, match=r"model\.layers\.0\.mixer"):

@@ -166,6 +166,31 @@ def test_of_two_that_prepare_a_model_one_waits(
     assert line == f"waiting for another process to make {found[0].path}"
 
 
+@pytest.mark.parametrize("old", ["another version", "without states"])
+def test_an_old_file_of_a_hybrid_is_made_anew(
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, write = tmp_path / "m", NewPreparedFile.write
+    save_random("qwen3.5", folder, tied=False)
+    want = logits(folder, "int4", "elsewhere")
+
+    def without_states(self: NewPreparedFile, name: str, weight: Weight) -> None:
+        if ".mixer." not in name:
+            write(self, name, weight)
+
+    with monkeypatch.context() as patch:
+        if old == "another version":
+            patch.setattr("specinfer.models.prepared._VERSION", 3)
+        else:
+            patch.setattr(NewPreparedFile, "write", without_states)
+        path = prepared(folder, "int4").path
+    assert torch.equal(logits(folder, "int4"), want)
+    assert path.read_bytes() == (tmp_path / "elsewhere" / path.name).read_bytes()
+    assert [line.startswith("a damaged prepared model is made again: ") for line in caplog.messages] == (
+        [] if old == "another version" else [True]
+    )
+
+
 def fail_to_write(self: NewFile, data: bytes | memoryview) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
