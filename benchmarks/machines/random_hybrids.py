@@ -78,6 +78,7 @@ _GRANITE: Final = Shape(
     mamba_heads=48,
     numbers={"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0, "attention.scale": 1 / 128},
 )
+_GRANITE_350M: Final[dict[str, Any]] = {"layers": 32, "attends": (10, 13, 17, 27)}
 # Each with a smaller one as its draft: the next smaller one published, or four layers of its own kind.
 SHAPES: Final = {
     "LFM2-1.2B": (_LFM2, replace(_LFM2, hidden=1024, inner=4608, heads=16)),
@@ -88,15 +89,7 @@ SHAPES: Final = {
     "Qwen3.5-2B": (_QWEN, replace(_QWEN, hidden=1024, inner=3584)),
     "Granite-4-h-1B": (
         _GRANITE,
-        replace(
-            *(_GRANITE,),
-            hidden=768,
-            inner=2048,
-            layers=32,
-            attends=(10, 13, 17, 27),
-            head_dim=64,
-            mamba_heads=24,
-        ),
+        replace(_GRANITE, hidden=768, inner=2048, head_dim=64, mamba_heads=24, **_GRANITE_350M),
     ),
 }
 
@@ -155,13 +148,9 @@ def _numbers(shape: Shape) -> dict[str, Any]:
             **{"ssm.inner_size": 2 * shape.hidden, "rope.dimension_count": shape.head_dim},
         }
     return found | {
-        **{
-            "ssm.state_size": _DELTA_SIZE,
-            "ssm.group_count": _DELTA_HEADS,
-            "ssm.time_step_rank": _DELTA_HEADS,
-        },
+        **{"ssm.state_size": _DELTA_SIZE, "ssm.inner_size": _DELTA_HEADS * _DELTA_SIZE},
+        **dict.fromkeys(("ssm.group_count", "ssm.time_step_rank"), _DELTA_HEADS),
         "attention.head_count_kv": shape.kv_heads,
-        "ssm.inner_size": _DELTA_HEADS * _DELTA_SIZE,
         "full_attention_interval": 1 if len(shape.attends) == shape.layers else 4,
         "rope.dimension_count": shape.head_dim // 4,
         "rope.dimension_sections": [11, 11, 10, 0],
@@ -183,31 +172,23 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         second = {"post_attention_norm" if qwen else "ffn_norm": (d,)}
         mlp = {"ffn_gate": (inner, d), "ffn_up": (inner, d), "ffn_down": (d, inner)}
         for name, size in ({"attn_norm": (d,)} | matrices | second | mlp).items():
-            plain = name if "." in name or name in ("ssm_a", "ssm_d") else f"{name}.weight"
-            yield f"blk.{layer}.{plain.replace('conv_weight', 'conv.weight')}", size
+            plain = name if name.endswith((".bias", "ssm_a", "ssm_d")) else f"{name}.weight"
+            yield f"blk.{layer}.{plain}", size
 
 
 def _recurrent(shape: Shape) -> dict[str, tuple[int, ...]]:
     d, heads = shape.hidden, shape.mamba_heads
     if shape.architecture == "lfm2":
-        return {
-            "shortconv.in_proj.weight": (3 * d, d),
-            "shortconv.conv.weight": (d, 3),
-            "shortconv.out_proj.weight": (d, d),
-        }
+        return {"shortconv.in_proj": (3 * d, d), "shortconv.conv": (d, 3), "shortconv.out_proj": (d, d)}
+    own: dict[str, tuple[int, ...]]
     if shape.architecture == "granitehybrid":
         channels = 2 * d + 2 * _MAMBA_STATE
-        own: dict[str, tuple[int, ...]] = {"ssm_conv1d.bias": (channels,), "ssm_d": (heads, 1)}
-        own |= {"ssm_in": (2 * d + channels + heads, d), "ssm_norm": (1, 2 * d), "ssm_out": (d, 2 * d)}
-        own["ssm_a"] = (heads, 1)
+        own = {"ssm_in": (2 * d + channels + heads, d), "ssm_norm": (1, 2 * d), "ssm_out": (d, 2 * d)}
+        own |= {"ssm_conv1d.bias": (channels,), "ssm_a": (heads, 1), "ssm_d": (heads, 1)}
     else:
         heads, values = _DELTA_HEADS, _DELTA_HEADS * _DELTA_SIZE
         channels = 3 * values
         own = {"attn_qkv": (channels, d), "attn_gate": (values, d), "ssm_out": (d, values)}
-        own |= {
-            "ssm_beta": (heads, d),
-            "ssm_alpha": (heads, d),
-            "ssm_norm": (_DELTA_SIZE,),
-            "ssm_a": (heads,),
-        }
-    return own | {"ssm_conv1d.weight": (channels, 4), "ssm_dt.bias": (heads,)}
+        own |= {**dict.fromkeys(("ssm_beta", "ssm_alpha"), (heads, d)), "ssm_a": (heads,)}
+        own["ssm_norm"] = (_DELTA_SIZE,)
+    return own | {"ssm_conv1d": (channels, 4), "ssm_dt.bias": (heads,)}
