@@ -261,11 +261,21 @@ _NEMOTRON_MOE = {
 _case("nemotron-h-moe", "NemotronH", _NEMOTRON | _NEMOTRON_MOE)
 
 
+# Older versions of transformers norm all groups together, and have no per-layer embeddings of tokens that are
+# behind their table. Published models have one group, and tokens of text in the table.
+_FOR_OLDER: dict[str, dict[str, object]] = {
+    **{kind: {"mamba_n_groups": 1} for kind in ("GraniteMoeHybridConfig", "BambaConfig")},
+    "Gemma3nTextConfig": {"vocab_size_per_layer_input": 96},
+}
+
+
 def config_of(name: str, **more: object) -> Any:
     """transformers' config of that case; `more` are further fields."""
     import transformers  # seconds, which only those who make such a model should wait
 
     config_class, values = CASES[name]
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        values = values | _FOR_OLDER.get(config_class, {})
     return getattr(transformers, config_class)(**{**values, **more})
 
 

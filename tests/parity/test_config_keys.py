@@ -19,6 +19,7 @@ INSTEAD |= {
     "full_attn_idxs": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
     "rope_theta": "rope_parameters",
+    "partial_rotary_factor": "rope_parameters",
 }
 INSTEAD["full_attention_interval"] = "layer_types"
 # Those that transformers itself passes over in models of such a kind.
