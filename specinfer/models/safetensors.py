@@ -310,7 +310,7 @@ def _bare_names(path: Path, names: Collection[str], family: HfFamily, *, text_al
     """
     root, dot, anchor = family.embeddings.removesuffix("weight").partition(".")
     root += dot
-    apart = (f"{a}{b}" for part in _TEXT_PARTS for a, b in ((part, root), (root, part)))
+    apart = (f"{a}{b}" for part in _TEXT_PARTS for a, b in ((part, root), (root, part), (part, 2 * root)))
     prefixes = (root, "", "backbone.", *apart)
     prefix = next((p for p in prefixes if any(name.startswith(p + anchor) for name in names)), None)
     if prefix is None:
