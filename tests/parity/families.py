@@ -264,7 +264,8 @@ _case("nemotron-h-moe", "NemotronH", _NEMOTRON | _NEMOTRON_MOE)
 # Older versions of transformers norm all groups together, and have no per-layer embeddings of tokens that are
 # behind their table. Published models have one group, and tokens of text in the table.
 _FOR_OLDER: dict[str, dict[str, object]] = {
-    **{kind: {"mamba_n_groups": 1} for kind in ("GraniteMoeHybridConfig", "BambaConfig")},
+    "GraniteMoeHybridConfig": {"mamba_n_groups": 1},
+    "BambaConfig": {"mamba_n_groups": 1, "rms_norm_eps": 1e-3},  # which such a norm shows less
     "Gemma3nTextConfig": {"vocab_size_per_layer_input": 96},
 }
 
