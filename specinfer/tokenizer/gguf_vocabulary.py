@@ -38,7 +38,8 @@ END_TOKENS = frozenset(
         "<|eot_id|>",  # Llama 3
         "<|eom_id|>",
         "<|end_of_text|>",
-        "<|end|>",  # Phi
+        "<|end|>",  # Phi; in gpt-oss it ends one message of an answer
+        *("<|return|>", "<|call|>"),  # gpt-oss
         "</s>",  # Llama 2, Mistral
         "<|END_OF_TURN_TOKEN|>",  # Command R
     }
@@ -170,7 +171,8 @@ def read_vocabulary(header: GgufHeader) -> Tokenizer:
         )
     bos, eos = metadata.token_id("bos_token_id", tokens), metadata.token_id("eos_token_id", tokens)
     ends = {eos, metadata.token_id("eot_token_id", tokens), metadata.token_id("eom_token_id", tokens)}
-    ends |= {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL}
+    known = END_TOKENS - {"<|end|>"} if "<|call|>" in tokens else END_TOKENS
+    ends |= {i for i, token in enumerate(tokens) if token in known and types[i] == CONTROL}
     names = {"bos_token": bos, "eos_token": eos}
     names["unk_token"] = metadata.token_id("unknown_token_id", tokens)
     names["pad_token"] = metadata.token_id("padding_token_id", tokens)

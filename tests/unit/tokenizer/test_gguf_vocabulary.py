@@ -4,7 +4,7 @@ from specinfer.errors import ModelFileError
 from specinfer.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 
-from .made_up import UNUSED, byte_level_header, header, sentencepiece_header
+from .made_up import CHARACTER, CONTROL, NORMAL, UNUSED, byte_level_header, header, sentencepiece_header
 
 
 def pieces(tokenizer, text):
@@ -87,6 +87,11 @@ def test_end_tokens_are_the_named_eos_and_known_control_tokens():
     # In Gemma's vocabulary </s> is an HTML tag.
     html = sentencepiece_header([], user_defined=["<end_of_turn>"], eos_token_id=1)
     assert load(html).eos_token_ids == {1, 2}
+    # <|end|> ends Phi's text, and in gpt-oss only a message of it.
+    for names, ends in ((["<|end|>"], {256}), (["<|end|>", "<|return|>", "<|call|>"], {257, 258})):
+        types = [NORMAL] * 256 + [CONTROL] * len(names)
+        tokens = [*(CHARACTER[byte] for byte in range(256)), *names]
+        assert load(byte_level_header(tokens=tokens, token_type=types, bos_token_id=65)).eos_token_ids == ends
 
 
 def test_bos_and_eos_are_added_as_the_file_says():
