@@ -40,9 +40,10 @@ _LETTERS: Final = string.digits + string.ascii_letters
 _ID_LENGTH = re.compile(r"\bid\b[^%{}]{0,40}?\blength\b\s*\)?\s*[!=]=\s*(\d{1,2})\b")
 _SHOWN_ID = "[CALL_ID]"
 _SHOWN_ID_LENGTH = 9
-# part of the error in Llama 3's templates about a message with several calls
-_SINGLE_CALLS = "single tool-call"
+# parts of Llama 3's and gpt-oss's templates, about messages with several calls
+_SINGLE_CALLS = ("single tool-call", "max 1 tool call per message")
 _PROBE = "8a7f3c"  # a text that no template contains
+_ARGUMENTS = json.dumps({"a": _PROBE})
 _ASKS = {"role": "user", "content": "a"}
 _CALLS = {"role": "assistant", "content": "", "tool_calls": [{"id": "a" * 9, "function": {"name": "f"}}]}
 # Role -> the messages around one of that role, in a conversation that templates accept.
@@ -64,6 +65,7 @@ class MessageStyle:
     lists: Collection[str] = ()  # roles whose content may be a list of parts
     id_length: int | None = None  # required length of a call's id in letters and digits; None: any
     single_calls: bool = False  # an assistant message has at most one call
+    text_arguments: bool = False  # arguments of calls are JSON texts, not objects
 
 
 def messages_for_template(
@@ -92,6 +94,9 @@ def messages_for_template(
             message["content"] = [{"type": "text", "text": part} for part in parts]
         elif isinstance(content, list):
             message["content"] = "".join(content)
+        for call in message.get("tool_calls", ()) if style.text_arguments else ():
+            text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"] = {**call["function"], "arguments": text}
     return read
 
 
@@ -106,6 +111,8 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if isinstance(read.get("reasoning"), str):  # vLLM's name
         read.setdefault("reasoning_content", read["reasoning"])
     read["content"] = _content(f"{name}.content", message)
+    if read.get("reasoning_content") and not read["content"]:
+        read.setdefault("thinking", read["reasoning_content"])  # the name in gpt-oss's and LFM2.5's templates
     calls = read.pop("tool_calls", None)  # a template may treat an empty list, or None, as calls
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -311,8 +318,19 @@ class ChatTemplate:
             parts=parts,
             lists=lists,
             id_length=int(length[1]) if length else id_length,
-            single_calls=_SINGLE_CALLS in self.source,
+            single_calls=any(text in self.source for text in _SINGLE_CALLS),
+            text_arguments=not self._shows_arguments({"a": _PROBE}) and self._shows_arguments(_ARGUMENTS),
         )
+
+    def _shows_arguments(self, given: object) -> bool:
+        """True if the template shows arguments of calls in that form as JSON."""
+        function = {"name": "f", "arguments": given}
+        calling = {**_CALLS, "tool_calls": [{"id": "a" * 9, "type": "function", "function": function}]}
+        try:
+            text = self._render([_ASKS, calling], False, (), {})
+        except RequestError:
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text
 
     def _reads(self, role: str, content: object) -> bool:
         """True if the text of content in that form appears in the prompt, and not the form."""
