@@ -12,8 +12,8 @@ from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_format import Tool, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.serve.dialect.dialect import CLOSE, OPEN, AnswerReader, Dialect, Reasoning, ReasoningSplitter
-from specinfer.serve.dialect.tagged_calls import call_parser
+from specinfer.serve.dialect.dialect import AnswerReader, Dialect
+from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.serve.fields.conversation import ConversationFields, read_tools
 from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput
@@ -31,6 +31,7 @@ class ChatPrompt:
     dialect: Dialect
     tools: Sequence[Tool]  # callable tools
     starts_inside: bool  # the prompt ends inside reasoning
+    may_be_bare: bool  # a JSON object may be a call, not a structured answer
 
     @classmethod
     async def of(cls, service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
@@ -47,10 +48,7 @@ class ChatPrompt:
 
     def reader(self) -> AnswerReader:
         """Create the reader of one answer."""
-        calls, reasoning = self.dialect.calls, self.dialect.reasoning
-        splitter = None if reasoning is None else ReasoningSplitter(self.starts_inside)
-        parser = None if calls is None or not self.tools else call_parser(calls, self.tools)
-        return AnswerReader(splitter, parser)
+        return self.dialect.reader(self.tools, self.starts_inside, bare=self.may_be_bare)
 
 
 def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
@@ -84,7 +82,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
                 tools,
                 choice,
                 parallel=fields.parallel,
-                reasoning=None if closed else dialect.reasoning,
+                reasoning=None if closed and not starts_inside else dialect.reasoning,
                 starts_inside=starts_inside,
                 form=form,
                 whitespace=fields.json_whitespace or "bounded",
@@ -92,7 +90,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
         constraints = {"grammar": grammar}
     token_ids = tuple(service.chat.encode(rendered, add_special_tokens=fields.add_special_tokens is True))
     constraints |= {"visible_token_ids": visible or None}
-    return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside)
+    return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside, form is None)
 
 
 def _size(parts: Iterable[object]) -> int:
@@ -103,9 +101,9 @@ def _size(parts: Iterable[object]) -> int:
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:
     """Return the form of an answer without calls; raises ApiError if tools exclude it."""
     form = fields.form
-    if form is not None and reasoning is not None and _covers_reasoning(fields):
+    if form is not None and reasoning is not None and _covers_reasoning(fields, reasoning):
         raise ApiError(
-            f"{form.parameter} contains {CLOSE}, but with tools the server adds the reasoning; "
+            f"{form.parameter} contains {reasoning.close}, but with tools the server adds the reasoning; "
             "write only the form after the reasoning",
             param=form.parameter,
         )
@@ -127,17 +125,15 @@ def _reasoning_state(
     """
     if reasoning is None:
         return False, False, None
-    start, end = prompt.continued, prompt.text.rstrip()
-    opened = end.endswith(OPEN) or start.rfind(OPEN) > start.rfind(CLOSE)
-    closed = end.endswith(CLOSE) or (bool(start.strip()) and not opened)
-    if not fields.forms or _covers_reasoning(fields) or closed:
+    opened, closed = reasoning.state(prompt)
+    if not fields.forms or _covers_reasoning(fields, reasoning) or closed:
         return opened, closed, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble_rules(opened).items()]
     return opened, closed, "\n".join(rules)
 
 
-def _covers_reasoning(fields: ConversationFields) -> bool:
-    return any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
+def _covers_reasoning(fields: ConversationFields, reasoning: Reasoning) -> bool:
+    return any(reasoning.close in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:

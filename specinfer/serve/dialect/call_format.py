@@ -1,15 +1,4 @@
-"""Tools of a request, and formats in which models write calls of them.
-
-    hermes        <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>, one below the other; text may
-                  precede them (Hermes, Qwen2.5, Qwen3)
-    qwen3_coder   <tool_call>\n<function=f>\n<parameter=name>\nvalue\n</parameter>\n</function>\n</tool_call>,
-                  at the same positions as hermes; a value is plain text or JSON (Qwen3-Coder, Qwen3.5)
-    llama3        {"name": "f", "parameters": {...}} as the whole answer, several with ";" between them
-    mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...] at the end of the answer
-    mistral_args  [TOOL_CALLS]f[ARGS]{...}, one after the other, at the end of the answer
-
-The format in a chat template is the one that the model was trained on.
-"""
+"""Tools of a request, and the format in which a model writes calls of them."""
 
 from __future__ import annotations
 
@@ -22,24 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specinfer.errors import RequestError
+from specinfer.serve.dialect.call_form import FORMS, CallForm
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.chat_template import messages_for_template
-
-FormatName = Literal["hermes", "qwen3_coder", "llama3", "mistral", "mistral_args"]
-
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-# The first delimiter of a format starts its calls.
-DELIMITERS: Mapping[FormatName, tuple[str, ...]] = {
-    "hermes": (TOOL_CALL, TOOL_CALL_END),
-    "qwen3_coder": (TOOL_CALL, TOOL_CALL_END),
-    "llama3": (PYTHON_TAG,),
-    "mistral": (TOOL_CALLS,),
-    "mistral_args": (TOOL_CALLS, CALL_ID, ARGS),
-}
 
 _USES_TOOLS = re.compile(r"(?<![\w.])tools\b")
 _PARAMETERS = re.compile(r'\\?"parameters\\?": ')  # in a template, where quotes may be escaped
@@ -52,8 +26,8 @@ You may call functions to answer the user. Here they are, one a line, with JSON 
 {tools}
 </tools>
 To call one, write its name and its arguments as JSON, in this form, at the end of your answer:
-{example}
-What a function returns is then given to you between <tool_response> and </tool_response>."""
+{example}"""
+_RESULTS = "\nWhat a function returns is then given to you between <tool_response> and </tool_response>."
 _MAY_NAME_OTHERS = frozenset(  # keywords besides `properties` that may allow other names
     [
         *("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "patternProperties"),
@@ -124,17 +98,22 @@ class ToolChoice:
 class CallFormat:
     """The call format of a model.
 
-    `native`: the chat template describes tools in this format; otherwise it is hermes, and `for_template`
-    adds a message. `single`: the template accepts one call per answer. `with_ids`: it writes ids of calls
-    before arguments. `special` has the ids of delimiters that are special tokens. The tokenizer must render
-    these in the text, or calls are not found. Other delimiters are plain text.
+    `native`: the chat template describes tools in this format; otherwise `for_template` adds a message.
+    `shows_calls`: it writes earlier calls; otherwise `for_template` writes them into the text. `single`: an
+    answer has one call at most. `special` has the ids of delimiters that are special tokens. The tokenizer
+    must render these in the text, or calls are not found. Other delimiters are plain text.
     """
 
-    name: FormatName
+    name: str  # of a row of FORMS
     native: bool
+    shows_calls: bool
     single: bool
-    with_ids: bool
     special: Mapping[str, int]
+
+    @property
+    def form(self) -> CallForm:
+        """How calls are written."""
+        return FORMS[self.name]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "auto") -> CallFormat:
@@ -144,44 +123,47 @@ class CallFormat:
         """
         template = tokenizer.tool_template or ""
         found = format_in(template)
+        has_tools = _USES_TOOLS.search(template) is not None
+        if found is None and has_tools and tokenizer.special_id("<|tool_call_start|>") is not None:
+            found = "lfm2"  # its own template has the tools alone
+        if found == "harmony" and tokenizer.special_id("<|channel|>") is None:
+            found = None  # its channels are found by their tokens
         if name == "auto" and found is None:
             raise RequestError(_no_format(template), "tools")
-        if name not in ("auto", "hermes", found):
+        allowed = ["auto", *(["hermes"] if found != "harmony" else []), *(filter(None, [found]))]
+        if name not in allowed:
             raise RequestError(
-                f"the tool format is {name!r}; allowed: auto, or hermes, which a system message describes",
+                f"the tool format is {name!r}; allowed: {', '.join(dict.fromkeys(allowed))}; auto is "
+                "the chat template's own, and a system message describes hermes to any other",
                 "tools",
             )
         chosen = found if found is not None and name in ("auto", found) else "hermes"
-        native = chosen == found
-        found_ids = ((text, tokenizer.special_id(text)) for text in DELIMITERS[chosen])
+        is_own = chosen == found
+        found_ids = ((text, tokenizer.special_id(text)) for text in FORMS[chosen].marks)
         return cls(
             name=chosen,
-            native=native,
-            single=native and "single tool-call" in template,
-            with_ids=native and CALL_ID in template,
-            special={text: token for text, token in found_ids if token is not None},
+            native=is_own and has_tools and chosen != "phi4_list",
+            shows_calls=is_own and "tool_calls" in template,
+            single=is_own and ("single tool-call" in template or chosen == "harmony"),
+            special={text: i for text, i in found_ids if i is not None and i not in tokenizer.eos_token_ids},
         )
 
     def new_id(self) -> str:
         """Return a random call id that the model's template accepts."""
-        if self.name in ("mistral", "mistral_args"):  # the template requires nine letters and digits
+        if self.name.startswith("mistral"):  # the template requires nine letters and digits
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
-def format_in(template: str) -> FormatName | None:
-    """Return the call format of a chat template; None if it has no tools or an unsupported format."""
+def format_in(template: str) -> str | None:
+    """Return the call format of a chat template; None if it has no tools or an unsupported format.
+
+    DeepSeek's own templates write calls and no tools.
+    """
+    found = next((name for name, form in FORMS.items() if form.is_shown_in(template)), None)
     if not _USES_TOOLS.search(template):
-        return None
-    if TOOL_CALLS in template:
-        return "mistral_args" if ARGS in template else "mistral"
-    if TOOL_CALL in template and "arguments" in template:
-        if FUNCTION in template:
-            return "qwen3_coder" if PARAMETER in template else None
-        return None if "<arg_key>" in template else "hermes"
-    if "<|start_header_id|>" in template and _PARAMETERS.search(template):
-        return "llama3"
-    return None
+        return found if found is not None and found.startswith("deepseek") else None
+    return found if found != "llama3" or _PARAMETERS.search(template) else None
 
 
 def _no_format(template: str) -> str:
@@ -201,46 +183,49 @@ def for_template(
 
     Raises RequestError, like the template, for malformed messages and earlier calls.
     """
-    if call_format.native:
-        return list(messages), [tool.described() for tool in tools]
+    described = [tool.described() for tool in tools]
+    if call_format.native and call_format.shows_calls:
+        return list(messages), described
     written: list[Message] = []
     try:
         for message in messages_for_template(messages):
-            if message["role"] == "tool":
+            if message["role"] == "tool" and call_format.name == "hermes":
                 _add_result(written, message)
-            elif "tool_calls" in message:
-                written.append(_as_text(message))
+            elif "tool_calls" in message and not call_format.shows_calls:
+                written.append(_as_text(message, call_format.form))
             else:
                 written.append(message)
-        return (_with_instructions(written, tools) if tools else written), []
+        if call_format.native:
+            return written, described
+        return (_with_instructions(written, described, call_format) if tools else written), []
     except RecursionError:
         raise RequestError("call arguments are nested too deeply; send flatter ones", "messages") from None
 
 
-def _with_instructions(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+def _with_instructions(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]], call_format: CallFormat
+) -> list[Message]:
     """Add a description of the tools to the system message, or a system message if there is none."""
-    described = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)
-    instructions = _INSTRUCTIONS.format(
-        tools=described, example=_call("function_name", {"argument": "value"})
-    )
-    first = messages[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": instructions}, *messages]
-    return [{**first, "content": _joined(first["content"], "\n\n", instructions)}, *messages[1:]]
+    first, rest = {"role": "system", "content": ""}, messages
+    if messages[0]["role"] == "system":
+        first, rest = {**messages[0]}, messages[1:]
+    if call_format.name == "phi4_list":  # its template describes the tools of a system message
+        functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        return [{**first, "tools": functions}, *rest]
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = call_format.form.written([("function_name", {"argument": "value"})])
+    instructions = _INSTRUCTIONS.format(tools=described, example=example)
+    if call_format.name == "hermes":
+        instructions += _RESULTS
+    return [{**first, "content": _joined(first["content"], "\n\n", instructions)}, *rest]
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: Message, form: CallForm) -> Message:
     """Return an assistant's message with its calls written into its text."""
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = "\n".join(_call(function["name"], function["arguments"]) for function in functions)
+    calls = form.written([(function["name"], function["arguments"]) for function in functions])
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return others | {"content": _joined(message["content"], "\n", calls)}
-
-
-def _call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call as Hermes does."""
-    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"{TOOL_CALL}\n{written}\n{TOOL_CALL_END}"
 
 
 def _joined(content: str, between: str, text: str) -> str:

@@ -1,8 +1,9 @@
 """Grammars that constrain answers to a call format: calls are complete, and arguments follow their schemas.
 
 An answer is free text until the start of a call is complete. If the start is a special token, that token ends
-the free text; otherwise a lazy rule ends at its first occurrence. Reasoning comes first and may contain any
-text, including the start of a call.
+the free text; otherwise a lazy rule ends at its first occurrence. An answer may also begin as a JSON object
+with a tool's name, which is then a call in every format. Reasoning comes first and may contain any text,
+including the start of a call.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import Any, Final
 
 from specinfer.errors import RequestError
 from specinfer.grammar.lark import escaped, json_rule, lark_of
-from specinfer.serve.dialect.call_format import (
-    ARGS,
-    CALL_ID,
-    FUNCTION,
-    FUNCTION_END,
-    PARAMETER,
-    PARAMETER_END,
+from specinfer.serve.dialect.call_form import (
+    BARE_BEGIN,
+    BARE_NAMED,
+    BLANKS,
+    ID,
+    NAME,
     PYTHON_TAG,
-    TOOL_CALL,
-    TOOL_CALL_END,
-    TOOL_CALLS,
-    CallFormat,
-    Tool,
-    ToolChoice,
+    CallForm,
+    Notation,
+    Tags,
+    lark_text,
 )
-from specinfer.serve.dialect.dialect import Reasoning
+from specinfer.serve.dialect.call_format import CallFormat, Tool, ToolChoice
+from specinfer.serve.dialect.channels import Channels
+from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.serve.dialect.tagged_calls import given_values, has_types_only, schemas_of, types_of
+from specinfer.serve.dialect.written_values import ValueRules
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
 _MAX_EXCLUDED: Final = 400  # characters of names; another text may diverge from them at each
@@ -55,8 +56,8 @@ def call_grammar(
     between the parts of arguments. Raises RequestError if the schemas are too long.
     """
     several = parallel and not call_format.single and choice.name is None
-    lark = _Lark(choice.among(tools), call_format.special, several, whitespace)
-    written = lark.written(call_format, choice.mode == "auto", reasoning, starts_inside, form)
+    lark = _Lark(choice.among(tools), call_format, several, whitespace)
+    written = lark.written(choice.mode == "auto", reasoning, starts_inside, form)
     if len(written) > MAX_SOURCE:
         raise RequestError(
             f"the schemas of tools make a grammar of {len(written)} characters; allowed: at most "
@@ -67,20 +68,20 @@ def call_grammar(
 
 
 class _Lark:
-    """Rules of one request's grammar, by name. `special` has the ids of the special delimiters."""
+    """Rules of one request's grammar, by name."""
 
     def __init__(
-        self, tools: Sequence[Tool], special: Mapping[str, int], several: bool, whitespace: JsonWhitespace
+        self, tools: Sequence[Tool], call_format: CallFormat, several: bool, whitespace: JsonWhitespace
     ) -> None:
         self._whitespace = whitespace
         self._tools = tools
-        self._special = special
+        self._form: CallForm = call_format.form
+        self._special = call_format.special
         self._several = several
         self._rules: dict[str, str] = {}
 
     def written(
         self,
-        call_format: CallFormat,
         optional: bool,
         reasoning: Reasoning | None,
         starts_inside: bool,
@@ -92,26 +93,40 @@ class _Lark:
         """
         free = optional and form is None
         self._rules["start"] = ""  # the first rule
-        match call_format.name:
-            case "hermes":
-                calls = self._delimited(free, self._objects("arguments"))
-            case "qwen3_coder":
-                calls = self._delimited(free, self._functions())
-            case "llama3":
-                calls = self._llama3(free, as_json=optional and form is not None and form.is_json)
-            case "mistral":
-                calls = self._mistral(free)
-            case "mistral_args":
-                calls = self._mistral_args(free, call_format.with_ids)
-        self._rules["calls"] = calls
-        self._rules["answer"] = f"calls | {self._any_text()}" if free else "calls"
-        self._rules["start"] = self._start(free, reasoning, starts_inside)
+        if isinstance(reasoning, Channels):
+            self._channels(reasoning, optional, form, starts_inside)
+        else:
+            self._rules["calls"] = self._calls(free, form if optional else None)
+            self._rules["answer"] = "calls"
+            if free:
+                begun = f"begin ({'calls | ' if self._form.mark else ''}TEXT)"
+                begun += " | first TEXT" if "first[lazy]" in self._rules else ""
+                self._rules["answer"] = f"calls | {self._any_text()} | {self._bare()} | {begun}"
+            self._rules["start"] = self._start(free, reasoning, starts_inside)
         if optional and form is not None:
-            if call_format.name == "llama3" and form.is_json:
+            if not self._form.mark and self._form.arguments is None and form.is_json:
                 form = self._without_calls(form)
             self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # its rule names are separate
-            self._rules["answer"] += " | form"
+            if not isinstance(reasoning, Channels):
+                self._rules["answer"] += " | form"
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
+
+    def _channels(
+        self, channels: Channels, optional: bool, form: StructuredOutput | None, starts_inside: bool
+    ) -> None:
+        """Messages in channels; the last one is a call, or the final message."""
+        options = [
+            channels.call_rule(tool.name, self._arguments(index)) for index, tool in enumerate(self._tools)
+        ]
+        self._rules |= channels.message_rules() | {"calls": " | ".join(options)}
+        if optional and form is not None:
+            start = "form | TEXT next calls" if starts_inside else "(analysis next)* (calls | final form)"
+        elif optional:
+            last = "(analysis next | note next)* (analysis | note | final TEXT | calls)"
+            start = f"TEXT (next {last})?" if starts_inside else last
+        else:
+            start = f"{'TEXT next ' if starts_inside else ''}(analysis next)* calls"
+        self._rules["start"] = start
 
     def _start(self, free: bool, reasoning: Reasoning | None, starts_inside: bool) -> str:
         if reasoning is None:
@@ -124,55 +139,54 @@ class _Lark:
         self._rules["reasoning"] = f"close answer | {self._any_text()}"
         return "reasoning" if starts_inside else "open reasoning | answer"
 
-    def _delimited(self, free: bool, item: str) -> str:
-        first = self._up_to("before", TOOL_CALL) if free else self._delimiter(TOOL_CALL)
-        self._rules["call"] = f'"\\n" item "\\n" {self._delimiter(TOOL_CALL_END)}'
-        self._rules["item"] = item
-        return f"{first} call" + self._more(f'"\\n" {self._delimiter(TOOL_CALL)} call')
-
-    def _llama3(self, free: bool, *, as_json: bool) -> str:
-        """Calls that are JSON objects; with `as_json`, answers may be other objects, too."""
-        self._rules["item"] = self._json_objects() if as_json else self._objects("parameters")
-        more = self._more('";" " "? item')
+    def _calls(self, free: bool, form: StructuredOutput | None) -> str:
+        """The calls of a form, with the text before them if `free`."""
+        this = self._form
+        if not this.mark and this.arguments is None and form is not None and form.is_json:
+            self._rules["item"] = self._json_objects()
+        else:
+            self._rules["item"] = self._items()
+        between, close = self._text(this.between, blanks=True), self._text(this.close, blanks=True)
+        more = (f" ({between} item)*" if self._several else "") + (f" {close}" if close else "")
+        if this.mark:
+            first = self._up_to("before", this.mark) if free else self._text(this.mark)
+            return f"{first} {self._text(this.open, blanks=True)} item{more}"
         if not free:
-            return "item" + more
-        # Answers in other JSON must stay free: a call starts when its name is complete.
+            return f"{self._text(this.open, blanks=True)} item{more}"
+        if this.arguments is None:
+            tag = self._special.get(PYTHON_TAG)
+            return (f"({self._bare()} | <[{tag}]> item)" if tag is not None else f"({self._bare()})") + more
+        # The text stays free until a name is complete.
         options = []
         for index, tool in enumerate(self._tools):
-            name = escaped(json.dumps(tool.name))
-            begin = rf'\s{{0,8}}\{{ ?("type": ?"function", ?)?"name": ?{name}, ?"parameters":'
-            self._rules[f"begin{index}[lazy]"] = f"/{begin}/"
-            options.append(f'begin{index} " "? {self._arguments(index)} "}}"')
-        self._rules["first"] = " | ".join(options)
-        tag = self._special.get(PYTHON_TAG)
-        return (f"(first | <[{tag}]> item)" if tag is not None else "first") + more
+            self._rules[f"called{index}[lazy]"] = f"/{escaped(this.head.replace(NAME, tool.name))}/"
+            options.append(f"called{index} {self._arguments(index)} {self._text(this.tail)}")
+        self._rules["first[lazy]"] = rf"/\s{{0,8}}{escaped(this.open)}/"
+        return f"first ({' | '.join(options)}){more}"
 
-    def _mistral(self, free: bool) -> str:
-        first = self._up_to("before", TOOL_CALLS) if free else self._delimiter(TOOL_CALLS)
-        self._rules["item"] = self._objects("arguments")
-        return f'{first} " "? "[" item' + self._more('", " item') + ' "]"'
-
-    def _mistral_args(self, free: bool, with_ids: bool) -> str:
-        first = self._up_to("before", TOOL_CALLS) if free else self._delimiter(TOOL_CALLS)
-        args = self._delimiter(ARGS)
-        if with_ids:
-            args = f"{self._delimiter(CALL_ID)} /[a-zA-Z0-9]{{9}}/ {args}"
-        self._rules["item"] = " | ".join(
-            f"{json.dumps(tool.name)} {args} {self._arguments(index)}"
-            for index, tool in enumerate(self._tools)
-        )
-        return f"{first} item" + self._more(f"{self._delimiter(TOOL_CALLS)} item")
-
-    def _more(self, call: str) -> str:
-        return f" ({call})*" if self._several else ""
-
-    def _objects(self, key: str) -> str:
-        """Calls as objects, with the white space of templates."""
+    def _items(self) -> str:
+        """Calls without what is between them."""
         options = []
         for index, tool in enumerate(self._tools):
-            begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-            options.append(f'{json.dumps(begin)} {self._arguments(index)} "}}"')
+            before, with_id, after = self._form.head.replace(NAME, tool.name).partition(ID)
+            head = self._text(before) + (f" /[a-zA-Z0-9]{{9}}/ {self._text(after)}" if with_id else "")
+            tail = self._text(self._form.tail, blanks=True)
+            options.append(f"{head} {self._arguments(index)} {tail}")
         return " | ".join(options)
+
+    def _bare(self) -> str:
+        """One call as a JSON object, in a fence or without; the text is free until its name is complete.
+
+        One rule begins the objects of all tools: the lexer would be too large with one for each.
+        """
+        options = []
+        for index, tool in enumerate(self._tools):
+            self._rules[f"name{index}[lazy]"] = f"/{escaped(tool.name)}{BARE_NAMED}/"
+            options.append(f'name{index} " "? {self._json_arguments(index)}')
+        self._rules["begin[lazy]"] = f"/{BARE_BEGIN}/"
+        self._rules["bare_end"] = rf"/{BLANKS}\}}(\n{{1,2}}```)?/"
+        self._rules["bare"] = f"({' | '.join(options)}) bare_end"
+        return "begin bare"
 
     def _json_objects(self) -> str:
         """Calls as objects, with any JSON formatting."""
@@ -200,25 +214,42 @@ class _Lark:
         schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": no_call}]
         return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
 
-    def _functions(self) -> str:
-        """Calls whose arguments are between tags."""
-        options = []
-        for index, tool in enumerate(self._tools):
-            required = tool.parameters.get("required", ())
-            parts = [_quoted(f"{FUNCTION}{tool.name}>\n")]
-            for number, (name, schema) in enumerate(schemas_of(tool).items()):
-                value = self._value(tool, f"value{index}_{number}", schema)
-                part = f"{_quoted(f'{PARAMETER}{name}>')} {value}"
-                parts.append(part if name in required else f"({part})?")
-            if tool.takes_others:
-                parts.append(f'({_quoted(PARAMETER)} /[^>\\n]+/ ">" {self._value(tool, "", {"not": {}})})*')
-            options.append(" ".join([*parts, _quoted(FUNCTION_END)]))
-        return " | ".join(options)
+    def _arguments(self, index: int) -> str:
+        """The name of a rule for the arguments of a tool."""
+        tool, name = self._tools[index], f"arguments{index}"
+        match self._form.arguments:
+            case Tags() as tags:
+                self._rules[name] = self._tagged(tool, tags, name)
+            case Notation() as notation:
+                values = ValueRules(notation, self._rules, self._special, self._whitespace)
+                self._rules[name] = values.arguments(tool, name)
+            case None:
+                return self._json_arguments(index)
+        return name
 
-    def _value(self, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
+    def _json_arguments(self, index: int) -> str:
+        tool, name = self._tools[index], f"json{index}"
+        self._rules[name] = json_rule(
+            tool.constrained_parameters, strict=tool.strict, whitespace=self._whitespace
+        )
+        return name
+
+    def _tagged(self, tool: Tool, tags: Tags, name: str) -> str:
+        """Arguments between tags."""
+        before, after = (self._text(text, blanks=True) for text in (tags.before, tags.after))
+        required = tool.parameters.get("required", ())
+        parts = []
+        for number, (key, schema) in enumerate(schemas_of(tool).items()):
+            value = self._value(tool, tags, f"{name}_{number}", schema)
+            part = f"{before} {self._text(key)} {after} {value}"
+            parts.append(part if key in required else f"({part})?")
+        if tool.takes_others:
+            parts.append(f"({before} /[^<>\\n]+/ {after} {self._value(tool, tags, '', {'not': {}})})*")
+        return " ".join(parts) or '""'
+
+    def _value(self, tool: Tool, tags: Tags, name: str, schema: Mapping[str, Any]) -> str:
         """A value and its closing tag: one of given texts, JSON, or any text."""
-        types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
-        texts = given_values(schema)
+        types, texts = types_of(schema), given_values(schema)
         if types == {"string"} and texts:
             self._rules[name] = f"/{'|'.join(map(escaped, texts))}/"
         elif "string" not in types:
@@ -230,29 +261,21 @@ class _Lark:
                 "tools",
             )
         else:
-            self._rules["text[lazy]"] = f"/\\n(?s:.*)\\n{escaped(PARAMETER_END)}/"
-            return 'text "\\n"'
-        return f'"\\n" {name} {end}'
-
-    def _arguments(self, index: int) -> str:
-        tool, name = self._tools[index], f"arguments{index}"
-        self._rules[name] = json_rule(
-            tool.constrained_parameters, strict=tool.strict, whitespace=self._whitespace
-        )
-        return name
+            end = tags.end.rstrip()
+            return f"{self._up_to('text', end)} {self._text(tags.end.removeprefix(end))}"
+        return f"{name} {self._text(tags.end)}"
 
     def _any_text(self) -> str:
         self._rules["TEXT"] = "/(?s:.*)/"
         return "TEXT"
 
-    def _delimiter(self, text: str) -> str:
-        token = self._special.get(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+    def _text(self, text: str, *, blanks: bool = False) -> str:
+        return lark_text(text, self._special, blanks=blanks)
 
     def _up_to(self, name: str, delimiter: str) -> str:
         """Any text up to and including the first delimiter."""
         if delimiter in self._special:
-            return f"{self._any_text()} {self._delimiter(delimiter)}"
+            return f"{self._any_text()} {self._text(delimiter)}"
         self._rules[f"{name}[lazy]"] = f"/(?s:.*){escaped(delimiter)}/"
         return name
 
@@ -268,8 +291,3 @@ def _other_texts(names: Sequence[str]) -> str:
         others = f"[^{escaped(''.join(sorted(characters)))}]"
         options.append(f"{escaped(beginning)}{others}[^]*")
     return f"^(?:{'|'.join(options)})$"
-
-
-def _quoted(text: str) -> str:
-    """Quote a text for Lark."""
-    return json.dumps(text, ensure_ascii=False)

@@ -2,105 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specinfer.errors import RequestError
-from specinfer.grammar.lark import escaped
 from specinfer.request import Delta
-from specinfer.serve.dialect.call_format import CallFormat
-from specinfer.serve.dialect.call_parser import CallParser, Content, Event, ReasoningPiece, certain
+from specinfer.serve.dialect.call_form import Notation, Tags
+from specinfer.serve.dialect.call_format import CallFormat, Tool
+from specinfer.serve.dialect.call_parser import (
+    ArgumentsReader,
+    CallParser,
+    Content,
+    Event,
+    JsonArguments,
+    ReasoningPiece,
+)
+from specinfer.serve.dialect.channels import ChannelParser, Channels
+from specinfer.serve.dialect.reasoning import Reasoning, ReasoningSplitter
+from specinfer.serve.dialect.tagged_calls import TaggedArguments
+from specinfer.serve.dialect.written_values import ValueArguments
 from specinfer.tokenizer import Tokenizer
-
-OPEN, CLOSE = "<think>", "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Reasoning between OPEN and CLOSE at the start of an answer.
-
-    `special` has the ids of delimiters that are special tokens. The tokenizer must render these in the text,
-    or the reasoning is not found. Other delimiters are plain text.
-    """
-
-    special: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Reasoning | None:
-        """Return the delimiters of the model's chat templates; None if they have no reasoning."""
-        templates = (tokenizer.chat_template or "", tokenizer.tool_template or "")
-        if not any(CLOSE in template for template in templates):
-            return None
-        found = ((text, tokenizer.special_id(text)) for text in (OPEN, CLOSE))
-        return cls({text: token for text, token in found if token is not None})
-
-    def delimiter_rules(self, *, blanks: bool = True) -> dict[str, str]:
-        """Return Lark rules by name: `open` is OPEN, after blanks if `blanks`; `close` is all up to CLOSE."""
-        spaces = r"\s{0,8}" if blanks else ""
-        rules = {
-            "open[lazy]": f"/{spaces}{escaped(OPEN)}/",
-            "close[lazy]": f"/(?s:.*){escaped(CLOSE)}/",
-        }
-        if OPEN in self.special:
-            del rules["open[lazy]"]
-            rules["open"] = f"<[{self.special[OPEN]}]>"
-            if blanks:
-                rules |= {"open": f"blank? {rules['open']}", "blank": r"/\s{1,8}/"}
-        if CLOSE in self.special:
-            del rules["close[lazy]"]
-            rules |= {"close": f"REASONING <[{self.special[CLOSE]}]>", "REASONING": "/(?s:.*)/"}
-        return rules
-
-    def preamble_rules(self, starts_inside: bool) -> dict[str, str]:
-        """Return Lark rules by name: `preamble` is the reasoning that precedes a form.
-
-        No blanks are allowed before OPEN. Only OPEN could follow them, which would force a model to reason
-        because it wrote a line break.
-        """
-        reasoning = "close gap?" if starts_inside else "(open close gap?)?"
-        return {"preamble": reasoning, "gap": r"/\n{1,4}/"} | self.delimiter_rules(blanks=False)
-
-
-class ReasoningSplitter:
-    """Splits an answer incrementally into reasoning and content, however it is cut into pieces.
-
-    `starts_inside`: the prompt has opened the reasoning (it ends with OPEN). Otherwise an answer has
-    reasoning only if it starts with OPEN. Line breaks next to the delimiters and white space before OPEN are
-    dropped. Reasoning without CLOSE extends to the end of the answer.
-    """
-
-    def __init__(self, starts_inside: bool) -> None:
-        self._held = ""  # text whose meaning is not known yet
-        self._part: Literal["start", "inside", "content"] = "inside" if starts_inside else "start"
-        self._begins = True  # the next line breaks follow a delimiter
-
-    def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """Take more text; returns new reasoning and content. `last` ends the answer."""
-        self._held += text
-        if self._part == "start":
-            begun = self._held.lstrip()
-            if begun.startswith(OPEN):
-                self._part, self._held = "inside", begun.removeprefix(OPEN)
-            elif last or not OPEN.startswith(begun):
-                self._part, self._begins = "content", False
-        reasoning = self._reasoning(last) if self._part == "inside" else ""
-        return reasoning, self._rest() if self._part == "content" else ""
-
-    def _reasoning(self, last: bool) -> str:
-        found, closed, rest = self._rest().partition(CLOSE)
-        if closed:
-            self._part, self._held, self._begins = "content", rest, True
-            return found.rstrip("\n")
-        size = len(found) if last else certain(found, CLOSE, "\n")
-        self._held = found[size:]
-        return found[:size]
-
-    def _rest(self) -> str:
-        """Take the held text, without line breaks that follow a delimiter."""
-        taken, self._held = self._held.lstrip("\n") if self._begins else self._held, ""
-        self._begins = self._begins and not taken
-        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +38,7 @@ class Dialect:
 
         Raises RequestError for an unknown format.
         """
-        reasoning = Reasoning.of(tokenizer)
+        reasoning = Channels.of(tokenizer) or Reasoning.of(tokenizer)
         try:
             return cls(CallFormat.of(tokenizer, call_format), "", reasoning)
         except RequestError as error:
@@ -125,11 +46,38 @@ class Dialect:
                 raise
             return cls(None, str(error), reasoning)
 
+    def reader(self, tools: Sequence[Tool], starts_inside: bool, *, bare: bool = True) -> AnswerReader:
+        """Return a reader of one answer that may call these tools.
+
+        `starts_inside`: the prompt has opened the reasoning or, with channels, the final message. With `bare`
+        an answer that is one JSON object may be a call.
+        """
+        if isinstance(self.reasoning, Channels):
+            return AnswerReader(None, ChannelParser(self.calls if tools else None, tools, starts_inside))
+        splitter = None if self.reasoning is None else self.reasoning.splitter(starts_inside)
+        parser = None if self.calls is None or not tools else call_parser(self.calls, tools, bare=bare)
+        return AnswerReader(splitter, parser)
+
+
+def call_parser(call_format: CallFormat, tools: Sequence[Tool], *, bare: bool = True) -> CallParser:
+    """Return a parser for calls of these tools in a format; `bare` as for `Dialect.reader`."""
+    form, named = call_format.form, {tool.name: tool for tool in tools}
+
+    def arguments(name: str) -> ArgumentsReader:
+        match form.arguments:
+            case Tags() as tags:
+                return TaggedArguments(named[name], tags, form)
+            case Notation() as notation:
+                return ValueArguments(notation)
+        return JsonArguments()
+
+    return CallParser(call_format, tools, arguments, bare=bare)
+
 
 class AnswerReader:
     """Splits an answer incrementally into reasoning, content and tool calls."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, parser: CallParser | None) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, parser: CallParser | ChannelParser | None) -> None:
         self._splitter = splitter
         self._parser = parser
         self.reasoning_tokens = 0
@@ -146,9 +94,13 @@ class AnswerReader:
         """
         text, last = delta.text, delta.finish_reason is not None
         reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text, last=last)
-        if reasoning:
-            self.reasoning_tokens += len(delta.token_ids) * len(reasoning) // len(reasoning + content)
         found: list[Event] = [ReasoningPiece(reasoning)] if reasoning else []
-        if self._parser is None:
-            return [*found, Content(content)] if content else found
-        return found + self._parser.feed(content, last=last)
+        if self._parser is not None:
+            found += self._parser.feed(content, last=last)
+        elif content:
+            found.append(Content(content))
+        thought = sum(len(one.text) for one in found if isinstance(one, ReasoningPiece))
+        if thought:
+            whole = max(thought, len(reasoning + content))
+            self.reasoning_tokens += len(delta.token_ids) * thought // whole
+        return found

@@ -1,4 +1,4 @@
-"""Schemas and parser of calls whose arguments are between tags (Qwen3-Coder)."""
+"""Schemas and reader of arguments between tags, as Qwen3-Coder and GLM write them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from specinfer.serve.dialect.call_format import FUNCTION_END, PARAMETER, PARAMETER_END, CallFormat, Tool
-from specinfer.serve.dialect.call_parser import CallParser, certain
+from specinfer.serve.dialect.call_form import PYTHON, CallForm, Tags
+from specinfer.serve.dialect.call_format import Tool
+from specinfer.serve.dialect.call_parser import ArgumentsReader, certain
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEFINITIONS: Final = ("$defs", "definitions")
@@ -17,10 +18,8 @@ _JSON_TYPES: Final[Mapping[type, str]] = {
     **{str: "string", float: "number", int: "integer", bool: "boolean", type(None): "null"},
     **{list: "array", dict: "object"},
 }
-_TAG: Final = re.compile(rf"\s*(?:{PARAMETER}([^>\n]+)>\n|{FUNCTION_END})")  # begins or ends
 _TEXT: Final = frozenset({"string"})  # a value of these types is written without quotes
-_VALUE_END: Final = f"\n{PARAMETER_END}"
-_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
+_PYTHON: Final = {theirs: ours for ours, theirs in PYTHON.words.items()}  # as templates write examples
 
 
 def schemas_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
@@ -28,7 +27,7 @@ def schemas_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     whole = tool.parameters
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
     properties = whole.get("properties") or {}
-    return {name: {**_resolved(one, whole), **shared} for name, one in properties.items()}
+    return {name: {**resolved(one, whole), **shared} for name, one in properties.items()}
 
 
 def has_types_only(schema: Mapping[str, Any]) -> bool:
@@ -52,7 +51,7 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset(_JSON_TYPES[type(one)] for one in given)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            parts = [types_of(_resolved(part, schema)) for part in schema[key]]
+            parts = [types_of(resolved(part, schema)) for part in schema[key]]
             return frozenset().union(*parts)
     return TYPES
 
@@ -68,7 +67,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
     return written if fits else json.dumps(text, ensure_ascii=False)
 
 
-def _resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """Follow references to definitions of `whole`; other schemas are returned unchanged."""
     for _ in range(10):  # references to references
         if not isinstance(schema, Mapping):
@@ -85,53 +84,45 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def call_parser(call_format: CallFormat, tools: Sequence[Tool]) -> CallParser:
-    """Return a parser for calls of these tools in a format."""
-    kind = TaggedCallParser if call_format.name == "qwen3_coder" else CallParser
-    return kind(call_format, tools)
-
-
-class TaggedCallParser(CallParser):
-    """Finds calls with tags, and returns their arguments as JSON, strings piece by piece.
+class TaggedArguments(ArgumentsReader):
+    """Reads arguments between tags, strings piece by piece.
 
     The schemas decide which values are strings. A value that should be JSON but is not becomes a string.
     """
 
-    def __init__(self, call_format: CallFormat, tools: Sequence[Tool]) -> None:
-        super().__init__(call_format, tools)
-        self._types = {
-            tool.name: {name: types_of(schema) for name, schema in schemas_of(tool).items()} for tool in tools
-        }
-
-    def _start(self, name: str) -> None:
-        self._parameters = self._types[name]
+    def __init__(self, tool: Tool, tags: Tags, form: CallForm) -> None:
+        super().__init__()
+        self._types = {name: types_of(schema) for name, schema in schemas_of(tool).items()}
+        last = form.tail.partition("\n")[0].strip()
+        self._tag = re.compile(rf"\s*(?:{tags.begin}|{re.escape(last)})")  # begins a value, or ends them
+        self._end = tags.end.rstrip()
         self._between = "{"
         self._open: frozenset[str] | None = None  # types of the value that has started
 
-    def _arguments(self) -> str:
+    def _read(self) -> str:
         written = ""
         while True:
             if self._open is not None:
                 written += self._value(self._open)
-            tag = _TAG.match(self._held) if self._open is None else None
+            tag = self._tag.match(self.held) if self._open is None else None
             if tag is None:
                 return written
             self._take(tag.end())
             if tag[1] is None:
-                self._inside = False
+                self.done = True
                 return written + ("{}" if self._between == "{" else "}")
-            self._open = self._parameters.get(tag[1], TYPES)
+            self._open = self._types.get(tag[1], TYPES)
             written += f"{self._between}{json.dumps(tag[1], ensure_ascii=False)}: "
             written += '"' if self._open == _TEXT else ""
             self._between = ", "
 
     def _value(self, types: frozenset[str]) -> str:
         """Take a value, or what is there of a string; at its end `_open` becomes None."""
-        end = self._held.find(_VALUE_END)
+        end = self.held.find(self._end)
         if end < 0:
-            begun = self._take(certain(self._held, _VALUE_END, "")) if types == _TEXT else ""
+            begun = self._take(certain(self.held, self._end, "")) if types == _TEXT else ""
             return json.dumps(begun, ensure_ascii=False)[1:-1]
         self._open = None
         value = self._take(end)
-        self._take(len(_VALUE_END))
+        self._take(len(self._end))
         return json.dumps(value, ensure_ascii=False)[1:] if types == _TEXT else json_of(value, types)

@@ -26,7 +26,7 @@ def test_a_template_shows_the_form():
         (LLAMA.replace('"', '\\"'), "llama3"),
         (MISTRAL, "mistral"),
         (MISTRAL_ARGS, "mistral_args"),
-        (MISTRAL_IDS, "mistral_args"),
+        (MISTRAL_IDS, "mistral_ids"),
         ("<|start_header_id|>" + QWEN, "hermes"),  # Hermes has models of Llama's, too
         ("", None),
         (PLAIN, None),
@@ -62,14 +62,14 @@ def test_a_format_may_be_chosen_by_name():
     for template in (LLAMA, None):
         forced = CallFormat.of(tokenizer(template), "hermes")
         assert (forced.name, forced.native, forced.single) == ("hermes", False, False)
-    with pytest.raises(RequestError, match="the tool format is 'llama3'; allowed: auto, or hermes, which"):
+    with pytest.raises(RequestError, match="the tool format is 'llama3'; allowed: auto, hermes; auto is the"):
         CallFormat.of(tokenizer(QWEN), "llama3")
 
 
 def test_other_properties_of_the_template():
     formats = {name: family.format for name, family in FAMILIES.items()}
     assert [name for name, found in formats.items() if found.single] == ["llama3"]
-    assert [name for name, found in formats.items() if found.with_ids] == ["mistral_ids"]
+    assert [name for name, found in formats.items() if found.name == "mistral_ids"] == ["mistral_ids"]
     assert [name for name, found in formats.items() if not found.native] == ["hermes, described"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.serve.dialect.dialect import Reasoning
+from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.structured_output import structured_output
 from tests.unit.serve.dialect.families import FAMILIES, TOOLS, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content
-from specinfer.serve.dialect.tagged_calls import call_parser
+from specinfer.serve.dialect.dialect import call_parser
 from tests.operations import lines_run
 from tests.unit.serve.dialect.families import CODER, FAMILIES, TAGGED_TOOLS, tagged, tools_of
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
@@ -18,6 +18,7 @@ H = FAMILIES["hermes"].format
 L = FAMILIES["llama3"].format
 M = FAMILIES["mistral"].format
 A = FAMILIES["mistral_args"].format
+IDS = FAMILIES["mistral_ids"].format
 C = CODER.format
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "g", "arguments": {"b": [1, {}]}}\n</tool_call>'
@@ -63,7 +64,7 @@ CASES = [
     (M, "[TOOL] [1]", "[TOOL] [1]", []),
     (M, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}, ', "", [F]),
     (A, '[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[ARGS]{"b": [1, {}]}', "", [F, G]),
-    (A, 'So: [TOOL_CALLS]f[CALL_ID]abcDEF012[ARGS]{"a": "}"}', "So:", [F]),
+    (IDS, 'So: [TOOL_CALLS]f[CALL_ID]abcDEF012[ARGS]{"a": "}"}', "So:", [F]),
     (A, "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS]", []),
     (C, f"Well.\n\n{NOW}\n{PUT}", "Well.", [("now", "{}"), ("put", PUT_ARGUMENTS)]),
     (C, "a <function=now>", "a <function=now>", []),

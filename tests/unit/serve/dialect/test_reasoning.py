@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.serve.dialect.dialect import Reasoning, ReasoningSplitter
+from specinfer.serve.dialect.reasoning import Reasoning, ReasoningSplitter
 from specinfer.structured_output import structured_output
 from tests.unit.serve.dialect.families import FAMILIES, PLAIN, THINKING, tokenizer, verdict_of_form
 

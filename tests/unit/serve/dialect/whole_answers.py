@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from specinfer.serve.dialect.call_format import CallFormat, Tool
 from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content, Event
-from specinfer.serve.dialect.tagged_calls import call_parser
+from specinfer.serve.dialect.dialect import call_parser
 
 
 def events_of(call_format: CallFormat, tools: Sequence[Tool], *pieces: str) -> list[Event]:

@@ -1,0 +1,164 @@
+"""Harmony, the format of gpt-oss: reasoning, content and calls in channels; and Gemma 4's reasoning."""
+
+import json
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.dialect.call_format import CallFormat, ToolChoice, for_template
+from specinfer.serve.dialect.call_grammar import call_grammar
+from specinfer.serve.dialect.call_parser import ReasoningPiece
+from specinfer.serve.dialect.dialect import Dialect
+from specinfer.structured_output import structured_output
+from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
+from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict, verdict_of_form
+from tests.unit.serve.dialect.whole_answers import content_and_calls
+
+AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
+HARMONY = (
+    "namespace functions "
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    """{# max 1 tool call per message #}
+{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %}
+{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}
+{% set f = m.tool_calls[0].function %} to=functions.{{ f.name }}<|channel|>commentary json<|message|>
+{{- f.arguments | tojson }}<|call|>{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+)
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = tools_of({"name": "get", "parameters": SCHEMA}, {"name": "get_time"})
+FAMILY = Family(tokenizer(HARMONY, HARMONY_MARKS))
+DIALECT = Dialect.of(FAMILY.tokenizer)
+THOUGHT = "<|channel|>analysis<|message|>Hm: <b|.<|end|><|start|>assistant"
+NOTE = "<|channel|>commentary<|message|>So:<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Yes.\n"
+ARGUMENTS = '{"city": "Oslo"}'
+CALL = f"<|channel|>commentary to=functions.get <|constrain|>json<|message|>{ARGUMENTS}"
+ROLE = f" to=functions.get<|channel|>commentary json<|message|>{ARGUMENTS}"
+GOT = [("get", ARGUMENTS)]
+
+
+def read(*pieces, dialect=DIALECT, tools=TOOLS, inside=False):
+    """Reasoning, content and calls of an answer in pieces."""
+    reader = dialect.reader(tools, inside)
+    deltas = [Delta("", text=piece, token_ids=(1,)) for piece in pieces]
+    events = [
+        e for delta in [*deltas, Delta("", finish_reason=FinishReason.STOP)] for e in reader.read(delta)
+    ]
+    thoughts = "".join(one.text for one in events if isinstance(one, ReasoningPiece))
+    return thoughts, *content_and_calls([one for one in events if not isinstance(one, ReasoningPiece)])
+
+
+def test_an_answer_is_reasoning_content_and_a_call_however_it_is_cut():
+    other = "<|channel|>commentary to=functions.put <|constrain|>json<|message|>{}"
+    cases = [
+        (FINAL, ("", "Yes.\n", [])),
+        (THOUGHT + FINAL, ("Hm: <b|.", "Yes.\n", [])),
+        (THOUGHT + NOTE + THOUGHT + FINAL, ("Hm: <b|." * 2, "So:\n\nYes.\n", [])),
+        (CALL, ("", "", GOT)),
+        (ROLE, ("", "", GOT)),
+        (f"{THOUGHT}{CALL}<|call|>", ("Hm: <b|.", "", GOT)),
+        (THOUGHT + NOTE + ROLE, ("Hm: <b|.", "So:", GOT)),
+        # a function that is not offered, and damaged answers
+        (other, ("", "{}", [])),
+        (CALL.replace(ARGUMENTS, "oops"), ("", "oops", [])),
+        (THOUGHT.partition("<|end")[0], ("Hm: <b|.", "", [])),
+        (f"{THOUGHT}<|channel|>comm", ("Hm: <b|.", "", [])),
+        ("hello", ("", "hello", [])),
+        ("", ("", "", [])),
+    ]
+    for text, said in cases:
+        assert read(*text) == said, text
+        for cut in range(len(text)):
+            assert read(text[:cut], text[cut:]) == said, text[:cut]
+    assert read("Yes.", inside=True) == ("", "Yes.", [])
+    assert read(THOUGHT + CALL, tools=()) == ("Hm: <b|.", ARGUMENTS, [])
+
+
+def test_answers_are_messages_and_calls_follow_their_schemas():
+    free, forced = (
+        call_grammar(FAMILY.format, TOOLS, choice, reasoning=DIALECT.reasoning) for choice in (AUTO, REQUIRED)
+    )
+    calls = [CALL, ROLE, CALL.replace(" <|constrain|>json", ""), THOUGHT + CALL, f"{CALL}<|call|>"]
+    for text in [*calls, FINAL, THOUGHT + FINAL, THOUGHT + NOTE + ROLE, "<|channel|>analysis<|message|>Hm"]:
+        assert verdict(FAMILY, free, text) is None, text
+        assert (verdict(FAMILY, forced, text) is None) == (text in calls), text
+    bad = CALL.replace('"Oslo"', "3")
+    for grammar in (free, forced):
+        assert verdict(FAMILY, grammar, bad) == bad.partition("3")[0]
+        assert verdict(FAMILY, grammar, CALL.replace(".get", ".put")) is not None
+    inside = call_grammar(FAMILY.format, TOOLS, AUTO, reasoning=DIALECT.reasoning, starts_inside=True)
+    assert verdict(FAMILY, inside, "more text") is None
+    # An end of calls that ends the text is no part of the grammar.
+    ids = [257 + HARMONY_MARKS.index("<|call|>"), 256]
+    ended = Tokenizer(FAMILY.tokenizer.backend, eos_token_ids=ids, templates=FAMILY.tokenizer.templates)
+    dialect = Dialect.of(ended)
+    grammar = call_grammar(dialect.calls, TOOLS, REQUIRED, reasoning=dialect.reasoning)
+    state = GrammarCompiler(ended, ended.vocab_size).compile(structured_output(grammar=grammar)).state()
+    state.commit([*ended.encode(CALL, add_special=False), ids[0]])
+    assert state.finished
+
+
+def test_a_form_is_in_the_final_message():
+    form = structured_output(response_format={"type": "json_object"})
+    grammar = call_grammar(FAMILY.format, TOOLS, AUTO, reasoning=DIALECT.reasoning, form=form)
+    final = "<|channel|>final <|constrain|>json<|message|>{}"
+    for text in (CALL, THOUGHT + CALL, final, THOUGHT + final):
+        assert verdict(FAMILY, grammar, text) is None, text
+    assert verdict(FAMILY, grammar, FINAL) == FINAL.partition("Yes")[0]
+    rules = "\n".join(f"{name}: {body}" for name, body in DIALECT.reasoning.preamble_rules(False).items())
+    alone = structured_output(preamble=rules, regex="[a-z]+")
+    for text in ("<|channel|>final<|message|>ab", f"{THOUGHT}<|channel|>final<|message|>ab"):
+        assert verdict_of_form(FAMILY, alone, text) is None, text
+        assert read(*text)[1] == "ab"
+    assert verdict_of_form(FAMILY, alone, "ab") == ""
+
+
+def test_the_template_is_recognised_and_its_calls_are_read():
+    assert (FAMILY.format.name, FAMILY.format.native, FAMILY.format.single) == ("harmony", True, True)
+    calls = [{"id": i, "type": "function", "function": {"name": "get", "arguments": ARGUMENTS}} for i in "ab"]
+    asked = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls[:1]},
+    ]
+    messages, tools = for_template(asked, TOOLS, FAMILY.format)
+    encoder = ChatEncoder(FAMILY.tokenizer)
+    prompt = encoder.render(messages, tools=tools).text
+    answer = prompt.partition("<|start|>assistant")[2].removesuffix("<|start|>assistant")
+    assert read(*answer) == ("Hm.", "", [("get", ARGUMENTS)])
+    both = [asked[0], asked[1] | {"tool_calls": calls}]
+    assert encoder.render(both, tools=tools).text.count("to=functions.get") == 2  # one call each
+    assert DIALECT.reasoning.state(Rendered("x<|start|>assistant")) == (False, False)
+    with pytest.raises(RequestError, match="the tool format is 'hermes'; allowed: auto, harmony; auto"):
+        CallFormat.of(FAMILY.tokenizer, "hermes")
+    with pytest.raises(RequestError, match="an unsupported format"):
+        CallFormat.of(tokenizer(HARMONY))  # without its special tokens
+
+
+def test_gemma_4_reasons_in_a_channel_of_its_own():
+    template = (
+        "{% if false %}<|channel>thought\n<channel|>{% endif %}{{ tools }}<|tool_call>{{ m.tool_calls }}"
+    )
+    marks = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+    family = Family(tokenizer(template, marks))
+    dialect = Dialect.of(family.tokenizer)
+    assert (dialect.reasoning.open, dialect.calls.name) == ("<|channel>thought", "gemma4")
+    thought, call = (
+        "<|channel>thought\nHm.\n<channel|>",
+        '<|tool_call>call:get{city:<|"|>Oslo<|"|>}<tool_call|>',
+    )
+    for choice in (AUTO, REQUIRED):
+        grammar = call_grammar(dialect.calls, TOOLS, choice, reasoning=dialect.reasoning)
+        assert verdict(family, grammar, thought + call) is None
+    for cut in range(len(thought + call)):
+        pieces = (thought + call)[:cut], (thought + call)[cut:]
+        assert read(*pieces, dialect=dialect) == ("Hm.", "", [("get", json.dumps({"city": "Oslo"}))])
+    assert dialect.reasoning.state(Rendered(f"<|turn>model\n{thought}")) == (False, True)
