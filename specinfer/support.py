@@ -33,6 +33,7 @@ class Feature(StrEnum):
     NOT_PREPARED = "`prepared` off"
     SELF_DRAFT = "the draft `self`"
     HEAD = "a head as draft"
+    ASSISTANT = "an assistant of Gemma 4"
     HOSTED_DRAFT = "a draft through transformers"
     DRAFT_QUANTIZED = "an `int8`, `int4` or `gguf` draft"
     DRAFT_GGUF = "a `gguf` draft"
@@ -92,6 +93,10 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.HEAD, Feature.HOSTED): (
         "drafts names {0}, a head, and {1} runs through transformers, where heads cannot read between "
         "layers; name a small model, or leave it out"
+    ),
+    (Feature.ASSISTANT, Feature.RANKS): (
+        "drafts names {0}, an assistant, and with {1} its target's keys lie in other processes; name a small "
+        "model, or leave it out"
     ),
     (Feature.MEMORY, Feature.GPU): "memory limits engines on a CPU, and the device is {1}; leave it out",
     (Feature.STREAMED, Feature.TORCH): (

@@ -100,6 +100,11 @@ class FoundHead:
         """Config of its layers."""
         return self.head.config.body
 
+    @property
+    def features(self) -> dict[Feature, object]:
+        """Its features as a draft."""
+        return {Feature.ASSISTANT: self.files.name} if self.config.keys_elsewhere else {}
+
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return head_bytes(self.head, dtype, quantization)
@@ -165,7 +170,8 @@ def find_drafts(
         files = resolve(name, progress=progress, code=config.trust_remote_code)
         if is_head(files.path):
             check_support({**target.features, Feature.HEAD: name})
-            found[name] = FoundHead(files, open_head(files, target.model))
+            found[name] = head = FoundHead(files, open_head(files, target.model))
+            check_support({**config.features, **head.features})
         else:
             how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
             opened = open_model(files, "auto", max_context=config.scheduler.max_context, **how)
@@ -307,6 +313,7 @@ def make_draft(
             num_blocks=executor.num_blocks,
             block_size=executor.block_size,
             max_rows=max_rows,
+            target=executor.target.cache,
         )
     runner = ModelRunner(
         model, num_blocks=executor.num_blocks, block_size=executor.block_size, states=executor.states

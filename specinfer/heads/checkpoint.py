@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
+from specinfer.heads.assistant import AssistantModel
+from specinfer.heads.assistant_layout import (
+    assistant_config,
+    assistant_entries,
+    assistant_shapes,
+    is_assistant,
+    read_order,
+)
 from specinfer.heads.block import BlockHead, BlockModel
-from specinfer.heads.config import EagleConfig, HeadConfig, check_target
+from specinfer.heads.config import AnyHeadConfig, AssistantConfig, EagleConfig, HeadConfig, check_target
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
 from specinfer.heads.speculators import FINGERPRINT, SCALE
@@ -40,7 +48,7 @@ from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
-AnyHeadModel = EagleModel | BlockModel
+AnyHeadModel = EagleModel | BlockModel | AssistantModel
 _OUTPUT: Final = "lm_head.weight"
 _DTYPES: Final = {
     **FLOATS,
@@ -64,7 +72,8 @@ def is_head(folder: Path) -> bool:
     if not file.is_file():
         return False
     described = read_json(file)
-    return is_head_config(described) or head_kind(tensor_names(weight_files(folder))) is not None
+    known = is_head_config(described) or is_assistant(described)
+    return known or head_kind(tensor_names(weight_files(folder))) is not None
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
@@ -101,11 +110,20 @@ class HeadFolder:
         self.verifier = _verifier(described)  # the target's name, for messages
         # The target's fingerprint, or None if not given.
         self.fingerprint = _fingerprint(files.path, described)
-        entries = _renamed(files.path, read_entries(files.weights, _DTYPES))
+        entries: Entries = _renamed(files.path, read_entries(files.weights, _DTYPES))
         shapes = {name: entry.shape for name, entry in entries.items()}
-        self.config = config = head_config(described, target.num_layers, shapes)
+        config: AnyHeadConfig
+        if is_assistant(described):
+            config = assistant_config(described, target)
+        else:
+            config = head_config(described, target.num_layers, shapes)
+        self.config = config
         check_target(config, target, files.name)
-        self.ids = read_vocabulary(files.path, config, entries)
+        if isinstance(config, AssistantConfig):
+            self.ids = read_order(files.path, config, entries)
+            entries = assistant_entries(config, entries)
+        else:
+            self.ids = read_vocabulary(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
@@ -137,8 +155,13 @@ class HeadFolder:
         return rows
 
     def module(self, target: OpenModel) -> EagleHead | BlockHead:
-        """Return the head as a float32 module; the target supplies tables that the head does not have."""
+        """Return the head as a float32 module; the target supplies tables that the head does not have.
+
+        Raises ModelError for an assistant, which has none.
+        """
         config = self.config
+        if isinstance(config, AssistantConfig):
+            raise ModelError(f"{self.name} is of a kind that is not trained here; name another head")
         module = _module(config, self.ids)
         state = {name: read_tensor(self, name) for name in self._entries}
         if not config.own_embedding:
@@ -192,11 +215,13 @@ def _module(config: HeadConfig, ids: Sequence[int]) -> EagleHead | BlockHead:
     return EagleHead(config, ids) if isinstance(config, EagleConfig) else BlockHead(config, ids)
 
 
-def head_shapes(config: HeadConfig) -> Shapes:
+def head_shapes(config: AnyHeadConfig) -> Shapes:
     """Return the shapes of a head's own tensors; tables of the target are left out.
 
     Raises ModelError if a size is too large for a tensor.
     """
+    if isinstance(config, AssistantConfig):
+        return assistant_shapes(config)
     try:
         with torch.device("meta"):  # a module without memory
             module = _module(config, range(config.draft_vocab_size))
@@ -268,6 +293,8 @@ def load_head(
     def build(weights: Weights) -> AnyHeadModel:
         if isinstance(config, EagleConfig):
             return EagleModel(config, weights, target, head.ids)
+        if isinstance(config, AssistantConfig):
+            return AssistantModel(config, weights, target, head.ids)
         return BlockModel(config, weights, target, head.ids)
 
     return load_parts(

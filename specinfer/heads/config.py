@@ -98,10 +98,37 @@ class BlockConfig(LayersConfig):
         return self.block_size - self.skipped
 
 
-HeadConfig = EagleConfig | BlockConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantConfig(LayersConfig):
+    """Gemma 4's assistant: one pass for each level, over the target's own keys and values.
+
+    A row reads a token's embedding beside a hidden state, as in EAGLE. The layers have queries alone, and
+    attend to the last layers of the target that have keys, with or without a window as they do. With
+    `clusters` of equal size the tokens of the `chosen` likeliest clusters have logits, and others have none.
+    """
+
+    clusters: int = 0  # 0: all tokens have logits
+    chosen: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clusters and (self.vocab_size % self.clusters or self.chosen > self.clusters):
+            raise ModelError(
+                f"num_centroids is {self.clusters} and centroid_intermediate_top_k {self.chosen}, for "
+                f"{self.vocab_size} tokens; allowed: a divisor of their number, and no more than it"
+            )
+
+    def sources(self, target: ModelConfig) -> list[int | None]:
+        """Return the target's layer whose keys and values each layer attends to; None: it has none."""
+        windowed = [window is not None for window in target.layer_windows]
+        last = {windowed[i]: i for i in range(target.num_layers - target.shared_layers)}
+        return [last.get(window is not None) for window in self.body.layer_windows]
 
 
-def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
+HeadConfig = EagleConfig | BlockConfig  # heads that have their own keys and values
+AnyHeadConfig = HeadConfig | AssistantConfig
+
+
+def check_target(head: AnyHeadConfig, target: ModelConfig, name: str) -> None:
     """Raise ModelError unless the head `name` fits this target."""
     sizes = {
         "hidden states of": (head.target_hidden_size, target.hidden_size),
@@ -113,6 +140,9 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
                 f"head {name} was trained for {label} {expected}, but the target has {got}: it belongs to "
                 "another target"
             )
+    if isinstance(head, AssistantConfig):
+        _check_caches(head, target, name)
+        return
     deepest = max(head.taps)
     if deepest > target.num_layers:
         raise ModelError(
@@ -135,6 +165,18 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
             f"head {name} uses its target's embeddings, but {target.family} scales them or adds positions; "
             "use a head that has embeddings"
         )
+
+
+def _check_caches(head: AssistantConfig, target: ModelConfig, name: str) -> None:
+    for layer, source in enumerate(head.sources(target)):
+        own = head.body.heads_of(layer)
+        found = None if source is None else target.heads_of(source)
+        if found is None or (own.num_kv_heads, own.head_dim) != (found.num_kv_heads, found.head_dim):
+            raise ModelError(
+                f"head {name} attends to {own.num_kv_heads} key-value heads of {own.head_dim} in its layer "
+                f"{layer}, and its target has {'no such layer' if found is None else found}; it belongs to "
+                "another target"
+            )
 
 
 def _check(head: HeadConfig) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import CacheAttention
 from specinfer.errors import ensure
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import AssistantConfig, BlockConfig, EagleConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
@@ -27,7 +27,7 @@ from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import inference
 from specinfer.runtime.kv_cache import KvCache
 
-Config = TypeVar("Config", EagleConfig, BlockConfig)
+Config = TypeVar("Config", EagleConfig, BlockConfig, AssistantConfig)
 Text = TypeVar("Text")  # input of one text; each head kind has its own type
 
 
@@ -98,6 +98,11 @@ class HeadModel(ABC, Generic[Config, Text]):
     def wait_for(self, made: HeadPass) -> None:
         """Wait until the logits of a pass are computed."""
 
+    def cache(self, num_blocks: int, block_size: int, target: KvCache | None) -> HeadCache:
+        """Return a cache of `num_blocks` blocks; `target` is the target's."""
+        kv = KvCache(self.config, num_blocks * block_size, self.dtype, self.device)
+        return HeadCache(block_size, kv, self.kernels.attention.over(kv.keys, kv.values))
+
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the tokens' embeddings [T, D]."""
         if self._embedding_VD is None:
@@ -114,13 +119,14 @@ Model = TypeVar("Model", bound=HeadModel[Any, Any])
 
 
 class HeadRunner(Generic[Model]):
-    """Runs passes of one head with its KV cache."""
+    """Runs passes of one head with its KV cache, or with the target's."""
 
-    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model: Model, *, num_blocks: int, block_size: int, target: KvCache | None = None
+    ) -> None:
         self.model = model
         self.block_size = block_size
-        kv = KvCache(model.config, num_blocks * block_size, model.dtype, model.device)
-        self.cache = HeadCache(block_size, kv, model.kernels.attention.over(kv.keys, kv.values))
+        self.cache = model.cache(num_blocks, block_size, target)
 
     @inference
     def guess(self, texts: Sequence[Any]) -> HeadPass:

@@ -102,7 +102,7 @@ def read_vocabulary(path: Path, config: HeadConfig, entries: Entries) -> Sequenc
         if named == vocab:
             return range(vocab)
         raise ModelFileError(f"{path} has a draft vocabulary of {named} of {vocab} tokens but lacks 'd2t'")
-    offsets = _whole(path, entries, "d2t", named)
+    offsets = read_whole(path, entries, "d2t", named)
     if offsets.is_floating_point() or offsets.dtype in (torch.bool, torch.uint8):
         raise ModelFileError(f"{path}: tensor 'd2t' is of {offsets.dtype}; expected whole numbers")
     ids = (offsets.to(torch.int64) + torch.arange(named)).tolist()
@@ -110,14 +110,15 @@ def read_vocabulary(path: Path, config: HeadConfig, entries: Entries) -> Sequenc
         _, kept = id_maps(ids, vocab)
     except ModelError as error:
         raise ModelFileError(f"{path}: tensor 'd2t' is damaged: {error}") from error
-    if "t2d" in entries and not torch.equal(_whole(path, entries, "t2d", vocab).to(torch.bool), kept):
+    if "t2d" in entries and not torch.equal(read_whole(path, entries, "t2d", vocab).to(torch.bool), kept):
         raise ModelFileError(
             f"{path}: tensors 'd2t' and 't2d' name different tokens; download the head again"
         )
     return [int(i) for i in ids]
 
 
-def _whole(path: Path, entries: Entries, name: str, length: int) -> Tensor:
+def read_whole(path: Path, entries: Entries, name: str, length: int) -> Tensor:
+    """Return a tensor of one dimension; raises ModelFileError if it has another length."""
     entry = entries[name]
     if entry.shape != (length,):
         raise ModelFileError(f"{path}: tensor {name!r} has shape {list(entry.shape)}, expected [{length}]")

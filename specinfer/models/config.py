@@ -250,6 +250,7 @@ class ModelConfig:
     # The last layers that have no keys and values: each attends to those of the last layer before them that
     # has a window, or none, as they do (Gemma 3n and 4).
     shared_layers: int = 0
+    keys_elsewhere: bool = field(default=False, repr=False)  # all layers use another model's (assistant.py)
     layer_inner: tuple[int, ...] = ()  # MLP sizes of all layers, if they differ
     value_norm: bool = False  # an RMSNorm over each head's value, without weights
     output_factor: bool = False  # a learned factor of each layer's output (Gemma 4)
@@ -295,9 +296,9 @@ class ModelConfig:
                 f"sliding windows {sorted({w for w in self.layer_windows if w is not None})} differ between "
                 "layers; one window size per model is supported"
             )
-
-        keyed = max(0, self.num_layers - self.shared_layers)  # layers that have keys
-        if self.shared_layers and not set(self.layer_windows[keyed:]) <= set(self.layer_windows[:keyed]):
+        shared = 0 if self.keys_elsewhere else self.shared_layers
+        keyed = max(0, self.num_layers - shared)  # layers that have keys
+        if shared and not set(self.layer_windows[keyed:]) <= set(self.layer_windows[:keyed]):
             raise ModelError(
                 f"the last {self.shared_layers} of {self.num_layers} layers use the keys and values of "
                 "earlier ones, and there is none of their kind. The config is damaged."
@@ -356,11 +357,11 @@ class ModelConfig:
         return LayerHeads(self.head_dim, self.num_kv_heads)
 
     def cache_of(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to."""
+        """The layer whose keys and values a layer attends to; -1: one of another model."""
         own = self.num_layers - self.shared_layers
         if layer < own:
             return layer
-        return max(i for i in range(own) if self.layer_windows[i] == self.layer_windows[layer])
+        return max((i for i in range(own) if self.layer_windows[i] == self.layer_windows[layer]), default=-1)
 
     def inner_of(self, layer: int) -> int:
         """The size of a layer's MLP."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specinfer.heads.assistant import AssistantModel
 from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.heads.eagle import EagleModel, EagleText
@@ -33,6 +34,8 @@ from specinfer.heads.runner import HeadRunner
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.features import TextFeatures, UnreadFeatures
+from specinfer.runtime.kv_cache import KvCache
 from specinfer.speculate.drafts.draft import CachedText, Draft, LevelDraft, frontier_rows
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
@@ -47,7 +50,7 @@ class EagleDraft(LevelDraft):
     def __init__(
         self,
         name: str,
-        runner: HeadRunner[EagleModel],
+        runner: HeadRunner[EagleModel] | HeadRunner[AssistantModel],
         shape: Shape,
         *,
         max_rows: int,
@@ -102,6 +105,48 @@ class EagleDraft(LevelDraft):
             if self._growths[i].started:
                 assert new is not None
                 self._fed[i] = torch.cat((self._fed[i], new)) if i in self._fed else new
+
+
+class AssistantDraft(EagleDraft):
+    """Draft of an assistant, which finds the text in its target's cache, up to the root.
+
+    It needs the hidden state of the token before the root. If that was computed for another request, whose
+    blocks this one shares, it guesses from the second step on.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """See EagleDraft."""
+        super().__init__(*given, **named)
+        self._last: dict[str, CachedText] = {}  # by request
+
+    def receive_states(self, texts: Sequence[TextFeatures]) -> None:
+        """Keep the hidden state of each text's last token."""
+        for features in texts:
+            entry, count, last = features.entry, len(features.states), UnreadFeatures(features.end - 1)
+            last.add(features.states.part(count - 1, count))
+            self._last[entry.request.request_id] = CachedText(entry.generation, 0, 0, last)
+
+    def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
+        self._fed = {}
+        nothing = CachedText(-1, 0, 0, UnreadFeatures(0))
+        self._seen = [self._last.get(entry.request.request_id, nothing) for entry in entries]
+        return [1] * len(entries)
+
+    def _read(self, entry: int, max_rows: int) -> Rows | None:
+        text, growth = self._seen[entry], self._growths[entry]
+        planned, unread = growth.entry, text.unread
+        root = planned.end - 1
+        known = text.generation == planned.generation and unread.first < unread.end == root == planned.start
+        growth.started = known and growth.limit > 0 and max_rows > 0
+        table = planned.block_table
+        return chain_rows([planned.token_ids[root]], root, table, logits=True) if growth.started else None
+
+    def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
+        growth = self._growths[entry]
+        return frontier_rows(growth, nodes, growth.entry.end - 1, growth.entry.block_table)
+
+    def _forget(self, request_id: str) -> None:
+        self._last.pop(request_id, None)
 
 
 class BlockDraft(Draft):
@@ -188,10 +233,22 @@ class BlockDraft(Draft):
 
 
 def head_draft(
-    name: str, model: AnyHeadModel, shape: Shape, *, num_blocks: int, block_size: int, max_rows: int
+    name: str,
+    model: AnyHeadModel,
+    shape: Shape,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_rows: int,
+    target: KvCache,
 ) -> tuple[HeadRunner[Any], Draft]:
-    """Return the runner of a loaded head, with its own cache of `num_blocks` blocks, and its draft."""
-    runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size)
+    """Return the runner of a loaded head, with its own cache of `num_blocks` blocks, and its draft.
+
+    `target` is the target's cache, which has as many blocks.
+    """
+    runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size, target=target)
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
-    kind = EagleDraft if isinstance(model, EagleModel) else BlockDraft
+    kind: type[EagleDraft | BlockDraft] = BlockDraft
+    if isinstance(model, EagleModel | AssistantModel):
+        kind = EagleDraft if isinstance(model, EagleModel) else AssistantDraft
     return runner, kind(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)

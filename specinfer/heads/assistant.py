@@ -1,0 +1,137 @@
+"""AssistantModel: Gemma 4's assistants in the engine.
+
+    row       a token's embedding and a hidden state of the target's size, concatenated and projected
+    layers    attend to the text before the root in the target's caches; nodes of the tree have no keys
+    outputs   logits, and projected back the hidden state that child rows read
+
+All rows of a tree have the position of its root, as in training.
+
+Shapes: T rows, R rows with a guess, D the target's hidden size, A the assistant's, N clusters, K tokens of a
+cluster, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import Attend, Paths
+from specinfer.heads.assistant_layout import CENTROIDS
+from specinfer.heads.config import AssistantConfig
+from specinfer.heads.eagle import EagleText
+from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
+from specinfer.models.decoder import Decoder
+from specinfer.models.decoder_layer import DecoderLayer
+from specinfer.models.language_model import Residual
+from specinfer.models.layers import RotaryEmbedding, RowNorm
+from specinfer.models.weight_memory import Weights
+from specinfer.runtime.features import joined
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.runner import probe_rows
+
+
+class AssistantModel(HeadModel[AssistantConfig, EagleText]):
+    """An assistant computed with the kernels."""
+
+    def __init__(
+        self, head: AssistantConfig, weights: Weights, target: Decoder, order: Sequence[int]
+    ) -> None:
+        """`order` are the tokens cluster by cluster; see HeadModel."""
+        super().__init__(head, weights, target, range(head.vocab_size))
+        body = head.body
+        self._enter, self._leave = weights.linear("pre_projection"), weights.linear("post_projection")
+        self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
+        self._norm = RowNorm.of("norm", body, weights)
+        assert body.rope is not None
+        assert body.local_rope is not None
+        sizes = (body.global_heads or body).head_dim, body.head_dim
+        ropes = zip((body.rope, body.local_rope), sizes, strict=True)
+        self._ropes = [RotaryEmbedding(rope, size, self.device) for rope, size in ropes]
+        if head.clusters:
+            self._order_NK = torch.tensor(order, device=self.device).view(head.clusters, -1)
+            # The rows of a cluster lie side by side, as its tokens get their logits together.
+            table_VA = weights.tensor("embed_tokens.weight").index_select(0, self._order_NK.flatten())
+            self._table_NKA = table_VA.view(head.clusters, -1, head.hidden_size)
+            self._centroids = weights.linear(CENTROIDS, precise=True)
+        else:
+            self._output = weights.linear("lm_head")
+
+    def cache(self, num_blocks: int, block_size: int, target: KvCache | None) -> HeadCache:
+        """See HeadModel: the target's keys and values, which are only read."""
+        assert target is not None, "an assistant has its target's cache"
+        layers = [layer or 0 for layer in self.head.sources(self._target.config)]
+        keys, values = ([kind[layer] for layer in layers] for kind in (target.keys, target.values))
+        return HeadCache(block_size, target, self.kernels.attention.over(keys, values))
+
+    def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
+        """See HeadModel. All rows have a guess; the state of a text is the input of its next rows, [T, D]."""
+        ends = [*accumulate(len(text.rows.token_ids) for text in texts)]
+        roots: list[int] = []
+        requests: list[int] = []
+        blocks = 0
+        for text, end in zip(texts, ends, strict=True):
+            rows, table = text.rows, text.rows.block_table
+            count, tree = len(rows.token_ids), 1 if rows.parents is None else len(rows.parents)
+            root = rows.start + (0 if rows.parents is None else count - tree)
+            roots += [root] * count
+            requests += end - count, end, blocks, max(root, count)
+            blocks += len(table)
+        paths = Paths.of(
+            *(requests, roots, [0] * (len(roots) + 1), ()),
+            tables=[text.rows.block_table for text in texts],
+            block_size=cache.block_size,
+        )
+        token_ids_T = torch.tensor([i for text in texts for i in text.rows.token_ids], device=self.device)
+        positions_T = torch.tensor(roots, device=self.device)
+        state_TD = torch.cat([self._states(text) for text in texts])
+        read_TA = self._run(token_ids_T, state_TD, positions_T, cache.attention.bind(paths))
+        made = torch.split(self._leave(read_TA), [len(text.rows.token_ids) for text in texts])
+        return HeadPass(made, read_TA)
+
+    def _states(self, text: EagleText) -> Tensor:
+        """Return what a text's rows read beside their tokens: outputs, or the target's normed states."""
+        if text.fed_TD is not None:
+            return text.fed_TD
+        return self._target.final_norm(Residual(joined(text.states)[:, 0].contiguous()))
+
+    def _run(self, token_ids_T: Tensor, state_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return the input of the output layer, [T, A]."""
+        turns = dict(zip(("global", "local"), [rope.at(positions_T) for rope in self._ropes], strict=True))
+        x_TA = self._enter(torch.cat((self.embedded(token_ids_T, positions_T), state_TD), dim=-1))
+        y_TA: Tensor | None = None
+        for layer in self._layers:
+            y_TA = layer(x_TA, y_TA, turns[layer.rope], attend)
+        return self._norm(x_TA, y_TA)
+
+    def logits(self, h_RA: Tensor) -> Tensor:
+        """Return logits [R, V] for input rows of the output layer.
+
+        Tokens of other clusters have 1 less than the smallest logit of their row, as in transformers.
+        """
+        if not self.head.clusters:
+            return self._output(h_RA)
+        rows_RA = h_RA.float()
+        chosen_RN = self._centroids(rows_RA).topk(self.head.chosen).indices
+        logits_RV = rows_RA.new_empty(len(rows_RA), self.head.vocab_size)
+        for row_A, chosen_N, out_V in zip(rows_RA, chosen_RN, logits_RV, strict=True):
+            found = self._table_NKA.index_select(0, chosen_N).flatten(0, 1).float() @ row_A
+            out_V.fill_(found.min() - 1).index_copy_(0, self._order_NK[chosen_N].flatten(), found)
+        return logits_RV
+
+    def flight(self, read_RA: Tensor) -> Flight:
+        """Return a Flight that computes logits of these rows on demand."""
+        return Flight(read_RA, self.logits, len(self.ids), self.kernels.scan)
+
+    def probe(self, rows: int, block_size: int) -> list[EagleText]:
+        """See HeadModel."""
+        part = replace(probe_rows(rows, block_size, self._target.config.vocab_size), start=rows)
+        return [EagleText(part, 0, self.zero_states(rows))]
+
+    def wait_for(self, made: HeadPass) -> None:
+        """See HeadModel."""
+        self.flight(made.read_RD).row(0)
