@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from specinfer.attention.backend import Attend, Paths
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, HeadNorm, TokenTable, rotation_at, softmax
+from specinfer.heads.dflash2 import ConvolvedLayer, Selector
+from specinfer.heads.layers import HeadLayer, HeadNorm, TokenTable, block_attended, rotation_at
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary
 from specinfer.kernels.attention import NativeCache
@@ -104,7 +105,7 @@ class BlockHead(HeadVocabulary):
         for layer in self.layers:
             assert isinstance(layer, HeadLayer)
             attention, given = layer.self_attn, layer.input_layernorm(x)
-            found = _attended(
+            found = block_attended(
                 attention.queries(given, of_block),
                 (attention.keys(context, of_text), attention.values(context)),
                 (attention.keys(given, of_block), attention.values(given)),
@@ -146,27 +147,6 @@ class BlockHead(HeadVocabulary):
         return torch.cat((later, block.expand(*anchors_BA.shape, size, size)), dim=-1)
 
 
-def _attended(
-    q_BARKGH: Tensor, of_text: tuple[Tensor, Tensor], of_block: tuple[Tensor, Tensor], hidden_BARX: Tensor
-) -> Tensor:
-    """Return the attention output of the blocks' rows, [B, A, R, K, G, H].
-
-    Keys and values are [B, T, K, H] for texts and [B, A, R, K, H] for blocks.
-    """
-    scores = torch.cat(
-        (
-            torch.einsum("barkgh,btkh->barkgt", q_BARKGH, of_text[0]),
-            torch.einsum("barkgh,baskh->barkgs", q_BARKGH, of_block[0]),
-        ),
-        dim=-1,
-    )
-    weights = softmax(scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")))
-    text, block = torch.split(weights, [of_text[0].shape[1], of_block[0].shape[2]], dim=-1)
-    return torch.einsum("barkgt,btkh->barkgh", text, of_text[1]) + torch.einsum(
-        "barkgs,baskh->barkgh", block, of_block[1]
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class BlockText:
     """Input of one text: the tokens to read, and a block after them.
@@ -201,8 +181,12 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         # The key and value projections of all layers read the same rows, so they are one product.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
-        self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
-        native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
+        kind = ConvolvedLayer if head.conv_taps else DecoderLayer
+        self._layers = [kind(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
+        native: NativeLayers | None = None
+        if not head.conv_taps:
+            native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
+        self.selector = Selector.of(head, weights) if head.selector_rank else None
         self._norm = RowNorm.of("norm", body, weights)
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self.native: NativeBlockHead | None = None
@@ -302,7 +286,8 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
                 token for text in texts for token in (text.anchor, *[head.mask_token_id] * (text.rows - 1))
             ]
             begun_TD = self.embedded(torch.tensor(ids, device=self.device), positions_T)
-        read_TD = self.run(begun_TD, positions_T, attend)
+        places_T = torch.tensor([row for text in texts for row in range(text.rows)], device=self.device)
+        read_TD = self.run(begun_TD, positions_T, places_T, attend)
         read_RD = read_TD.index_select(0, torch.tensor(chosen, device=self.device))
         return read_RD, self.logits(read_RD)
 
@@ -361,15 +346,18 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         read = torch.cat((last_PD, self._entry_norm(anchors_PD)), dim=-1)
         return self._entry(read).view(len(last_PD), self.head.block_size, -1)
 
-    def run(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def run(self, x_TD: Tensor, positions_T: Tensor, places_T: Tensor, attend: Attend) -> Tensor:
         """Return the input of the output layer for each row of the blocks, [T, D]; writes their K and V.
 
-        `x_TD` is the input of the first layer and may be overwritten.
+        `x_TD` is the input of the first layer and may be overwritten. Rows have `places_T` in their blocks.
         """
         rope = self._rope.at(positions_T)
         y_TD: Tensor | None = None
         for layer in self._layers:
-            y_TD = layer(x_TD, y_TD, rope, attend)
+            if isinstance(layer, ConvolvedLayer):
+                y_TD = layer.of_block(x_TD, y_TD, rope, attend, places_T)
+            else:
+                y_TD = layer(x_TD, y_TD, rope, attend)
         return self._norm(x_TD, y_TD)
 
     def logits(self, h_RD: Tensor) -> Tensor:

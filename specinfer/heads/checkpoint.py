@@ -27,7 +27,15 @@ from specinfer.heads.assistant_layout import (
     read_order,
 )
 from specinfer.heads.block import BlockHead, BlockModel
-from specinfer.heads.config import AnyHeadConfig, AssistantConfig, EagleConfig, HeadConfig, check_target
+from specinfer.heads.config import (
+    AnyHeadConfig,
+    AssistantConfig,
+    BlockConfig,
+    EagleConfig,
+    HeadConfig,
+    check_target,
+)
+from specinfer.heads.dflash2 import dflash2_shapes
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
 from specinfer.heads.speculators import FINGERPRINT, SCALE
@@ -59,7 +67,7 @@ _DTYPES: Final = {
     "U8": torch.uint8,
 }
 _FORM: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")  # of fingerprints
-_LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight")  # lookup tables, which are never quantized
+_LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight", "_codebook")  # tables, never quantized
 _ROWS: Final = 1 << 8  # rows of a table that are read at a time
 
 
@@ -157,10 +165,10 @@ class HeadFolder:
     def module(self, target: OpenModel) -> EagleHead | BlockHead:
         """Return the head as a float32 module; the target supplies tables that the head does not have.
 
-        Raises ModelError for an assistant, which has none.
+        Raises ModelError for an assistant, DFlash 2 and windows, which modules do not compute.
         """
         config = self.config
-        if isinstance(config, AssistantConfig):
+        if isinstance(config, AssistantConfig) or (isinstance(config, BlockConfig) and config.has_more):
             raise ModelError(f"{self.name} is of a kind that is not trained here; name another head")
         module = _module(config, self.ids)
         state = {name: read_tensor(self, name) for name in self._entries}
@@ -227,7 +235,8 @@ def head_shapes(config: AnyHeadConfig) -> Shapes:
             module = _module(config, range(config.draft_vocab_size))
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ModelError(f"a head's config asks for tensors that are too large: {error}") from error
-    return {name: tuple(tensor.shape) for name, tensor in own_tensors(module).items()}
+    more = dflash2_shapes(config) if isinstance(config, BlockConfig) else {}
+    return {name: tuple(tensor.shape) for name, tensor in own_tensors(module).items()} | more
 
 
 def _renamed(path: Path, entries: Entries) -> dict[str, TensorEntry]:

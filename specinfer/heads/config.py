@@ -73,6 +73,11 @@ class BlockConfig(LayersConfig):
     # True: a row starts from its own projection of the last hidden state and the anchor's embedding.
     # False: it starts from an embedding.
     reads_last: bool = False
+    # DFlash 2 (dflash2.py); 0 taps: no convolutions; rank 0: no selector.
+    conv_taps: int = 0
+    conv_group: int = 1  # channels that share a delta
+    selector_rank: int = 0
+    candidates: int = 16  # tokens that the selector chooses among
 
     def __post_init__(self) -> None:
         smallest = 1 if self.sample_from_anchor else 2
@@ -86,11 +91,29 @@ class BlockConfig(LayersConfig):
             )
         if not 0 <= self.markov_rank <= 4096:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
+        if not 0 <= self.conv_taps <= self.block_size or self.hidden_size % self.conv_group:
+            raise ModelError(
+                f"conv_kernel_size is {self.conv_taps} and conv_group_size {self.conv_group}; allowed: up to "
+                f"block_size, {self.block_size}, and a divisor of hidden_size, {self.hidden_size}"
+            )
+        if self.selector_rank and (
+            self.draft_vocab_size != self.vocab_size or self.candidates > self.vocab_size or self.markov_rank
+        ):
+            raise ModelError(
+                f"a head with a selector has draft_vocab_size {self.draft_vocab_size}, selector_top_k "
+                f"{self.candidates} and markov_rank {self.markov_rank}; allowed: all {self.vocab_size} "
+                "tokens, at most as many candidates, and rank 0"
+            )
 
     @property
     def skipped(self) -> int:
         """Leading rows of a block that make no guess."""
         return 0 if self.sample_from_anchor else 1
+
+    @property
+    def has_more(self) -> bool:
+        """True if the engine alone computes it: with convolutions, a selector or windows."""
+        return bool(self.conv_taps or self.selector_rank or self.body.window)
 
     @property
     def depth(self) -> int:
@@ -189,10 +212,6 @@ def _check(head: HeadConfig) -> None:
         )
     if not 1 <= head.depth <= 64:
         raise ModelError(f"a head guesses {head.depth} tokens; allowed: 1 to 64")
-    if body.window is not None:
-        raise ModelError(
-            f"a head's layers have a sliding window of {body.window}; only full attention is supported"
-        )
     if body.rope is None or not body.plain_layers:
         raise ModelError(f"a head has layers of {body.family}; supported: llama, qwen2 and qwen3")
     if body.rope.rotated is not None:

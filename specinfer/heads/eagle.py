@@ -99,7 +99,8 @@ class EagleHead(HeadVocabulary):
                 given = layer.input_layernorm(x)
             attention = layer.self_attn
             before.add(attention.keys(given, rotation), attention.values(given))
-            x = layer.after_attention(x, before.attended(attention.queries(given, rotation)))
+            window = self.config.body.layer_windows[number]
+            x = layer.after_attention(x, before.attended(attention.queries(given, rotation), window))
         return x
 
 
@@ -115,10 +116,12 @@ class _Seen:
         self._keys.append(keys_BTKH)
         self._values.append(values_BTKH)
 
-    def attended(self, q_BTKGH: Tensor) -> Tensor:
-        """Return the attention output of the last step's rows, [B, T, K, G, H]."""
+    def attended(self, q_BTKGH: Tensor, window: int | None) -> Tensor:
+        """Return the attention output of the last step's rows, [B, T, K, G, H]; a window covers all steps."""
         rows = q_BTKGH.shape[1]
         hidden = torch.ones(rows, rows, dtype=torch.bool, device=q_BTKGH.device).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(len(self._keys) - 1 - window)
         scores = torch.einsum("btkgh,bskh->btkgs", q_BTKGH, self._keys[0])
         scores = scores.masked_fill(hidden[None, :, None, None, :], float("-inf"))
         own = [torch.einsum("btkgh,btkh->btkg", q_BTKGH, keys)[..., None] for keys in self._keys[1:]]

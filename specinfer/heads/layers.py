@@ -4,7 +4,8 @@ Their tensors have the names of checkpoints. They take batches, in float32 unles
 context the outputs of linear layers, and so an MLP's activation and gated product, are rounded; norms, rotary
 embeddings, softmax and the residual stream keep their precision.
 
-Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head size, D hidden size.
+Shapes: B sequences, T rows, A anchors, R rows of a block, X = T + R. N query heads, K key-value heads,
+G = N / K, H head size, D hidden size.
 """
 
 from __future__ import annotations
@@ -130,6 +131,27 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
 def softmax(scores: Tensor) -> Tensor:
     """Softmax over the last axis, in float32 if the scores are narrower."""
     return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+def block_attended(
+    q_BARKGH: Tensor, of_text: tuple[Tensor, Tensor], of_block: tuple[Tensor, Tensor], hidden_BARX: Tensor
+) -> Tensor:
+    """Return the attention output of the blocks' rows, [B, A, R, K, G, H].
+
+    Keys and values are [B, T, K, H] for texts and [B, A, R, K, H] for blocks.
+    """
+    scores = torch.cat(
+        (
+            torch.einsum("barkgh,btkh->barkgt", q_BARKGH, of_text[0]),
+            torch.einsum("barkgh,baskh->barkgs", q_BARKGH, of_block[0]),
+        ),
+        dim=-1,
+    )
+    weights = softmax(scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")))
+    text, block = torch.split(weights, [of_text[0].shape[1], of_block[0].shape[2]], dim=-1)
+    return torch.einsum("barkgt,btkh->barkgh", text, of_text[1]) + torch.einsum(
+        "barkgs,baskh->barkgh", block, of_block[1]
+    )
 
 
 def initialise(module: nn.Module, generator: torch.Generator, spread: float = 0.02) -> None:

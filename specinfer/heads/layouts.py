@@ -1,13 +1,14 @@
 """Layouts of heads: config.json and the names of tensors, in the words of the `speculators` library.
 
-The library describes a head under `speculators_model_type`: eagle3, dflash or dspark. Its
+The library describes a head under `speculators_model_type`: eagle3, dflash, dflash2 or dspark. Its
 `transformer_layer_config` holds the fields of the layers that differ from the defaults of transformers' model
 class. Other layouts are converted to its words by the tables below:
 
     EAGLE-3     recognized by its tensors, because config.json names many architectures, often a language
                 model's, and repeats the target's number and kind of layers. Both are read from the tensors:
                 norms of queries and keys mean qwen3, biases mean qwen2
-    DFlash      `DFlashDraftModel`; the head's fields are in `dflash_config` or beside the layers'
+    DFlash      `DFlashDraftModel`, and `DFlash2DraftModel` of the second; the head's fields are in
+                `dflash_config` or beside the layers'
     DSpark      `Qwen3DSparkModel` (DeepSpec) and `DSparkDraftModel` (SpecForge); likewise
 
 Published configs count layers in two ways. Those of the library, and a top-level
@@ -34,11 +35,14 @@ from specinfer.models.safetensors import EAGLE_3, head_kind
 
 READS_LAST: Final = "reads_last_hidden_state"  # a field of this project: the library has no such heads
 SLIDING: Final = "sliding_attention"
-_TYPES: Final = ("dflash", "dspark", "eagle3")
+_TYPES: Final = ("dflash", "dflash2", "dspark", "eagle3")
 _KNOWN_VERSIONS: Final = re.compile(r"0\.\d")
 _EAGLE_TAPS: Final = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_TAPS: Final = "aux_hidden_state_layer_ids"
-_BLOCKS: Final = {"DFlashDraftModel": "dflash", "DSparkDraftModel": "dspark", "Qwen3DSparkModel": "dspark"}
+_BLOCKS: Final = {
+    **{"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"},
+    **{"DSparkDraftModel": "dspark", "Qwen3DSparkModel": "dspark"},
+}
 # Fields of DFlash and DSpark: their names, and the library's.
 _FIELDS: Final = {
     "block_size": "block_size",
@@ -47,6 +51,7 @@ _FIELDS: Final = {
     "markov_rank": "markov_rank",
     "markov_head_type": "markov_head_type",
     "target_layer_ids": _BLOCK_TAPS,
+    **{name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
     "causal": "is_causal",
     "causal_head": "is_causal",
 }
@@ -128,23 +133,29 @@ def _eagle(c: Mapping[str, Any], target_layers: int) -> HeadConfig:
 
 
 def _block(c: Mapping[str, Any], target_layers: int) -> HeadConfig:
-    layers, markov = mapping(c, "transformer_layer_config"), c["speculators_model_type"] == "dspark"
+    layers, kind = mapping(c, "transformer_layer_config"), c["speculators_model_type"]
+    markov, second, size = kind == "dspark", kind == "dflash2", count(c, "block_size")
+    causal = _is_causal(layers, windows_are_causal=not boolean(c, "sliding_window_non_causal", second))
     # A block head has Qwen3 layers, with norms of queries and keys, whatever model_type says.
-    body = body_from_hf({"model_type": "qwen3", **layers})
+    body = body_from_hf({"model_type": "qwen3", **layers}, rows=0 if causal else size)
     if body.qk_norm is QkNorm.NONE:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
     rank = integer(c, "markov_rank", 256) if markov else 0
-    if rank and (kind := c.get("markov_head_type", "vanilla")) != "vanilla":
-        raise ModelError(f"markov_head_type is {kind!r}; supported: vanilla")
+    if rank and (form := c.get("markov_head_type", "vanilla")) != "vanilla":
+        raise ModelError(f"markov_head_type is {form!r}; supported: vanilla")
     return BlockConfig(
         **_common(c, body),
         taps=_layer_ids(c, _BLOCK_TAPS) or (2, target_layers // 2, target_layers - 3),
-        block_size=count(c, "block_size"),
+        block_size=size,
         mask_token_id=integer(c, "mask_token_id"),
-        causal=_is_causal(layers, windows_are_causal=not boolean(c, "sliding_window_non_causal", False)),
+        causal=causal,
         sample_from_anchor=boolean(c, "sample_from_anchor", markov),
         markov_rank=rank,
         reads_last=markov and boolean(c, READS_LAST, False),
+        conv_taps=integer(c, "conv_kernel_size", 2 if second else 0),
+        conv_group=count(c, "conv_group_size", 16) if second or c.get("conv_kernel_size") else 1,
+        selector_rank=integer(c, "selector_rank", 256 if second else 0),
+        candidates=count(c, "selector_top_k", 16),
     )
 
 
@@ -242,7 +253,7 @@ def _block_words(c: Mapping[str, Any], kind: str) -> dict[str, Any]:
             if ours == "is_causal" and words.get(ours, value) != value:
                 raise ModelError(f"causal and causal_head differ: {words[ours]} and {value}")
             words[ours] = value
-    if kind == "dflash" and words["markov_rank"]:
+    if kind != "dspark" and words["markov_rank"]:
         raise ModelError(f"markov_rank is {words['markov_rank']}; supported: 0 in a DFlash head")
     layers = {**c, "is_causal": words.pop("is_causal", c.get("is_causal"))}
     return {
@@ -288,10 +299,10 @@ def _depth(c: Mapping[str, Any]) -> int:
             return 5
 
 
-def body_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the config of a head's layers, all with full attention.
+def body_from_hf(config: Mapping[str, Any], rows: int = 0) -> ModelConfig:
+    """Return the config of a head's layers; those with a window also see `rows` rows of a block.
 
-    Raises ModelError for layers that heads do not support: experts, or windows shorter than the context.
+    Raises ModelError for layers that heads do not support, such as experts.
     """
     kind = config.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
@@ -303,13 +314,11 @@ def body_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"a head has {layers} layers; allowed: 1 to {_MAX_LAYERS}")
     given = {key: value for key, value in config.items() if value is not None}
     body = config_from_hf({**_DEFAULTS[kind], **given, "model_type": kind, "eos_token_id": None})
-    window = body.window
-    if window is not None and window < body.max_context:
-        raise ModelError(
-            f"a head's layers have a sliding window of {window} in a context of {body.max_context}; "
-            "only full attention is supported"
-        )
-    return replace(body, layer_windows=(None,) * body.num_layers, eos_ids=())
+    windows = tuple(
+        None if window is None or window >= body.max_context else window + rows
+        for window in body.layer_windows
+    )
+    return replace(body, layer_windows=windows, eos_ids=())
 
 
 def _is_causal(config: Mapping[str, Any], *, windows_are_causal: bool) -> bool:

@@ -97,8 +97,11 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
     Raises ModelError for layers that the format cannot describe.
     """
     rope = body.rope
-    if body.family not in _LAYERS or rope is None:
-        raise ModelError(f"layers of {body.family} cannot be written as a head's; use llama's or qwen3's")
+    if body.family not in _LAYERS or rope is None or body.window is not None:
+        raise ModelError(
+            f"layers of {body.family} with window {body.window} cannot be written as a head's; use llama's "
+            "or qwen3's without windows"
+        )
     if body.activation is not Activation.SILU:
         raise ModelError(f"layers with {body.activation} cannot be written as a head's; use silu")
     written: dict[str, object] = {

@@ -121,8 +121,8 @@ class DecoderLayer:
         `per_layer_TC` are the per-layer inputs of all layers, if the model has any.
         """
         if self._attention is None and self._recurrent is None:
-            return self._behind_mlp(_add_norm(x_TD, y_TD, self._before_mlp), adapted, x_TD)
-        given_TD = _add_norm(x_TD, y_TD, self._before_attention)
+            return self._behind_mlp(add_norm(x_TD, y_TD, self._before_mlp), adapted, x_TD)
+        given_TD = add_norm(x_TD, y_TD, self._before_attention)
         y_TD = self.of_normed(x_TD, given_TD, rope, attend, adapted, states)
         if self._per_layer is not None and per_layer_TC is not None:
             x_TD += y_TD
@@ -157,7 +157,7 @@ class DecoderLayer:
         y_TD = self._term(made_TD, self._after_attention)
         if self._mlp is None:
             return y_TD
-        return self._behind_mlp(_add_norm(x_TD, y_TD, self._before_mlp), adapted, x_TD)
+        return self._behind_mlp(add_norm(x_TD, y_TD, self._before_mlp), adapted, x_TD)
 
     def _behind_mlp(self, given_TD: Tensor, adapted: AdaptedLayer | None, x_TD: Tensor) -> Tensor:
         """The term to be added to x after the MLP."""
@@ -202,7 +202,7 @@ class DecoderLayer:
         )
 
 
-def _add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
+def add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
     """x += y in place, if there is a y; then the norm of x, or x itself without a norm."""
     if norm is not None:
         return norm(x_TD, y_TD)

@@ -199,8 +199,7 @@ class BlockDraft(Draft):
                 if last_D is not None:
                     self._seen[i].last_D = last_D
             if growing:
-                assert made.logits_RU is not None
-                self._trees.grow(growing, made.logits_RU)
+                self._trees.grow(growing, made)
         return {}
 
     def _growth(self, entry: PlanEntry) -> Growth:

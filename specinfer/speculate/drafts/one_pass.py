@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from specinfer.heads.block import BlockModel
+from specinfer.heads.runner import HeadPass
 from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.kernels.structures import TREE_REQUEST, TYPES, GrownArgs, GuesserArgs
@@ -62,7 +63,7 @@ class OnePassTrees:
         self._node_limit = MAX_NODES  # present limit of nodes of a best-first tree
         library = model.kernels.library
         self._grow_best_first: GrowTrees | None = None
-        if library is not None:
+        if library is not None and model.selector is None:
             self._grow_best_first = NativeTrees(name, model, vocabulary, library).grow
 
     def max_nodes(self, request: Request) -> int:
@@ -94,8 +95,9 @@ class OnePassTrees:
             self._node_limit = max(_MIN_NODES, self._node_limit // 2)
 
     @inference
-    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], made: HeadPass) -> None:
         """Grow all trees completely from the logits of their levels."""
+        assert made.logits_RU is not None, "a block head makes logits with its pass"
         by_level: list[GuessedTree] = []
         best_first: list[GuessedTree] = []
         for one in guessed:
@@ -107,11 +109,13 @@ class OnePassTrees:
                 one.growth.limit = min(one.growth.limit, self.shape.depth(request))
                 by_level.append(one)
         if best_first and self._grow_best_first is not None:
-            self._grow_best_first(best_first, logits_TU, self._node_limit)
+            self._grow_best_first(best_first, made.logits_RU, self._node_limit)
         while by_level:
-            by_level = self._grow_a_level(by_level, logits_TU)
+            by_level = self._grow_a_level(by_level, made.logits_RU, made.read_RD)
 
-    def _grow_a_level(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> list[GuessedTree]:
+    def _grow_a_level(
+        self, guessed: Sequence[GuessedTree], logits_TU: Tensor, read_TD: Tensor
+    ) -> list[GuessedTree]:
         """Draw another level of these trees; returns those that can grow further."""
         rows: list[int] = []
         before: list[int] = []
@@ -122,7 +126,10 @@ class OnePassTrees:
             before.extend(growth.builder.token_ids[node] for node in growth.frontier)
             sites.extend(growth.sites(self.shape))
         markov = self._model.markov
-        made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
+        rows_R = torch.tensor(rows, device=logits_TU.device)
+        made_RU = logits_TU.index_select(0, rows_R).float()
+        if (selector := self._model.selector) is not None:
+            made_RU = selector.logits(made_RU, read_TD.index_select(0, rows_R), before)
         if markov is not None:
             made_RU += markov.logits(markov.before(before))
         flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._model.kernels.scan)

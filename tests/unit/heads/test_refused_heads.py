@@ -67,14 +67,12 @@ def _tensor(name: str, value: torch.Tensor) -> Change:
 
 
 OFFSETS = torch.tensor([token - place for place, token in enumerate(IDS)])
-WINDOW = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"]}
 HOSTILE_CONFIGS: list[tuple[Change, str]] = [
     (_with(speculators_model_type="telepathy"), "telepathy"),
     (_with(speculators_version="2.0"), "2.0"),
     (lambda c: c.pop("transformer_layer_config"), "transformer_layer_config"),
     (_layers(num_hidden_layers=10**12), "1000000000000 layers"),
     (_layers(model_type="qwen3_moe"), "qwen3_moe"),
-    (_layers(model_type="qwen3", **WINDOW), "sliding window of 16"),
     (_with(fc_norm=True, norm_before_fc=True), "norm_before_fc and fc_norm"),
     (_with(norm_output="yes"), "norm_output is 'yes'"),
     (_with(target_hidden_size=2 * SIZE), "hidden states of 64"),

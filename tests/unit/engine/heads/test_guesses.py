@@ -11,12 +11,12 @@ import torch
 from specinfer import SamplingParams
 from specinfer.engine.steps import TreeEvent
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
-from specinfer.kernels.choice import choose_kernels, draft_kernels
+from specinfer.kernels.choice import TORCH, choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import CPU, Tiny, engine_of
-from tests.heads import block_config, tiny_head, write_tiny_head
+from tests.heads import block_config, change_head, eagle_config, tiny_body, tiny_head, write_tiny_head
 from tests.unit.engine.heads.head_engines import (
     HEADS,
     PROMPTS,
@@ -120,3 +120,48 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
                 deeper.append(below[0] == likeliest[0])
     assert roots > 3
     assert sum(deeper) > 0.7 * len(deeper) > 0
+
+
+def test_layers_of_an_eagle_head_may_have_windows(tiny: Tiny, folder: Path, tmp_path: Path) -> None:
+    config = eagle_config(body=tiny_body(qk_norm=True, num_layers=2), own_head=False)
+    kinds = ["sliding_attention", "full_attention"]
+    windows = {"use_sliding_window": True, "sliding_window": 7, "layer_types": kinds}
+    write_tiny_head(tiny_head(config, seed=8), tmp_path)
+    change_head(tmp_path, config=lambda c: c["transformer_layer_config"].update(windows))
+    target = open_model(folder / "target")
+    head = HeadFolder(tmp_path, target.config, target)
+    module = head.module(target)
+    loaded = load_head(head, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0]))
+    events: list[TreeEvent] = []
+    seen = 0
+    with engine(tiny, loaded, block_size=4) as llm:
+        engine_of(llm).listeners.on_tree = events.append
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, shaped(6)), strict=True):
+            hidden_TND = hidden_states(tiny, [*prompt, *output.token_ids])
+            for text, tree in trees_after(prompt, output, events):
+                assert is_as_likely(module, text, hidden_TND, tree)
+                seen += tree.num_nodes
+    assert seen > 100
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_layers_of_a_block_head_may_have_windows(
+    tiny: Tiny, folder: Path, tmp_path: Path, causal: bool
+) -> None:
+    config = block_config(own_head=False, causal=causal, markov_rank=0)
+    kinds = ["sliding_attention"] * 2
+    windows = {"use_sliding_window": True, "sliding_window": 7, "layer_types": kinds, "is_causal": causal}
+    target, native = open_model(folder / "target"), draft_kernels(choose_kernels("auto", CPU)[0])
+    found = list[list[float]]()
+    for more, kernels in ((windows, TORCH), (windows, native), ({"is_causal": causal}, native)):
+        write_tiny_head(tiny_head(config, seed=8), tmp_path)
+        change_head(tmp_path, config=lambda c, more=more: c["transformer_layer_config"].update(more))
+        head = load_head(HeadFolder(tmp_path, target.config, target), tiny.target, kernels=kernels)
+        events: list[TreeEvent] = []
+        with engine(tiny, head, block_size=4) as llm:
+            engine_of(llm).listeners.on_tree = events.append
+            llm.generate(PROMPTS, shaped(6))
+        found.append([draw.confidence for event in events for draw in event.tree.draws])
+    assert len(found[0]) > 60
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+    assert not np.allclose(found[0][:30], found[2][:30], atol=1e-2)

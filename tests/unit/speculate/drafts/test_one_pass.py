@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specinfer.heads.block import BlockModel
+from specinfer.heads.runner import HeadPass
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -39,7 +40,7 @@ def grown(trees: OnePassTrees, head: BlockModel) -> int:
     entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    trees.grow([trees.open(growth, 0, LEVELS)], head.logits(read_TD))
+    trees.grow([trees.open(growth, 0, LEVELS)], HeadPass((), read_TD, head.logits(read_TD)))
     return growth.tree().num_nodes - 1
 
 
@@ -62,7 +63,7 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
     if not native:
         mine._grow_best_first = None
         assert mine.max_nodes(entry.request) == 5
-    mine.grow([mine.open(growth, 0, LEVELS)], model.logits(read_TD))
+    mine.grow([mine.open(growth, 0, LEVELS)], HeadPass((), read_TD, model.logits(read_TD)))
     by_levels = "top_p" in params or not native
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
