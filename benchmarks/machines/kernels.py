@@ -59,7 +59,7 @@ REPEATS = 5
 PART = 1024  # matrix rows quantized at a time: whole blocks of channels
 FORMS = {  # GGUF blocks in their own precision
     "Q4_K": BlockForm(4, span=SPAN, steps=True, mins=True),
-    "Q6_K": BlockForm(8, span=SPAN, steps=True, mins=False),
+    "Q6_K": BlockForm(6, span=SPAN, steps=True, mins=False),
     "Q8_0": BlockForm(8, span=1, steps=False, mins=False),
     "Q4_0": BlockForm(4, span=1, steps=False, mins=False),
 }

@@ -38,7 +38,11 @@ _TOLERANCE: Final = 1e-2  # tolerance relative to the largest result, for bfloat
 _LOOSE_ROWS: Final = 8  # rows for which a loose product uses another method
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
-_BLOCKS: Final = {"blocks4": BlockForm(4, 8, True, True), "blocks8": BlockForm(8, 1, True, True)}
+_BLOCKS: Final = {
+    "blocks4": BlockForm(4, 8, True, True),
+    "blocks6": BlockForm(6, 8, True, True),
+    "blocks8": BlockForm(8, 1, True, True),
+}
 
 
 def kernel_fault(library: Library) -> str | None:
@@ -112,7 +116,7 @@ def _faults_of(library: Library, kind: Kind, made: Callable[[Products], Product]
 def _blocks(form: BlockForm, channels: int, inner: int) -> BlocksWeight:
     """A random matrix of blocks of that form."""
     sizes, chance = (channels, inner // GROUP), torch.Generator().manual_seed(1)
-    low, high = (0, 16) if form.bits == 4 else (-127, 128)
+    low, high = {4: (0, 16), 6: (-32, 32), 8: (-127, 128)}[form.bits]
     scales, mins = (torch.empty(sizes).uniform_(0.001, 0.01, generator=chance).half() for _ in range(2))
     firsts = torch.arange(sizes[1]) // form.span * form.span  # groups of a span share a scale
     steps = _integers(-63, 64, *sizes, 2, chance=chance).to(torch.int8)

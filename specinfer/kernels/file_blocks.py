@@ -64,14 +64,14 @@ _AT_ONCE: Final = 1 << 24  # elements per call, during which no other thread can
 class BlockForm:
     """Layout of blocks; a matrix with several forms uses one that can represent all of them."""
 
-    bits: Literal[4, 8]  # per level
+    bits: Literal[4, 6, 8]  # per level: 0 .. 15, -32 .. 31, -127 .. 127
     span: int  # groups that share a scale, and a min: 1 or SPAN
     steps: bool  # some steps differ from 1
     mins: bool
 
     def __or__(self, other: BlockForm) -> BlockForm:
         return BlockForm(
-            8 if 8 in (self.bits, other.bits) else 4,
+            max(self.bits, other.bits),
             min(self.span, other.span),
             self.steps or other.steps,
             self.mins or other.mins,
@@ -82,13 +82,12 @@ def empty_blocks(channels: int, inner: int, form: BlockForm, library: Library | 
     """Uninitialized memory for a matrix of blocks."""
     blocks, groups = num_blocks(channels), padded(inner) // GROUP
     halves, spans = (1 if form.bits == 4 else 2), -(-groups // form.span)
-    words = (groups, 4, BLOCK, 4) if form.bits == 4 else (groups * GROUP // 4, BLOCK, 4)
 
     def memory(dtype: torch.dtype, *sizes: int) -> Tensor:
         return in_huge_pages(library, torch.empty(blocks, *sizes, dtype=dtype))
 
     return BlocksWeight(
-        memory(torch.uint8, *words),
+        memory(torch.uint8, groups, form.bits, BLOCK, 4),
         memory(torch.float16, spans, BLOCK),
         memory(torch.uint8, groups * halves if form.steps else 1, BLOCK),
         memory(torch.float16, spans if form.mins else 1, BLOCK),
@@ -139,9 +138,8 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     levels = rows[..., :GROUP].reshape(len(rows), groups * GROUP)
     spans = slice(None, None, form.span)
     if form.bits == 4:
-        words, steps = pack_levels(levels), rows[..., _STEPS : _STEPS + 1]
+        steps = rows[..., _STEPS : _STEPS + 1]
     else:
-        words = (levels ^ OFFSET).view(count, BLOCK, groups * GROUP // 4, 4).transpose(1, 2).contiguous()
         steps = rows[..., _STEPS:_MIN].reshape(len(rows), groups * 2, 1)
     if not form.steps:
         steps = steps[:, :1] * 0 + 1
@@ -149,7 +147,7 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     if not form.mins:
         mins, min_steps = mins[:, :1], min_steps[:, :1]
     return BlocksWeight(
-        words,
+        pack_levels(levels, form.bits),
         by_blocks(rows[:, spans, _SCALE:_STEPS], torch.float16),
         by_blocks(steps ^ OFFSET),
         by_blocks(mins, torch.float16),

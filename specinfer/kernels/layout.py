@@ -12,7 +12,7 @@ matrices that are computed before they are quantized.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ OFFSET: Final = 128  # offset of stored int8 values, of 8-bit levels and of step
 _ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # axis of a block's rows in a tensor with this many dimensions
 _ZEROS: Final = -0x7F7F7F80  # the offset in all four bytes of a word
 LEVELS: Final = 16  # per int4 weight
+_PAIRS: Final = torch.tensor([0, 2, 4], dtype=torch.uint8)  # lowest bits of the three pairs in six bits
 # Levels that a group's range is divided into. Fewer than 15 match the groups of 4-bit files that do not use
 # every level; more cut off the end of the range, which pays if few weights are there.
 _SPANS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 15.5, 16.0, 16.5, 17.0)
@@ -66,21 +67,21 @@ class BlocksWeight(NamedTuple):
     If all steps are 1, or there are no mins, the corresponding arrays have one entry per block of rows.
     """
 
-    levels: Tensor  # uint8: 4 bits as in an Int4Weight, 8 bits [blocks, groups * 8, BLOCK, 4], level + 128
+    levels: Tensor  # uint8 [blocks, groups, bits, BLOCK, 4]; see `pack_levels`
     scales: Tensor  # float16 [blocks, spans, BLOCK]
-    steps: Tensor  # uint8 [blocks, groups * n, BLOCK], step + 128; n is 1, or 2 for 8 bits
+    steps: Tensor  # uint8 [blocks, groups * n, BLOCK], step + 128; n is 1 for 4 bits, else 2
     mins: Tensor  # float16 [blocks, spans, BLOCK]
     min_steps: Tensor  # uint8 [blocks, groups, BLOCK]
 
     @property
-    def bits(self) -> Literal[4, 8]:
-        """Bits of a level."""
-        return 4 if self.levels.dim() == 5 else 8
+    def bits(self) -> int:
+        """Bits of a level: 4, 6 or 8."""
+        return self.levels.shape[2]
 
     @property
     def groups(self) -> int:
         """Number of groups in a row."""
-        return self.levels.shape[1] // (1 if self.bits == 4 else GROUP // 4)
+        return self.levels.shape[1]
 
     @property
     def span(self) -> int:
@@ -175,11 +176,20 @@ def int8_matrix(weight: Int8Weight, channels: int, inner: int) -> tuple[Tensor, 
     return values[:channels, :inner].contiguous(), weight.scales.view(-1)[:channels]
 
 
-def pack_levels(levels: Tensor) -> Tensor:
-    """Pack levels 0 .. 15, uint8 [blocks * BLOCK, inner], for an Int4Weight."""
-    eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
-    low, high = eights.unbind(4)
-    return (low | high << 4).permute(0, 2, 3, 1, 4).contiguous()
+def pack_levels(levels: Tensor, bits: int = 4) -> Tensor:
+    """Pack levels, uint8 [blocks * BLOCK, inner], as [blocks, groups, bits, BLOCK, 4] of cpu/product.h.
+
+    Those of 4 bits are 0 .. 15; those of 6 and 8 bits are signed, as bytes.
+    """
+    words = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 8, 4)
+    if bits == 4:
+        packed = words[..., ::2, :] | words[..., 1::2, :] << 4
+    elif bits == 6:
+        fours = (words ^ 32).bitwise_and_(63).unflatten(3, (2, 4))
+        packed = (fours[..., :3, :] | (fours[..., 3:, :] >> _PAIRS[:, None] & 3) << 6).flatten(3, 4)
+    else:
+        packed = words ^ OFFSET
+    return packed.permute(0, 2, 3, 1, 4).contiguous()
 
 
 def int4_rows(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -210,9 +220,16 @@ def lay_out_int4(rows: Tensor) -> Int4Weight:
 
 
 def unpack_levels(levels: Tensor) -> Tensor:
-    """The levels of one group of every block, [blocks, 4, BLOCK, 4], as uint8 [blocks * BLOCK, GROUP]."""
-    eights = torch.stack((levels & 15, levels >> 4), 3)  # [blocks, 4, BLOCK, 2, 4]
-    return eights.permute(0, 2, 1, 3, 4).reshape(-1, GROUP)
+    """The levels of one group of every block, [blocks, bits, BLOCK, 4], as int8 [blocks * BLOCK, GROUP]."""
+    if levels.shape[1] == 4:
+        words = torch.stack((levels & 15, levels >> 4), 2).flatten(1, 2)
+    elif levels.shape[1] == 6:
+        threes = levels.unflatten(1, (2, 3))
+        fourth = (threes >> 6 << _PAIRS[:, None, None]).sum(2, keepdim=True, dtype=torch.uint8)
+        words = (torch.cat((threes & 63, fourth), 2) - 32).flatten(1, 2)
+    else:
+        words = levels ^ OFFSET
+    return words.transpose(1, 2).reshape(-1, GROUP).view(torch.int8)
 
 
 def choose_rows(weight: Weight, ids: Sequence[int], into: Weight) -> None:

@@ -111,6 +111,7 @@ class NativeProduct:
             "int8": (elements, rows * 4, 0),
             "int4": (elements // 2, groups * 2, groups),
             "blocks4": (elements // 2, spans * 2, 0),
+            "blocks6": (elements // 4 * 3, spans * 2, 0),
             "blocks8": (elements, spans * 2, 0),
         }[kind]
         self._kept = [weight, scales, zeros, bias]

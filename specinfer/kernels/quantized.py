@@ -53,7 +53,7 @@ from specinfer.kernels.product import (
     Product,
     ProductOptions,
 )
-from specinfer.kernels.structures import BLOCK, Kind, padded_inner
+from specinfer.kernels.structures import BLOCK, BLOCK_KINDS, Kind, padded_inner
 
 _EXACT: Final = 1024  # int8 products whose sum is exact in float32
 _MIN_RANGE: Final = 1e-30  # the inverse of a smaller scale would be infinite
@@ -162,7 +162,7 @@ class NativeProducts(Products):
             kind, scales, zeros = "int4", weight.scales, weight.zeros
             largest = float(scales.max()) if largest is None else largest
         else:
-            kind, scales = ("blocks4" if weight.bits == 4 else "blocks8"), weight.scales
+            kind, scales = BLOCK_KINDS[weight.bits], weight.scales
         return NativeProduct(
             *(self.library, kind, weight[0]),
             channels=channels,
@@ -235,9 +235,7 @@ def _blocks_sums(weight: BlocksWeight) -> Product:
 
 def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
     """The sums of a group, each half times its step, rounded to float32."""
-    per, half = GROUP // 4, GROUP // 2
-    words = (weight.levels[:, g * per : (g + 1) * per] ^ OFFSET).view(torch.int8)  # [blocks, 8, BLOCK, 4]
-    levels_CI = words.transpose(1, 2).reshape(-1, GROUP).float()
+    half, levels_CI = GROUP // 2, unpack_levels(weight.levels[:, g]).float()
     total = torch.zeros(len(values_RI), len(levels_CI), dtype=torch.float64)
     for n in range(2):
         part = slice(n * half, (n + 1) * half)

@@ -7,12 +7,13 @@ import struct
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any, Final, Literal
 
-Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks8"]
+Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks6", "blocks8"]
 FloatType = Literal["float32", "bfloat16"]
 KINDS: Final[dict[Kind, int]] = {
     **{"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3},
-    **{"blocks4": 4, "blocks8": 5},  # blocks of GGUF files, unchanged
+    **{"blocks4": 4, "blocks6": 5, "blocks8": 6},  # blocks of GGUF files, unchanged
 }
+BLOCK_KINDS: Final[dict[int, Kind]] = {4: "blocks4", 6: "blocks6", 8: "blocks8"}  # by bits of a level
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4, "relu2": 5}
 FILE_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
@@ -20,7 +21,7 @@ FLOAT_KINDS: Final = {"F32": 8, "F16": 9, "BF16": 10}  # of files, as the blocks
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings", "recurrences")
 _PADDED: Final[dict[Kind, int]] = {
     **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
-    **{"blocks4": 32, "blocks8": 32},
+    **{"blocks4": 32, "blocks6": 32, "blocks8": 32},
 }
 BLOCK: Final = 16  # output channels that are interleaved
 

@@ -44,7 +44,7 @@ from specinfer.kernels.layout import Int4Weight, Weight
 from specinfer.models.safetensors import DTYPE_NAMES
 from specinfer.models.stream import StreamRecord
 
-_VERSION: Final = 4  # version of the numbers and their layout; files of other versions are made again
+_VERSION: Final = 5  # version of the numbers and their layout; files of other versions are made again
 _PAGE: Final = 4096  # alignment of records, for readers that bypass the page cache
 _LINE: Final = 64  # alignment of tensors
 _PIECE: Final = 1 << 20  # bytes per read

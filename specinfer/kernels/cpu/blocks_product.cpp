@@ -1,4 +1,4 @@
-// Products with GGUF blocks in their own precision: levels of 4 or 8 bits, whose scales are products themselves.
+// Products with GGUF blocks in their own precision: levels of 4, 6 or 8 bits, whose scales are products themselves.
 //
 // Rows are quantized in groups of 32, as for int4. A group's products are added exactly and scaled by two float
 // operations in a fixed order, so every CPU and the PyTorch twin (kernels/file_blocks.py) give the same bits.
@@ -18,11 +18,12 @@ struct RowGroup {
   int8_t values[kGroup];
   float scale;              // a sixteenth for 4-bit levels, whose sums are 16 times too large
   float of_min;             // minus the sum of the group, times its scale
-  int32_t offsets[kHalves];  // correct the offset of 128 of 8-bit values
+  int32_t offsets[kHalves];  // correct the offset of 6-bit and 8-bit levels
 };
 
-template <int Bits, typename T>
-void quantize_row(const T* x, int64_t n, int64_t groups, int64_t rows, RowGroup* to) {
+// Flat, since compilers leave some of its small functions out of line in a file of this size.
+template <typename T>
+[[gnu::flatten]] void quantize_row(const T* x, int64_t n, int64_t groups, int64_t rows, int bits, RowGroup* to) {
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
     const float most = largest(larger(larger(Ints(0), group.low), group.high)), inverse = inverse_of(most);
@@ -32,21 +33,20 @@ void quantize_row(const T* x, int64_t n, int64_t groups, int64_t rows, RowGroup*
     store_bytes(own.values + kLanes, high);
     const int32_t first = sum(low), second = sum(high);
     const float scale = int8_scale(most);
-    own.scale = Bits == 4 ? scale * 0.0625f : scale;
+    own.scale = bits == 4 ? scale * 0.0625f : scale;
     own.of_min = static_cast<float>(-(first + second)) * scale;
-    own.offsets[0] = -128 * first;
-    own.offsets[1] = -128 * second;
+    own.offsets[0] = bits == 6 ? offset_of_sixes(first) : -128 * first;
+    own.offsets[1] = bits == 6 ? offset_of_sixes(second) : -128 * second;
   }
 }
 
-template <int Bits>
-const RowGroup* quantized(const Product& product, const Rows& rows, int64_t groups) {
+const RowGroup* quantized(const Product& product, const Rows& rows, int64_t groups, int bits) {
   constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
   auto* const to = Scratch::get().take<RowGroup>(rows.count * groups);
   const auto each_row = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
-        quantize_row<Bits>(x + r * product.inner, product.inner, groups, rows.count, to + r);
+        quantize_row(x + r * product.inner, product.inner, groups, rows.count, bits, to + r);
       }
     });
   };
@@ -134,20 +134,32 @@ struct BlocksWeight {
     each<R>([&](auto r) { sums[r] = products[r].sums(); });
   }
 
-  // The sums of a group of 8-bit values, each half times its step.
+  // The sums of a group of 6-bit or 8-bit levels, each half times its step.
   template <int R>
   [[gnu::always_inline]] void add_values(const RowGroup* of_rows, int64_t group, Ints (&sums)[R]) const {
     each<kHalves>([&](auto half) {
       const Ints step = steps == nullptr ? Ints(1) : steps_at(steps + (kHalves * group + half) * kBlock);
       const Ints factors = in_pairs(step);
       Ints own[R];
-      each<R>([&](auto r) { own[r] = Ints(kOffset ? of_rows[r].offsets[half] : 0); });
-      each<4>([&](auto j) {
-        const uint8_t* const from = levels + (group * 8 + 4 * half + j) * 64;
-        prefetch<Nontemporal>(from);
-        const Bytes four = multiplicand(load_bytes(from));
-        each<R>([&](auto r) { own[r] = add_products(own[r], four, of_rows[r].values + 16 * half + 4 * j, factors); });
-      });
+      const uint8_t* const from = levels + (kHalves * group + half) * 32 * Bits;
+      each<Bits / 2>([&](auto j) { prefetch<Nontemporal>(from + 64 * j); });
+      if constexpr (Bits == 6) {
+        each<R>([&](auto r) { own[r] = offsets_of_sixes(of_rows[r].offsets[half], factors); });
+        Bytes four[4];
+        load_sixes(from, four);
+        each<2>([&](auto j) {
+          each<R>([&](auto r) {
+            const int8_t* const values = of_rows[r].values + 16 * half + 8 * j;
+            own[r] = add_sixes(own[r], four[2 * j], four[2 * j + 1], values, factors);
+          });
+        });
+      } else {
+        each<R>([&](auto r) { own[r] = Ints(kOffset ? of_rows[r].offsets[half] : 0); });
+        each<4>([&](auto j) {
+          const Bytes four = multiplicand(load_bytes(from + 64 * j));
+          each<R>([&](auto r) { own[r] = add_products(own[r], four, of_rows[r].values + 16 * half + 4 * j, factors); });
+        });
+      }
       if (steps != nullptr && !kTakesFactors) each<R>([&](auto r) { own[r] = own[r] * step; });
       each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
     });
@@ -157,7 +169,7 @@ struct BlocksWeight {
 template <int Bits>
 void multiply_with(const Product& product, const Rows& rows, const Output& out) {
   const int64_t groups = padded_inner(product.kind, product.inner) / kGroup, span = product.blocks.span;
-  const RowGroup* const x = quantized<Bits>(product, rows, groups);
+  const RowGroup* const x = quantized(product, rows, groups, Bits);
   const Division division(product, rows);
   by_division(product, division, [&](auto nontemporal, auto divided) {
     multiply_in_registers(BlocksWeight<nontemporal, divided, Bits>{
@@ -171,8 +183,11 @@ void multiply_with(const Product& product, const Rows& rows, const Output& out) 
 }  // namespace
 
 void multiply_blocks(const Product& product, const Rows& rows, const Output& out) {
-  if (product.kind == Kind::kBlocks4) return multiply_with<4>(product, rows, out);
-  multiply_with<8>(product, rows, out);
+  switch (product.kind) {
+    case Kind::kBlocks4: return multiply_with<4>(product, rows, out);
+    case Kind::kBlocks6: return multiply_with<6>(product, rows, out);
+    default: return multiply_with<8>(product, rows, out);
+  }
 }
 
 }  // namespace specinfer

@@ -102,6 +102,23 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints factors
   return sums;
 }
 
+// The same for eight elements and levels of six bits, unsigned: sums of four products of at most 63 * 127 fit 16 bits.
+inline Ints add_sixes(Ints sums, Bytes first, Bytes second, const int8_t* a, Ints factors) {
+  const __m256i four = _mm256_set1_epi32(word_at(a)), next = _mm256_set1_epi32(word_at(a + 4));
+  each<kParts>([&](auto i) {
+    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)first.part[i], four),
+                                           _mm256_maddubs_epi16((__m256i)second.part[i], next));
+    sums.part[i] += (Ints::Part)_mm256_madd_epi16(pairs, (__m256i)factors.part[i]);
+  });
+  return sums;
+}
+
+// -32 times a sum of 16 values, which corrects the levels' offset: as two halves of 16 bits, and times the factors.
+inline int32_t offset_of_sixes(int32_t sum) { return static_cast<int32_t>((-16 * sum & 0xffff) * 0x10001u); }
+inline Ints offsets_of_sixes(int32_t offset, Ints factors) {
+  return by_parts<int32_t>([&](auto f) { return _mm256_madd_epi16((__m256i)f, _mm256_set1_epi32(offset)); }, factors);
+}
+
 #else
 
 inline Bytes high_halves(Bytes v) {
@@ -131,7 +148,24 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 constexpr bool kTakesFactors = false;
 inline Ints in_pairs(Ints) { return 0; }
 inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints) { return add_products(sums, weights, a); }
+inline Ints add_sixes(Ints sums, Bytes first, Bytes second, const int8_t* a, Ints) {
+  return add_products(add_products(sums, first, a), second, a + 4);
+}
+inline int32_t offset_of_sixes(int32_t sum) { return -32 * sum; }
+inline Ints offsets_of_sixes(int32_t offset, Ints) { return offset; }
 #endif
+
+// Four words of levels of six bits from three, whose upper two bits have the fourth.
+inline void load_sixes(const uint8_t* from, Bytes* four) {
+  each<3>([&](auto j) { four[j] = load_bytes(from + 64 * j); });
+  each<kParts>([&](auto i) {
+    using Shorts = uint16_t __attribute__((vector_size(kRegister)));
+    const auto upper = [&](int j) { return (Shorts)four[j].part[i]; };
+    const Shorts fourth = (upper(0) >> 6 & 0x0303) | (upper(1) >> 4 & 0x0c0c) | (upper(2) >> 2 & 0x3030);
+    each<3>([&](auto j) { four[j].part[i] = four[j].part[i] & 63; });
+    four[3].part[i] = (Bytes::Part)fourth;
+  });
+}
 
 // ---- a group of an int4 weight ----
 //

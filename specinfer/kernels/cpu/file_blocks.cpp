@@ -185,7 +185,7 @@ struct Arrays {
         span(to.blocks.span),
         groups(padded_inner(to.kind, to.inner) / kGroup),
         spans((groups + span - 1) / span),
-        bytes(to.kind == Kind::kBlocks8) {}
+        bits(to.kind == Kind::kBlocks4 ? 4 : to.kind == Kind::kBlocks6 ? 6 : 8) {}
 
   template <typename T>
   static T* writable(const void* array) {
@@ -201,12 +201,16 @@ struct Arrays {
       std::memcpy(&found, at, 4);
       return found;
     };
-    for (int j = 0; j < (bytes ? 8 : 4); ++j) {
-      uint32_t* const to = levels + (group * (bytes ? 8 : 4) + j) * kBlock;
-      for (int64_t c = begin; c < end; ++c) {
-        const int8_t* const from = of(c).levels;
-        to[c] = bytes ? word(from + 4 * j) ^ 0x80808080u : word(from + 8 * j) | word(from + 8 * j + 4) << 4;
-      }
+    const auto packed = [&](const int8_t* from, int j) {
+      if (bits == 4) return word(from + 8 * j) | word(from + 8 * j + 4) << 4;
+      if (bits == 8) return word(from + 4 * j) ^ 0x80808080u;
+      const int8_t* const half = from + j / 3 * kHalf;
+      const auto six = [&](int n) { return (word(half + 4 * n) ^ 0x20202020u) & 0x3f3f3f3fu; };
+      return six(j % 3) | (six(3) >> j % 3 * 2 & 0x03030303u) << 6;
+    };
+    for (int j = 0; j < bits; ++j) {
+      uint32_t* const to = levels + (group * bits + j) * kBlock;
+      for (int64_t c = begin; c < end; ++c) to[c] = packed(of(c).levels, j);
     }
     const int64_t of_span = (block * spans + g / span) * kBlock;
     for (int64_t c = begin; c < end; ++c) {
@@ -217,12 +221,9 @@ struct Arrays {
       }
       if (min_steps != nullptr) min_steps[group * kBlock + c] = from.min_step;
       if (steps == nullptr) continue;
-      if (bytes) {
-        for (int half = 0; half < 2; ++half) {
-          steps[(2 * group + half) * kBlock + c] = static_cast<uint8_t>(from.steps[half] + 128);
-        }
-      } else {
-        steps[group * kBlock + c] = static_cast<uint8_t>(from.steps[0] + 128);
+      const int parts = bits == 4 ? 1 : 2;
+      for (int n = 0; n < parts; ++n) {
+        steps[(parts * group + n) * kBlock + c] = static_cast<uint8_t>(from.steps[n] + 128);
       }
     }
   }
@@ -231,7 +232,7 @@ struct Arrays {
   uint16_t *const scales, *const mins;
   uint8_t *const steps, *const min_steps;
   const int64_t span, groups, spans;
-  const bool bytes;  // of levels; otherwise halves of bytes
+  const int bits;  // of a level
 };
 
 bool read_at(int file, uint8_t* to, int64_t bytes, int64_t offset) {

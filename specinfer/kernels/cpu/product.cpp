@@ -11,6 +11,7 @@ void multiply(const Product& product, const Rows& rows, void* out) {
   const Output output(product, rows, out);
   switch (product.kind) {
     case Kind::kBlocks4:
+    case Kind::kBlocks6:
     case Kind::kBlocks8: return multiply_blocks(product, rows, output);
 #if defined(SPECINFER_TILED)
     case Kind::kInt4:

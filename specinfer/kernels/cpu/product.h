@@ -11,9 +11,11 @@
 // and for GGUF files in their own precision (blocks_product.cpp; both padded to 32):
 //
 //   blocks4   as int4                             levels 0 .. 15
+//   blocks6   [blocks, groups, 2, 3, 16, 4]       level + 32, -32 .. 31: of half a group's four words the first three
+//                                                 in six bits; in their upper two, the fourth, lowest bits first
 //   blocks8   as int8, -127 .. 127
 //   scales    float16 [blocks, spans, 16]         one per `span` groups
-//   steps     uint8 [blocks, groups, n, 16]       step + 128, for each of n parts of a group: blocks4 one, blocks8 two
+//   steps     uint8 [blocks, groups, n, 16]       step + 128, for each of n parts of a group: blocks4 one, others two
 //   mins      float16 [blocks, spans, 16], and min_steps uint8 [blocks, groups, 16]
 //             a weight is scale * step * level - min * min_step
 //
@@ -39,7 +41,7 @@ namespace specinfer {
 
 class Exchange;
 
-enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4, kBlocks4, kBlocks8 };
+enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4, kBlocks4, kBlocks6, kBlocks8 };
 enum class Type : int32_t { kFloat32, kBFloat16 };
 
 // The parts of inner elements, whose sums are added in the order of part_tree.h; for all weights but int8. Each part
@@ -145,7 +147,7 @@ constexpr int64_t kPieceBytes = 1 << 16;    // minimum bytes of weights per job
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Inner sizes as padded in memory.
 inline int64_t padded_inner(Kind kind, int64_t inner) {
-  constexpr int64_t to[] = {1, 32, 64, kGroup, kGroup, kGroup};
+  constexpr int64_t to[] = {1, 32, 64, kGroup, kGroup, kGroup, kGroup};
   return round_up(inner, to[static_cast<int>(kind)]);
 }
 

@@ -78,6 +78,7 @@ def products(native: Kernels, folder: Path) -> None:
         test_products.test_one_large_activation_leaves_the_others_their_bits(own, kind)
     for kind in FILE_BLOCKS:
         test_products.test_blocks_and_their_twins_give_the_same_bits(own, kind)
+    test_products.test_levels_of_six_bits_give_the_bits_of_eight(own)
     test_products.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(own)
     test_products.test_sums_of_parts_of_blocks_are_added_by_the_tree(own)
     test_stored_blocks.check_all_kinds(own.library, folder)

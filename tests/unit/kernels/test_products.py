@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import cache
 from itertools import product as product_of
 from typing import Final, Literal, NamedTuple
@@ -162,6 +163,19 @@ def test_blocks_and_their_twins_give_the_same_bits(native: NativeProducts, kind:
         weight = lay_out_blocks(blocks(kind, 33, 768).rows, form)
         pair = (of_blocks(by, weight, 33, random(33, seed=2)) for by in (native, Products()))
         check_twin(*pair, 768, form)
+
+
+def test_levels_of_six_bits_give_the_bits_of_eight(native: NativeProducts) -> None:
+    """Also the largest levels of either sign, times the largest activations: their sums fit 16 bits."""
+    largest = blocks("Q6_K", 33, 768).rows.clone()
+    largest[..., :GROUP] = torch.tensor([31, 224], dtype=torch.uint8).repeat_interleave(GROUP // 2)
+    kinds = [kind for kind, found in FILE_BLOCKS.items() if found.form.bits == 6]
+    x = torch.cat((activations(13, 768), torch.ones(3, 768), -torch.ones(2, 768)))
+    for kind, rows in [("Q6_K", largest), *((kind, blocks(kind, 33, 768).rows) for kind in kinds)]:
+        form = FILE_BLOCKS[kind].form
+        six, eight = (lay_out_blocks(rows, replace(form, bits=bits)) for bits in (6, 8))
+        assert 4 * six.levels.nbytes == 3 * eight.levels.nbytes, kind
+        assert torch.equal(of_blocks(native, six, 33)(x), of_blocks(native, eight, 33)(x)), kind
 
 
 def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(native: NativeProducts) -> None:
