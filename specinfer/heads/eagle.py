@@ -13,16 +13,18 @@ draft vocabulary.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend
-from specinfer.heads.config import EagleConfig
+from specinfer.heads.config import EagleConfig, LayersConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary
@@ -34,6 +36,8 @@ from specinfer.runtime.batch import Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import probe_rows
+
+Recursive = TypeVar("Recursive", bound=LayersConfig)
 
 
 class EagleHead(HeadVocabulary):
@@ -145,7 +149,62 @@ class EagleText:
     fed_TD: Tensor | None = None  # the head's output at the parent rows
 
 
-class EagleModel(HeadModel[EagleConfig, EagleText]):
+class RecursiveModel(HeadModel[Recursive, EagleText]):
+    """A head whose rows read a token and the target's hidden states, or its own output at the row before."""
+
+    def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
+        """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D]."""
+        rows = [text.rows for text in texts]
+        batch = build_batch(rows, block_size=cache.block_size, device=self.device)
+        positions_T = batch.positions_T
+        if any(text.shift for text in texts):
+            shifts = np.repeat([text.shift for text in texts], [len(part.token_ids) for part in rows])
+            positions_T = positions_T + torch.from_numpy(shifts).to(self.device)
+        feature_TD = torch.cat(
+            [self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD for text in texts]
+        )
+        attend = cache.attention.bind(batch.paths)
+        read_TD, fed_TD = self.run(batch.token_ids_T, feature_TD, positions_T, attend)
+        ends = accumulate(len(part.token_ids) for part in rows)
+        made = [
+            fed_TD[end - (len(part.token_ids) - part.logits_from) : end]
+            for part, end in zip(rows, ends, strict=True)
+        ]
+        read_RD = read_TD if batch.logit_rows is None else read_TD.index_select(0, batch.logit_rows)
+        return HeadPass(made, read_RD)
+
+    @abstractmethod
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """Project the target's hidden states to features, [T, D]."""
+
+    @abstractmethod
+    def run(
+        self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input of the output layer and the feature for child rows, both [T, D].
+
+        `feature_TD` may be overwritten.
+        """
+
+    @abstractmethod
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """Return logits over the draft vocabulary [R, U] for input rows of the output layer."""
+
+    def flight(self, read_RD: Tensor) -> Flight:
+        """Return a Flight that computes logits of these rows on demand."""
+        return Flight(read_RD, self.logits, len(self.ids), self.kernels.scan)
+
+    def probe(self, rows: int, block_size: int) -> list[EagleText]:
+        """See HeadModel."""
+        part = probe_rows(rows, block_size, self._target.config.vocab_size)
+        return [EagleText(part, 0, self.zero_states(rows))]
+
+    def wait_for(self, made: HeadPass) -> None:
+        """See HeadModel."""
+        self.flight(made.read_RD).row(0)
+
+
+class EagleModel(RecursiveModel[EagleConfig]):
     """An EAGLE head computed with the kernels.
 
     The q, k and v projections of the first layer read a token's embedding and the hidden state, concatenated.
@@ -171,29 +230,8 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         self._norm = norm("norm")
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
 
-    def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
-        """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D]."""
-        rows = [text.rows for text in texts]
-        batch = build_batch(rows, block_size=cache.block_size, device=self.device)
-        positions_T = batch.positions_T
-        if any(text.shift for text in texts):
-            shifts = np.repeat([text.shift for text in texts], [len(part.token_ids) for part in rows])
-            positions_T = positions_T + torch.from_numpy(shifts).to(self.device)
-        feature_TD = torch.cat(
-            [self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD for text in texts]
-        )
-        attend = cache.attention.bind(batch.paths)
-        read_TD, fed_TD = self.run(batch.token_ids_T, feature_TD, positions_T, attend)
-        ends = accumulate(len(part.token_ids) for part in rows)
-        made = [
-            fed_TD[end - (len(part.token_ids) - part.logits_from) : end]
-            for part, end in zip(rows, ends, strict=True)
-        ]
-        read_RD = read_TD if batch.logit_rows is None else read_TD.index_select(0, batch.logit_rows)
-        return HeadPass(made, read_RD)
-
     def fused(self, taps_TND: Tensor) -> Tensor:
-        """Project the target's hidden states to features, [T, D]."""
+        """See RecursiveModel."""
         if self._fc_norms:
             parts = [norm(taps_TND[:, i].contiguous()) for i, norm in enumerate(self._fc_norms)]
             flat = torch.cat(parts, dim=-1)
@@ -204,10 +242,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
     def run(
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the output layer and the feature for child rows, both [T, D].
-
-        `feature_TD` may be overwritten.
-        """
+        """See RecursiveModel."""
         rope = self._rope.at(positions_T)
         embedded_TD = self.embedded(token_ids_T, positions_T)
         hidden_TD = self._of_hidden(feature_TD)
@@ -220,18 +255,5 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return read_TD, read_TD if self.head.norm_output else x_TD
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary [R, U] for input rows of the output layer."""
+        """See RecursiveModel."""
         return self._head(h_RD)
-
-    def flight(self, read_RD: Tensor) -> Flight:
-        """Return a Flight that computes logits of these rows on demand."""
-        return Flight(read_RD, self.logits, len(self.ids), self.kernels.scan)
-
-    def probe(self, rows: int, block_size: int) -> list[EagleText]:
-        """See HeadModel."""
-        part = probe_rows(rows, block_size, self._target.config.vocab_size)
-        return [EagleText(part, 0, self.zero_states(rows))]
-
-    def wait_for(self, made: HeadPass) -> None:
-        """See HeadModel."""
-        self.flight(made.read_RD).row(0)

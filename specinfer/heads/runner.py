@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import CacheAttention
 from specinfer.errors import ensure
-from specinfer.heads.config import AssistantConfig, BlockConfig, EagleConfig
+from specinfer.heads.config import LayersConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
@@ -27,7 +27,7 @@ from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import inference
 from specinfer.runtime.kv_cache import KvCache
 
-Config = TypeVar("Config", EagleConfig, BlockConfig, AssistantConfig)
+Config = TypeVar("Config", bound=LayersConfig)
 Text = TypeVar("Text")  # input of one text; each head kind has its own type
 
 
@@ -36,7 +36,7 @@ class HeadPass(NamedTuple):
 
     made: Sequence[Tensor | None]  # for each text the state that its next pass reads, or None
     read_RD: Tensor  # input of the output layer for the rows with a guess, text by text
-    logits_RU: Tensor | None = None  # its output; None: computed on demand (EagleModel.flight)
+    logits_RU: Tensor | None = None  # its output; None: computed on demand (RecursiveModel.flight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from specinfer.heads.assistant import AssistantModel
 from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import AnyHeadModel
-from specinfer.heads.eagle import EagleModel, EagleText
+from specinfer.heads.eagle import EagleText, RecursiveModel
 from specinfer.heads.runner import HeadRunner
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
@@ -45,12 +45,12 @@ from specinfer.tree import TokenTree
 
 
 class EagleDraft(LevelDraft):
-    """Draft of an EAGLE head with one pass per level."""
+    """Draft of an EAGLE head or an MTP layer, with one pass per level."""
 
     def __init__(
         self,
         name: str,
-        runner: HeadRunner[EagleModel] | HeadRunner[AssistantModel],
+        runner: HeadRunner[RecursiveModel[Any]] | HeadRunner[AssistantModel],
         shape: Shape,
         *,
         max_rows: int,
@@ -248,6 +248,6 @@ def head_draft(
     runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size, target=target)
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
     kind: type[EagleDraft | BlockDraft] = BlockDraft
-    if isinstance(model, EagleModel | AssistantModel):
-        kind = EagleDraft if isinstance(model, EagleModel) else AssistantDraft
+    if isinstance(model, RecursiveModel | AssistantModel):
+        kind = EagleDraft if isinstance(model, RecursiveModel) else AssistantDraft
     return runner, kind(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
