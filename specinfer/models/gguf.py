@@ -21,10 +21,11 @@ from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.kernels.file_blocks import BlockForm, StoredRows
+from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import gguf_family
-from specinfer.models.fields import count
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
-from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead, next_layers
+from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead, further_layers
+from specinfer.models.next_layer import next_config, nextn
 from specinfer.models.sources import Sources
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -56,10 +57,20 @@ class GGUFFile:
     Raises ModelFileError if the file is damaged, ModelError if it needs unsupported features.
     """
 
-    def __init__(self, header: GgufHeader) -> None:
-        """`header` is that of complete files (`check_complete`)."""
+    def __init__(self, header: GgufHeader, next_of: ModelConfig | None = None) -> None:
+        """`header` is that of complete files (`check_complete`).
+
+        With `next_of`, the config of their target, the file's layer for further tokens is opened instead
+        (next_layer.py). Whether that layer is complete is not checked.
+        """
         self.path = header.path
         self._tensors = _read_table(header)
+        family = gguf_family(header.metadata)
+        behind = further_layers(family.architecture, header.metadata)
+        self.next_names = nextn(behind) if behind and family.reads_next else None
+        if next_of is not None:
+            further = {} if self.next_names is None else self.next_names.of(self._tensors)
+            self._tensors = {ours: self._tensors[theirs] for theirs, ours in further.items()}
         rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
         self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file
         for name in [*self._tensors]:
@@ -70,14 +81,16 @@ class GGUFFile:
                     self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
         self._tensors = {name: tensor.as_matrix(name) for name, tensor in self._tensors.items()}
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        family = gguf_family(header.metadata)
         numbers: dict[str, tuple[float, ...]] = {
             name: tuple(self._read(one, 0, one.shape[0]).float().tolist()) for name, one in rope.items()
         }
         head = GgufHead(family.architecture, header.metadata, shapes, numbers)
-        self.config, layers = family.config(head), count(head.fields, "block_count")
-        behind = tuple(f"blk.{layer}." for layer in range(layers - next_layers(head.fields), layers))
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
+        if next_of is not None:
+            offset = family.fixed.get("norm_weight_offset", 0.0)
+            self.config = next_config(self.path, next_of, shapes, offset=offset, declared=len(behind))
+        else:
+            self.config, unread = family.config(head), tuple(f"blk.{layer}." for layer in behind)
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(unread)}
         self._sources = Sources(self.path, family.names(head), shapes, self.config)
         self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
 

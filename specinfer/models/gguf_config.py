@@ -116,6 +116,7 @@ class GgufFamily:
     neighbours: bool = False  # see Names
     ones: tuple[str, ...] = ()  # see Names
     rope: bool = True
+    reads_next: bool = False  # True if its layer for further tokens is a draft head
     theta: float = 10000.0  # rope's default
     given: Callable[[GgufHead], GgufHead] = lambda head: head  # converts metadata before they are read
 
@@ -204,8 +205,15 @@ def of_all_layers(c: Fields, key: str, default: int | None = None) -> int:
 
 
 def next_layers(c: Fields) -> int:
-    """The number of layers behind the last that predict further tokens, which are not used."""
-    return integer(c, "nextn_predict_layers", 0)
+    """The number of layers behind the model's own that predict further tokens."""
+    return integer(c, "nextn_predict_layers", 0, limit=MAX_LAYERS)
+
+
+def further_layers(architecture: str, metadata: Fields) -> range:
+    """Those layers, by their numbers in the file."""
+    c = GgufHead(architecture, metadata, {}, {}).fields
+    layers = integer(c, "block_count", limit=MAX_LAYERS)
+    return range(layers - next_layers(c), layers)
 
 
 def window_of(c: Fields) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from specinfer.config import ModelImpl
@@ -55,7 +55,7 @@ def open_model(
         return opened
     if max_context is not None:
         opened.config = opened.config.for_texts_of(max_context)
-    _check(opened)
+    check_tensors(opened, decoder_shapes(opened.config))
     return opened
 
 
@@ -86,9 +86,9 @@ def _is_native(folder: Path) -> bool:
     return text_fields(read_json(folder / "config.json")).get("model_type") in HF_FAMILIES
 
 
-def _check(file: OpenModel) -> None:
-    """Raise ModelFileError unless the file holds exactly the tensors of its config, with their shapes."""
-    wanted, found = decoder_shapes(file.config), file.shapes
+def check_tensors(file: OpenModel, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelFileError unless the file holds exactly these tensors, with these shapes."""
+    found = file.shapes
     missing = [name for name in wanted if name not in found]
     if missing:
         raise lacking(file.path, missing)

@@ -25,8 +25,9 @@ from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.config import ModelConfig
-from specinfer.models.families.registry import hf_family, other_senses, read_config
+from specinfer.models.families.registry import hf_family, other_senses, read_config, text_fields
 from specinfer.models.hf_config import HfFamily, config_to_hf
+from specinfer.models.next_layer import declared_layers, next_config
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.pieces import LastFew, MadeTensor, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import IntegerMatrix
@@ -47,6 +48,9 @@ DTYPE_NAMES: Final = {
 }
 FLOATS: Final = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 EAGLE_3: Final = "EAGLE-3"
+MTP: Final = "MTP"
+_NEXT: Final = re.compile(r"(?:mtp|model\.mtp_layers)\.")  # of names of layers for further tokens
+_IN_LAYER: Final = re.compile(r"(?:^|\.)layers\.\d+\.")
 _TEXT_PARTS: Final = ("language_model.", "text_model.")  # modules of models with other senses
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MAX_BYTES: Final = 1 << 62
@@ -91,28 +95,40 @@ class SafetensorsFolder:
     unsupported feature.
     """
 
-    def __init__(self, path: Path, weights: Sequence[Path]) -> None:
-        """`weights` are the folder's safetensors files."""
+    def __init__(self, path: Path, weights: Sequence[Path], next_of: ModelConfig | None = None) -> None:
+        """`weights` are the folder's safetensors files.
+
+        With `next_of`, the config of their target, the folder's layer for further tokens is opened instead
+        (next_layer.py). Whether that layer is complete is not checked.
+        """
         self.path = path
         described = read_json(path / "config.json")
         senses = other_senses(described)
         files = _files_by_tensor(path, weights, indexed=bool(senses))
-        if (kind := head_kind(files)) is not None:
+        if next_of is None and (kind := head_kind(files)) is not None:
             raise ModelFileError(
                 f"{path} is a draft head ({kind}), which makes no text: name it in drafts, beside its target"
             )
-        generation = path / "generation_config.json"
         quantized = quantization_of(described)
-        config = read_config(described, read_json(generation) if generation.is_file() else None)
         family = hf_family(described)
-        bare = _bare_names(path, files, family, text_alone=bool(senses))
-        if senses and len(bare) < len(files):
+        further = {} if family.next_names is None else family.next_names.of(files)
+        self.next_names = family.next_names if further else None
+        if next_of is not None:
+            bare, declared = further, declared_layers(text_fields(described))
+            offset = family.fixed.get("norm_weight_offset", 0.0)
+            config = next_config(path, next_of, further.values(), offset=offset, declared=declared)
+            quantized = quantized if any(map(quantized_tensor, further)) else None
+        else:
+            generation = path / "generation_config.json"
+            config = read_config(described, read_json(generation) if generation.is_file() else None)
+            bare = _bare_names(path, files, family, text_alone=bool(senses))
+        if senses and next_of is None and len(bare) < len(files):
             _LOG.warning(
                 "%s also reads images or sound (%s), and runs as a text model: %d of its %d tensors are not "
                 "read",
                 *(path.name, ", ".join(senses), len(files) - len(bare), len(files)),
             )
-        used = dict.fromkeys(files[name] for name in bare) if senses else weights
+        used = dict.fromkeys(files[name] for name in bare) if senses or next_of is not None else weights
         dtypes = FLOATS if quantized is None else FLOATS | STORED
         stored = {bare[name]: one for name, one in read_entries([*used], dtypes, bare).items()}
         tensors: Mapping[str, StoredTensor] = stored
@@ -201,10 +217,14 @@ def _stack(
 
 
 def head_kind(names: Collection[str]) -> str | None:
-    """The kind of draft head that has tensors of these names; None if it is not EAGLE.
+    """The kind of draft head that has tensors of these names; None if it is neither EAGLE's nor MTP.
 
     The names decide, since config.json of published heads may describe them as language models.
     """
+    if any(map(_NEXT.match, names)) and not any(
+        _IN_LAYER.search(name) for name in names if not _NEXT.match(name)
+    ):
+        return MTP
     bare = {name.removeprefix("draft_model.").removeprefix("model.") for name in names}
     if "fc.weight" not in bare:
         return None

@@ -49,9 +49,9 @@ def estimate_bytes(
     for name, shape in opened.shapes.items():
         if name not in (_TABLE, PER_LAYER_TABLE):
             floats = len(shape) < 2 or name.endswith(LOOKED_UP)
-            size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
+            size += matrix_bytes(opened, name, dtype, "none" if floats else quantization)
     if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the table
-        size += _matrix_bytes(opened, _TABLE, dtype, quantization)
+        size += matrix_bytes(opened, _TABLE, dtype, quantization)
     return size
 
 
@@ -89,7 +89,7 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     found = [0] * model.config.num_layers
     for name, shape in decoder_shapes(model.config).items():
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
-            found[int(layer[1])] += _matrix_bytes(model, name, dtype, quantization)
+            found[int(layer[1])] += matrix_bytes(model, name, dtype, quantization)
     return found
 
 
@@ -117,10 +117,10 @@ def part_bytes(
 
 def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of all routed experts, which are included in `estimate_bytes`."""
-    return sum(_matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)
+    return sum(matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)
 
 
-def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
+def matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a single matrix; stacked with other blocks it may take more."""
     shape = model.shapes[name]
     if quantization == "gguf" and not name.endswith(FLOAT32):

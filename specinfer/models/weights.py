@@ -162,12 +162,13 @@ def load_parts(
     shared: Shared | None = None,
     group: Group | None = None,
     keep: bool = True,
+    part_name: str = "",
 ) -> _Part:
     """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
 
     `borrowed` is the path of another model whose tensors are used as well, so that prepared matrices depend
-    on both. Before matrices are kept, the disk must have `size` bytes free; only those of a `whole` model are
-    kept.
+    on both, and `part_name` tells those of a part from the whole model's. Before matrices are kept, the disk
+    must have `size` bytes free; only those of a `whole` model are kept.
     """
     show = progress or NoProgress()
 
@@ -183,6 +184,7 @@ def load_parts(
         return load(None)
     if isinstance(file, HostedFolder):  # its matrices are not stacked as in Decoder
         kind = f"{kind}-hosted-{file.code}"
+    kind += part_name and f"-{part_name}"
     path = prepared_path(file.path, kind, dtype, cache)
     made_from = _identity(file, kind, dtype, borrowed)
     try:

@@ -25,6 +25,7 @@ from specinfer.models.families.mixtures import (
 from specinfer.models.fields import Fields, boolean, count, integer, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
 from specinfer.models.hf_config import BIASED, ConfigKeys, HfFamily, check_silu, defaults, not_computed
+from specinfer.models.next_layer import QWEN
 from specinfer.models.sources import BETA_A, FACTOR_GATE_X, GATED_QUERY, QKVZ, Inside, Names
 
 _LFM2: Final[Fields] = {
@@ -249,7 +250,7 @@ def _qwen_moe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 
 
 _LFM2_GGUF: Final = partial(GgufFamily, fixed=_FORM, theta=1e6)
-_QWENS_GGUF: Final = partial(GgufFamily, fixed=_QWEN_GGUF_FORM, inside=_QWEN_GGUF)
+_QWENS_GGUF: Final = partial(GgufFamily, fixed=_QWEN_GGUF_FORM, inside=_QWEN_GGUF, reads_next=True)
 GGUF: Final = (
     _LFM2_GGUF("lfm2", Family.LFM2, _lfm2_from_gguf),
     _LFM2_GGUF("lfm2moe", Family.LFM2_MOE, _lfm2_moe_from_gguf),
@@ -269,7 +270,8 @@ _QWENS: Final = partial(
     keys=BIASED,
     fixed={**_QWEN_GGUF_FORM, "norm_weight_offset": 1.0},
     names=_QWEN_NAMES,
-    others=("mtp.",),  # layers that predict further tokens
+    others=("mtp.",),
+    next_names=QWEN,
 )
 HF: Final = (
     _LFM2S(Family.LFM2, _LFM2, adjusted=_lfm2, given=_lfm2_given),

@@ -36,6 +36,7 @@ from specinfer.models.hf_config import (
     windows,
     with_rope,
 )
+from specinfer.models.next_layer import MIMO
 from specinfer.models.sources import GATE_UP, QKV, Names
 
 # Defaults of transformers for keys that config.json omits.
@@ -199,6 +200,13 @@ HF: Final = (
     HfFamily(Family.MISTRAL, _MINISTRAL, USUAL, _ministral, given=_ministral_given, also=("ministral3",)),
     HfFamily(Family.MISTRAL, _MISTRAL, USUAL, window_everywhere),
     HfFamily(Family.QWEN2, _QWEN_VL, USUAL, _qwen, {"qkv_bias": True}, also=_QWEN_VL_NAMES),
+    HfFamily(
+        *(Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
+        also=("mimo",),
+        others=("model.mtp_layers.",),
+        next_names=MIMO,
+        passed_over=frozenset({"attention_bias"}),  # as in every Qwen2
+    ),
     HfFamily(Family.QWEN2, _QWEN, USUAL, _qwen, {"qkv_bias": True}),
     HfFamily(Family.QWEN3, _QWEN3_VL, BIASED, fixed={"qk_norm": QkNorm.HEAD}, also=("qwen3_vl_text",)),
     HfFamily(Family.QWEN3, {**_QWEN, "head_dim": 128}, BIASED, _qwen, {"qk_norm": QkNorm.HEAD}),
