@@ -23,6 +23,7 @@ MAX_DEPTH = 8  # levels of a draft's tree with a learned shape, if the model is 
 MAX_DEPTH_STREAMED = 48  # the same with streamed layers, where a pass waits for its weights
 MAX_ROWS = 2048  # limit of "auto" for rows of a pass and for nodes of a tree
 SELF = "self"  # name of the draft that is the target itself in fewer bits
+OWN_HEAD = "mtp"  # name of the draft head in the target's own files
 AUTO = "auto"  # name of the draft that the engine chooses
 LONGEST_MATCH = 32  # tokens; comparing more does not improve a guess
 MIN_LOOKUP_MEMORY = 1 << 20  # bytes; a smaller number was probably meant as tokens
@@ -38,12 +39,13 @@ class SpeculationConfig:
 
     drafts: tuple[str, ...] = option(
         (),
-        "A draft model, self (the target in 4 bits), or auto; repeatable.",
+        "A draft model, self (the target in 4 bits), mtp (its own head), or auto; repeatable.",
         more="A model of any vocabulary, a [head](heads.md) on the target's hidden states, or a "
         "[pool](boost-tuning.md) of both. The guesses of several are merged into one tree. `self`: the "
         "target itself in int4, or in int8 with `draft_quantization` int8 ([offloading.md](offloading.md)); "
-        "write `./self` for a folder of that name. `auto`: a [known draft](which_draft.md) that is on "
-        "this machine, which is the default of the commands; `--no-draft`: none.",
+        "write `./self` for a folder of that name. `mtp`: the [head](heads.md) in the target's own files. "
+        "`auto`: that head, or a [known draft](which_draft.md) that is on this machine, which is the default of "
+        "the commands; `--no-draft`: none.",
         flag="draft",
     )
     draft_quantization: QuantizationOption = option(

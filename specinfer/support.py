@@ -34,6 +34,7 @@ class Feature(StrEnum):
     SELF_DRAFT = "the draft `self`"
     HEAD = "a head as draft"
     ASSISTANT = "an assistant of Gemma 4"
+    MTP = "an MTP head"
     HOSTED_DRAFT = "a draft through transformers"
     DRAFT_QUANTIZED = "an `int8`, `int4` or `gguf` draft"
     DRAFT_GGUF = "a `gguf` draft"
@@ -112,6 +113,10 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.HEAD, Feature.STREAMS): (
         "drafts names {0}, a head, and {1} has several residual streams, which heads cannot read; name a "
         "small model, or leave it out"
+    ),
+    (Feature.MTP, Feature.TENSOR): (
+        "the draft {0} uses the target's output layer, which tensor_parallel {1} divides; allowed there: 1, "
+        "or an EAGLE or block head"
     ),
     (Feature.SELF_DRAFT, Feature.FEW_BITS): (
         "drafts names 'self', the target itself in {0}, and the target is {1} already; name a smaller model "

@@ -40,6 +40,7 @@ IMPLIED: Final = {  # features that another one has, too
     Feature.GGUF: [Feature.QUANTIZED],
     Feature.STREAMED: [Feature.OFFLOAD],
     Feature.DRAFT_GGUF: [Feature.DRAFT_QUANTIZED],
+    Feature.MTP: [Feature.HEAD],
 }
 _WIDTH: Final = 100  # of help, in characters
 _HARDWARE = re.compile(r"^- hardware: (.+? \(family \d+\)),? (.+?), \d+ cores", re.M)  # the CPU; its features

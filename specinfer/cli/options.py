@@ -19,7 +19,7 @@ from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
 from specinfer.option import Option
-from specinfer.speculation_config import AUTO, SELF
+from specinfer.speculation_config import AUTO, OWN_HEAD, SELF
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -250,7 +250,7 @@ def complete_model(_: click.Context, __: click.Parameter, incomplete: str) -> li
 
 
 def _complete_draft(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return _completed((*CATALOGUE, *SHIPPED_HEADS, SELF, AUTO), incomplete)
+    return _completed((*CATALOGUE, *SHIPPED_HEADS, SELF, OWN_HEAD, AUTO), incomplete)
 
 
 def _completed(names: Iterable[str], incomplete: str) -> list[CompletionItem]:

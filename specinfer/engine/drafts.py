@@ -15,6 +15,7 @@ from specinfer.config import EngineConfig, ModelImpl
 from specinfer.engine.hardware import Hardware
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
+from specinfer.heads.mtp import MtpFile, is_mtp
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.hub.model_files import pool_members
@@ -37,7 +38,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignToke
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.head_drafts import head_draft
-from specinfer.speculation_config import SELF, Quantization, QuantizationOption, SpeculationConfig
+from specinfer.speculation_config import OWN_HEAD, SELF, Quantization, QuantizationOption, SpeculationConfig
 from specinfer.support import Feature, check_support
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
@@ -93,7 +94,7 @@ class FoundHead:
     """A head that was found and opened."""
 
     files: ModelFiles
-    head: HeadFolder
+    head: HeadFolder | MtpFile
 
     @property
     def config(self) -> ModelConfig:
@@ -108,6 +109,10 @@ class FoundHead:
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return head_bytes(self.head, dtype, quantization)
+
+    def fitting(self, target: Quantization) -> Quantization:
+        """Return the quantization that it has if none is asked for, beside that of its target."""
+        return self.head.fitting(target) if isinstance(self.head, MtpFile) else "none"
 
 
 def with_pool_members(config: EngineConfig) -> EngineConfig:
@@ -152,7 +157,7 @@ def find(
 ) -> FoundModel:
     """Find and open the model of that name; raises as `resolve` and `open_model` do."""
     files = resolve(name, progress=progress, code=trust_remote_code)
-    if is_head(files.path):
+    if is_head(files.path) or is_mtp(files):
         raise ModelError(f"{name} is a draft head, not a model: name it in drafts, with its target as model")
     return FoundModel(
         files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code)
@@ -162,13 +167,20 @@ def find(
 def find_drafts(
     config: EngineConfig, target: FoundModel, progress: Progress
 ) -> dict[str, FoundModel | FoundHead]:
-    """Find and open every draft, by speculator name; "self" is the target. Opens a repeated model once."""
+    """Find and open every draft, by speculator name. Opens a repeated model once.
+
+    "self" is the target, and "mtp" the head in the target's own files.
+    """
     found: dict[str, FoundModel | FoundHead] = {config.model: target, SELF: target}
     for name in config.speculation.drafts:
         if name in found:
             continue
-        files = resolve(name, progress=progress, code=config.trust_remote_code)
-        if is_head(files.path):
+        own = name == OWN_HEAD
+        files = target.files if own else resolve(name, progress=progress, code=config.trust_remote_code)
+        if own or is_mtp(files):
+            check_support({**config.features, **target.features, Feature.HEAD: name, Feature.MTP: name})
+            found[name] = FoundHead(files, MtpFile(files, target.config))
+        elif is_head(files.path):
             check_support({**target.features, Feature.HEAD: name})
             found[name] = head = FoundHead(files, open_head(files, target.model))
             check_support({**config.features, **head.features})

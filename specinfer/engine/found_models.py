@@ -172,7 +172,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         elif asked != "auto":
             kinds[name] = asked
         elif isinstance(draft, FoundHead):
-            kinds[name] = "none"
+            kinds[name] = draft.fitting(config.kind)
         else:
             choice = select(draft.model, streams=False)  # drafts stay in memory
             kinds[name] = choice.kind

@@ -38,6 +38,7 @@ from specinfer.heads.config import (
 from specinfer.heads.dflash2 import dflash2_shapes
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
+from specinfer.heads.mtp import MtpFile, MtpModel
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import Entries, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
@@ -56,7 +57,7 @@ from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
-AnyHeadModel = EagleModel | BlockModel | AssistantModel
+AnyHeadModel = EagleModel | BlockModel | AssistantModel | MtpModel
 _OUTPUT: Final = "lm_head.weight"
 _DTYPES: Final = {
     **FLOATS,
@@ -283,7 +284,7 @@ def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
 
 
 def load_head(
-    head: HeadFolder,
+    head: HeadFolder | MtpFile,
     target: Decoder,
     *,
     progress: Progress | None = None,
@@ -297,19 +298,28 @@ def load_head(
     The other arguments are those of models.weights.load_model. Raises ModelFileError if a weight is not
     finite.
     """
-    config = head.config
+    parts: TensorFile
+    borrowed, part_name = None, ""
+    if isinstance(head, MtpFile):
+        parts, part_name = head.parts, "mtp"
+    else:
+        parts = head
+        if not head.config.own_head and head.target is not None:
+            borrowed = head.target.path
 
     def build(weights: Weights) -> AnyHeadModel:
-        if isinstance(config, EagleConfig):
-            return EagleModel(config, weights, target, head.ids)
-        if isinstance(config, AssistantConfig):
-            return AssistantModel(config, weights, target, head.ids)
-        return BlockModel(config, weights, target, head.ids)
+        if isinstance(head, MtpFile):
+            return MtpModel(head.config, weights, target, head.ids)
+        if isinstance(head.config, EagleConfig):
+            return EagleModel(head.config, weights, target, head.ids)
+        if isinstance(head.config, AssistantConfig):
+            return AssistantModel(head.config, weights, target, head.ids)
+        return BlockModel(head.config, weights, target, head.ids)
 
     return load_parts(
-        head,
+        parts,
         build,
-        tensors=head.shapes,
+        tensors=parts.shapes,
         dtype=target.dtype,
         device=target.device,
         progress=progress,
@@ -317,12 +327,15 @@ def load_head(
         kernels=kernels,
         quantization=quantization,
         keep=keep,
-        borrowed=None if config.own_head or head.target is None else head.target.path,
+        borrowed=borrowed,
+        part_name=part_name,
     )
 
 
-def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+def head_bytes(head: HeadFolder | MtpFile, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """Return the bytes of a head's weights without loading them. The output layer is never int4."""
+    if isinstance(head, MtpFile):
+        return head.weight_bytes(dtype, quantization)
     size = 0
     for name, shape in head.shapes.items():
         if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):

@@ -122,6 +122,18 @@ class BlockConfig(LayersConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig(LayersConfig):
+    """The layer of a model's files that predicts a further token: one pass for each level, as EAGLE's.
+
+    It reads the output of the target's last layer, and has the target's embeddings and output layer.
+    """
+
+    hidden_first: (
+        bool  # its first product reads the hidden state, then the embedding; else the embedding first
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantConfig(LayersConfig):
     """Gemma 4's assistant: one pass for each level, over the target's own keys and values.
 
@@ -151,7 +163,7 @@ HeadConfig = EagleConfig | BlockConfig  # heads that have their own keys and val
 AnyHeadConfig = HeadConfig | AssistantConfig
 
 
-def check_target(head: AnyHeadConfig, target: ModelConfig, name: str) -> None:
+def check_target(head: LayersConfig, target: ModelConfig, name: str) -> None:
     """Raise ModelError unless the head `name` fits this target."""
     sizes = {
         "hidden states of": (head.target_hidden_size, target.hidden_size),

@@ -153,7 +153,7 @@ def write_gguf(
         written[there] = _encode(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
     for name, values in (add or {}).items():
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, values, raw_dtype=kind if values.dtype == np.uint8 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
