@@ -44,8 +44,8 @@ class SpeculationConfig:
         "[pool](boost-tuning.md) of both. The guesses of several are merged into one tree. `self`: the "
         "target itself in int4, or in int8 with `draft_quantization` int8 ([offloading.md](offloading.md)); "
         "write `./self` for a folder of that name. `mtp`: the [head](heads.md) in the target's own files. "
-        "`auto`: that head, or a [known draft](which_draft.md) that is on this machine, which is the default of "
-        "the commands; `--no-draft`: none.",
+        "`auto`: that head, or a [known draft](which_draft.md) that is on this machine, which is the default "
+        "of the commands; `--no-draft`: none.",
         flag="draft",
     )
     draft_quantization: QuantizationOption = option(

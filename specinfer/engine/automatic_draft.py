@@ -13,7 +13,7 @@ from specinfer.hub.catalogue import heads_of
 from specinfer.hub.known_drafts import drafts_for, local_drafts
 from specinfer.hub.model_files import ModelFiles
 from specinfer.progress import format_bytes
-from specinfer.speculation_config import AUTO
+from specinfer.speculation_config import AUTO, OWN_HEAD
 
 _T = TypeVar("_T")
 _FAULTS: Final = (ModelError, ConfigError, CapacityError)  # that a draft may cause
@@ -30,19 +30,27 @@ def with_drafts(config: EngineConfig, drafts: tuple[str, ...]) -> EngineConfig:
 
 
 def automatic_drafts(
-    config: EngineConfig, target: ModelFiles, room: int, say: Callable[[str], object]
+    config: EngineConfig,
+    target: ModelFiles,
+    room: int,
+    say: Callable[[str], object],
+    *,
+    own_head: bool = False,
 ) -> tuple[str, ...]:
     """Return the names of the drafts for a target, or (); a line says which, or how to fetch one.
 
-    The order: the package's head for the model, and a known draft on this machine. `room` is the memory in
-    bytes beside the target; a draft may take half of it, as texts need the rest. With `offload` the memory
-    plan decides whether the target itself is the draft.
+    The order: the package's head for the model, an MTP head in the target's files (`own_head`), and a known
+    draft on this machine. `room` is the memory in bytes beside the target; a draft may take half of it, as
+    texts need the rest. With `offload` the memory plan decides whether the target itself is the draft.
     """
     if heads := heads_of(config.model):
         return heads
     if config.offload != "never":
         return ()
     name = Path(config.model).name or config.model
+    if own_head:
+        say(f"{name}: its draft is the MTP head in its own files; --no-draft leaves it out")
+        return (OWN_HEAD,)
     drafts = local_drafts(target)
     if drafts and 2 * drafts[0].bytes > room:
         say(

@@ -70,6 +70,11 @@ class FoundModel:
         }
         return {feature: name for feature, there in given.items() if there}
 
+    @property
+    def has_own_head(self) -> bool:
+        """True if its files have an MTP layer that can be its draft."""
+        return not isinstance(self.model, HostedFolder) and self.model.next_names is not None
+
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return estimate_bytes(self.model, dtype, kernels, quantization)

@@ -136,7 +136,8 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
     automatic = is_automatic(config)
     if automatic:
         room = free_bytes(hardware.device, config.memory) - target.weight_bytes(*hardware[1:3], config.kind)
-        names = automatic_drafts(config, target.files, room, partial(report, show=show))
+        say = partial(report, show=show)
+        names = automatic_drafts(config, target.files, room, say, own_head=target.has_own_head)
         config = with_drafts(config, names)
     speculation = config.speculation
     drafts = find_drafts(config, target, show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from specinfer.llm import LLM
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
+from specinfer.progress import Progress
 from specinfer.runtime.batch import chain_rows
 from specinfer.speculation_config import OWN_HEAD, Quantization
 from specinfer.tokenizer import Tokenizer
@@ -40,6 +42,14 @@ from tests.states import StateRunner
 from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, shaped, trees_after
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+class Lines(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +127,19 @@ def test_the_text_is_that_of_the_target_alone(name: str, targets: dict[str, Path
                     assert sum(one.figures.proposed_by["draft"] for one in outputs) > 0, case
                 assert_idle(llm)
                 assert [*llm.models.kinds.values()] == [case.get("quantization", "none")]
+
+
+def test_the_layer_is_used_without_an_option(targets: dict[str, Path]) -> None:
+    show, params = Lines(), SamplingParams(max_tokens=8, **GREEDY)
+    with LLM(str(targets["qwen3.5"]), **ENGINE, drafts="auto", progress=show) as llm:
+        assert llm.config.speculation.drafts == (OWN_HEAD,)
+        assert "qwen3.5: its draft is the MTP head in its own files; --no-draft leaves it out" in show.lines
+        outputs = llm.generate(PROMPTS, params)
+        assert sum(one.figures.proposed_by["draft"] for one in outputs) > 0
+        assert llm.variant(drafts=()).models.drafts == {}
+    with LLM(str(targets["qwen3.5"]), **ENGINE) as llm:
+        assert llm.models.drafts == {}
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in outputs]
 
 
 def test_requests_that_push_each_other_out_change_nothing(targets: dict[str, Path]) -> None:
@@ -296,7 +319,11 @@ def test_what_is_no_layer_of_the_target_is_refused(targets: dict[str, Path], tmp
         with pytest.raises(ModelError, match=said) as caught:
             LLM(str(folder), **ENGINE, drafts=OWN_HEAD)
         assert "\n" not in str(caught.value)
-        with LLM(str(folder), **ENGINE) as llm:  # the layer was not asked for
+        show = Lines()
+        with LLM(str(folder), **ENGINE, drafts="auto", progress=show) as llm:  # nobody asked for the layer
             assert llm.models.drafts == {}
-    with pytest.raises(ConfigError, match="the draft mtp uses the target.s output layer, which tensor_parallel 2"):
+        told = [line for line in show.lines if line.startswith("the automatic draft is left out: ")]
+        assert len(told) == ("has no layer" not in said), said
+        assert all(re.search(said, line) for line in told)
+    with pytest.raises(ConfigError, match=r"the draft mtp uses .* which tensor_parallel 2"):
         LLM(str(targets["mimo"]), **ENGINE, drafts=OWN_HEAD, tensor_parallel=2)
