@@ -43,14 +43,14 @@ _TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
 @click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
 @click.option(
     "--kind",
-    type=click.Choice(("block", "eagle", "ssm")),
+    type=click.Choice(("block", "eagle", "mtp", "ssm")),
     default="block",
-    help="block: a head with one pass for all levels; eagle: one pass a level; ssm: a small model.",
+    help="block: a head with one pass for all levels; eagle, mtp: one pass a level; ssm: a small model.",
 )
 @click.option(
     "--init",
     metavar="target|random|DRAFT",
-    show_default="target; eagle: random",
+    show_default="target; eagle, mtp: random",
     help="Initial weights: layers of the target, random numbers, or a trained draft.",
 )
 @click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Layers.")
@@ -141,7 +141,7 @@ def tune(
 
 def _kind(kind: str, layers: int | None, depth: int, vocabulary: int | None) -> Kind:
     """The kind of draft; raises TuneError for an option that does not apply to it."""
-    from specinfer.tune.head_draft import BlockKind, EagleKind
+    from specinfer.tune.head_draft import BlockKind, EagleKind, MtpKind
     from specinfer.tune.small_model import SsmKind
 
     if kind == "ssm":
@@ -152,9 +152,8 @@ def _kind(kind: str, layers: int | None, depth: int, vocabulary: int | None) -> 
         if layers is not None and layers > _SSM_LAYERS:
             raise TuneError(f"layers is {layers} with kind ssm; allowed: 1 to {_SSM_LAYERS}")
         return SsmKind(layers=layers or 2, depth=depth)
-    if kind == "eagle":
-        return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
-    return BlockKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
+    made = {"eagle": EagleKind, "mtp": MtpKind, "block": BlockKind}[kind]
+    return made(layers=layers or 1, depth=depth, vocabulary=vocabulary)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

@@ -128,9 +128,8 @@ class MtpConfig(LayersConfig):
     It reads the output of the target's last layer, and has the target's embeddings and output layer.
     """
 
-    hidden_first: (
-        bool  # its first product reads the hidden state, then the embedding; else the embedding first
-    )
+    hidden_first: bool = False  # its product reads the state, then the embedding; else the embedding first
+    depth: int = 5  # levels that it learns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

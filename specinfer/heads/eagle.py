@@ -28,6 +28,7 @@ from specinfer.heads.config import EagleConfig, LayersConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary
+from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm
@@ -40,33 +41,21 @@ from specinfer.runtime.runner import probe_rows
 Recursive = TypeVar("Recursive", bound=LayersConfig)
 
 
-class EagleHead(HeadVocabulary):
-    """An EAGLE head as a module whose tensors have the names of checkpoints."""
+class RecursiveHead(HeadVocabulary):
+    """A head whose steps read a token and the step before, as a module with names of checkpoints."""
 
-    def __init__(self, config: EagleConfig, ids: Sequence[int] | None = None) -> None:
-        """See HeadVocabulary."""
-        super().__init__(config, ids)
-        body, eps = config.body, config.body.norm_eps
-        taps, size = len(config.taps), config.target_hidden_size
-        self.config = config
-        if config.norm_before_fc:
-            self.input_norm = HeadNorm(taps * size, eps)
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(HeadNorm(size, eps) for _ in range(taps))
-        self.fc = nn.Linear(taps * size, body.hidden_size, bias=False)
-        self.layers = nn.ModuleList(
-            HeadLayer(body, reads_token=number == 0) for number in range(body.num_layers)
-        )
-        self.norm = HeadNorm(body.hidden_size, eps)
+    body: ModelConfig
+    layers: nn.ModuleList
+    norm: HeadNorm
+    feeds_normed: bool  # True if the next step reads the output behind the norm
 
+    @abstractmethod
     def fused(self, taps_BTND: Tensor) -> Tensor:
         """Project the target's hidden states to the features of step 0, [B, T, D]."""
-        if self.config.fc_norm:
-            parts = [norm(taps_BTND[..., i, :]) for i, norm in enumerate(self.fc_norm)]
-            taps_BTND = torch.stack(parts, dim=-2)
-        flat = taps_BTND.flatten(-2)
-        out: Tensor = self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
-        return out.to(self.fc.weight.dtype)
+
+    @abstractmethod
+    def entered(self, layer: HeadLayer, embedded: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream, and the input of the first layer's q, k and v."""
 
     def forward(self, token_ids_BTS: Tensor, taps_BTND: Tensor) -> Tensor:
         """Return the input of the output layer for every step of every row, [B, T, S, D].
@@ -74,7 +63,7 @@ class EagleHead(HeadVocabulary):
         `token_ids_BTS[:, t, s]` is the token of step s of row t: in training, token t + 1 + s of the text.
         Sequences may be padded at their ends, because attention is causal.
         """
-        body = self.config.body
+        body = self.body
         assert body.rope is not None
         rows, steps = token_ids_BTS.shape[1:]
         places = torch.arange(rows, device=token_ids_BTS.device)
@@ -87,7 +76,7 @@ class EagleHead(HeadVocabulary):
             feature = self._layers(embedded, feature, rotation, seen)
             normed = self.norm(feature)
             read.append(normed)
-            if self.config.norm_output:
+            if self.feeds_normed:
                 feature = normed
         return torch.stack(read, dim=2)
 
@@ -95,10 +84,7 @@ class EagleHead(HeadVocabulary):
         for number, (layer, before) in enumerate(zip(self.layers, seen, strict=True)):
             assert isinstance(layer, HeadLayer)
             if number == 0:
-                normed = layer.hidden_norm(x)
-                if self.config.norm_before_residual:
-                    x = normed
-                given = torch.cat((layer.input_layernorm(embedded), normed), dim=-1)
+                x, given = self.entered(layer, embedded, x)
             else:
                 given = layer.input_layernorm(x)
             attention = layer.self_attn
@@ -106,6 +92,43 @@ class EagleHead(HeadVocabulary):
             window = self.config.body.layer_windows[number]
             x = layer.after_attention(x, before.attended(attention.queries(given, rotation), window))
         return x
+
+
+class EagleHead(RecursiveHead):
+    """An EAGLE head."""
+
+    def __init__(self, config: EagleConfig, ids: Sequence[int] | None = None) -> None:
+        """See HeadVocabulary."""
+        super().__init__(config, ids)
+        body, eps = config.body, config.body.norm_eps
+        taps, size = len(config.taps), config.target_hidden_size
+        self.config, self.body = config, body
+        self.feeds_normed = config.norm_output
+        if config.norm_before_fc:
+            self.input_norm = HeadNorm(taps * size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(HeadNorm(size, eps) for _ in range(taps))
+        self.fc = nn.Linear(taps * size, body.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            HeadLayer(body, reads_token=number == 0) for number in range(body.num_layers)
+        )
+        self.norm = HeadNorm(body.hidden_size, eps)
+
+    def fused(self, taps_BTND: Tensor) -> Tensor:
+        """See RecursiveHead."""
+        if self.config.fc_norm:
+            parts = [norm(taps_BTND[..., i, :]) for i, norm in enumerate(self.fc_norm)]
+            taps_BTND = torch.stack(parts, dim=-2)
+        flat = taps_BTND.flatten(-2)
+        out: Tensor = self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+        return out.to(self.fc.weight.dtype)
+
+    def entered(self, layer: HeadLayer, embedded: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecursiveHead."""
+        normed = layer.hidden_norm(x)
+        if self.config.norm_before_residual:
+            x = normed
+        return x, torch.cat((layer.input_layernorm(embedded), normed), dim=-1)
 
 
 class _Seen:

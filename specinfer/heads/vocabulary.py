@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.config import HeadConfig
+from specinfer.heads.config import HeadConfig, LayersConfig
 from specinfer.heads.layers import TokenTable
 from specinfer.models.quantized.pieces import TensorEntry
 
@@ -25,7 +25,7 @@ class HeadVocabulary(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: HeadConfig, ids: Sequence[int] | None) -> None:
+    def __init__(self, config: LayersConfig, ids: Sequence[int] | None) -> None:
         """`ids` is the draft vocabulary, ascending; None: all tokens.
 
         Raises ModelError if their number differs from the config's.

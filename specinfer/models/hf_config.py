@@ -14,7 +14,7 @@ from specinfer.errors import ConfigKeyError, ModelError
 from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import MAX_LAYERS, Fields, all_ids, count, integer, number
-from specinfer.models.next_layer import NextNames
+from specinfer.models.next_layer import QWEN, NextNames
 from specinfer.models.positions import Rope, longest_text, rope_from_hf
 from specinfer.models.sources import Names
 
@@ -99,7 +99,7 @@ class HfFamily:
     names: Names = field(default_factory=Names)
     also: tuple[str, ...] = ()  # further model_types; a family's last row has its value, too
     others: tuple[str, ...] = ()  # prefixes of unread tensors
-    next_names: NextNames | None = None  # of a layer for further tokens, which is a draft head
+    next_names: NextNames | None = QWEN  # of a layer for further tokens, which is a draft head
     passed_over: frozenset[str] = frozenset()  # keys that have no effect beside some values of other keys
 
     @property

@@ -97,6 +97,13 @@ def next_config(
             f"{path} has {layers} layers that predict further tokens; supported: 1. Leave this draft out"
         )
     experts = target.experts if any(map(_EXPERTS.search, names)) else None
+    if experts is not None:
+        experts = replace(experts, dense_layers=frozenset())
+    return replace(one_layer(target), experts=experts, norm_weight_offset=offset)
+
+
+def one_layer(target: ModelConfig) -> ModelConfig:
+    """The config of a model of one attention layer with a single MLP, otherwise as the target's."""
     return replace(
         target,
         num_layers=1,
@@ -106,7 +113,6 @@ def next_config(
         layers_without_rope=frozenset(),
         layers_without_mlp=frozenset(),
         recurrence=None,
-        experts=None if experts is None else replace(experts, dense_layers=frozenset()),
-        norm_weight_offset=offset,
+        experts=None,
         tie_embeddings=True,
     )

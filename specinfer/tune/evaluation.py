@@ -16,6 +16,8 @@ from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.heads.checkpoint import is_head, open_head
+from specinfer.heads.mtp import MtpFile, is_mtp
+from specinfer.heads.mtp_head import mtp_head
 from specinfer.hub import resolve
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
@@ -131,13 +133,17 @@ def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[Bloc
 def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
     """Read the head or small model in a folder, for unscaled hidden states.
 
-    `depth` is the number of measured levels of a small model; a head has its own. Raises ModelError or a
-    subclass if it cannot be used.
+    `depth` is the number of measured levels of a small model or an MTP layer; other heads have their own.
+    Raises ModelError or a subclass if it cannot be used.
     """
+    if is_mtp(files := resolve(str(folder))):
+        head = mtp_head(MtpFile(files, target.config), target.model, depth)
+        return wrap_head(head, torch.ones(1, target.config.hidden_size))
     if not is_head(folder):
         return read_small(_open_small(folder, target), depth)
-    head = open_head(folder, target.model).module(target.model)
-    return wrap_head(head, torch.ones(len(head.config.taps), head.config.target_hidden_size))
+    opened = open_head(folder, target.model).module(target.model)
+    taps = len(opened.config.taps), opened.config.target_hidden_size
+    return wrap_head(opened, torch.ones(taps))
 
 
 def _open_small(folder: Path, target: Target) -> OpenModel:

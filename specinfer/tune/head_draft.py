@@ -17,16 +17,19 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from specinfer.errors import TuneError
+from specinfer.errors import ModelError, TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head
-from specinfer.heads.config import BlockConfig, EagleConfig, check_target
+from specinfer.heads.config import BlockConfig, EagleConfig, MtpConfig, check_target
 from specinfer.heads.eagle import EagleHead
+from specinfer.heads.mtp import MtpFile
+from specinfer.heads.mtp_head import MtpHead, mtp_head, write_mtp
 from specinfer.heads.speculators import write_head
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.hf_config import ARCHITECTURES
+from specinfer.models.next_layer import one_layer
 from specinfer.tune.dataset import BlockBatch, TrainingSet, first_texts
 from specinfer.tune.draft import Description, Kind, LossOf, Say, Target, TrainableDraft, entries_of
 from specinfer.tune.initial_head import (
@@ -73,8 +76,10 @@ class HeadDraft(TrainableDraft):
 
     def write(self, folder: Path, target: Target) -> None:
         """Write it in the layout of `speculators`."""
+        head = self.folded()
+        assert not isinstance(head, MtpHead), "it has another layout"
         write_head(
-            self.folded(),
+            head,
             folder,
             verifier=target.name,
             architectures=[ARCHITECTURES[target.config.family]],
@@ -126,7 +131,7 @@ class BlockHeadDraft(HeadDraft):
 class EagleHeadDraft(HeadDraft):
     """An EAGLE head: a step computes every position of a text."""
 
-    head: EagleHead
+    head: EagleHead | MtpHead
     one_pass = False
 
     def level_states(self, batch: BlockBatch, levels: int) -> Tensor:
@@ -144,15 +149,36 @@ class EagleHeadDraft(HeadDraft):
         return self._description("speculators", "eagle3", "EAGLE-3 head (`speculators` layout)", does)
 
 
+class MtpDraft(EagleHeadDraft):
+    """An MTP layer, which reads unscaled hidden states; a step computes every position of a text."""
+
+    head: MtpHead
+
+    def folded(self) -> MtpHead:
+        """A copy of it."""
+        return self.copy().head
+
+    def write(self, folder: Path, target: Target) -> None:
+        """Write it as a folder of its own."""
+        write_mtp(self.folded(), folder)
+
+    def description(self) -> Description:
+        """Description for the model card."""
+        does = "guesses a level of a tree in each pass, with its target's output layer"
+        return self._description("specinfer", "mtp", "MTP layer (`mtp.*` as in Qwen3-Next)", does)
+
+
 def wrap_head(head: Head, scale_ND: Tensor) -> BlockHeadDraft | EagleHeadDraft:
     """Wrap a head as a draft."""
+    if isinstance(head, MtpHead):
+        return MtpDraft(head, scale_ND)
     if isinstance(head, BlockHead):
         return BlockHeadDraft(head, scale_ND)
     return EagleHeadDraft(head, scale_ND)
 
 
 def open_initial_head(
-    name: str, wanted: BlockConfig | EagleConfig, vocabulary: int | None, target: ModelConfig
+    name: str, wanted: BlockConfig | EagleConfig | MtpConfig, vocabulary: int | None, target: ModelConfig
 ) -> HeadFolder:
     """Open an exported head to resume training; `name` is its folder. Reads no weights.
 
@@ -193,10 +219,10 @@ class TrainableHeadKind(Kind):
     begins_as_target: ClassVar[bool] = False
 
     @abstractmethod
-    def shape(self, target: ModelConfig, **common: Any) -> BlockConfig | EagleConfig:
+    def shape(self, target: ModelConfig, **common: Any) -> BlockConfig | EagleConfig | MtpConfig:
         """The head's config; `common` has the fields of all heads."""
 
-    def config(self, target: ModelConfig) -> BlockConfig | EagleConfig:
+    def config(self, target: ModelConfig) -> BlockConfig | EagleConfig | MtpConfig:
         """The head's config; raises ModelError for unsupported targets."""
         check_trainable(target)
         config = self.shape(
@@ -286,3 +312,47 @@ class EagleKind(TrainableHeadKind):
     def shape(self, target: ModelConfig, **common: Any) -> EagleConfig:
         """A head of this depth."""
         return EagleConfig(**common, depth=self.depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpKind(TrainableHeadKind):
+    """An MTP layer in the form of the target's own layers; it makes one pass per level."""
+
+    name = "mtp"
+    family = Family.LLAMA
+
+    def shape(self, target: ModelConfig, **common: Any) -> MtpConfig:
+        """A layer of this depth."""
+        return MtpConfig(**{**common, "body": one_layer(target)}, depth=self.depth, own_head=False)
+
+    def check(self, target: ModelConfig, init: str | None) -> None:
+        """Raises as Kind."""
+        self.config(target)
+        if self.layers != 1:
+            raise TuneError(f"layers is {self.layers} with kind mtp; allowed: 1")
+        if target.rope is None or target.rope.rotated is not None:
+            raise ModelError("no MTP layer can be trained for models with partial rotary embeddings yet")
+        if init == "target":
+            raise TuneError("init is target with kind mtp; allowed: random, or a folder of such a layer")
+        if init not in (None, "random"):
+            MtpFile(resolve(init), target)
+
+    def taps(self, target: ModelConfig) -> tuple[int, ...]:
+        """The output of the last layer."""
+        return (target.num_layers,)
+
+    def new(
+        self, init: str | None, target: Target, dataset: TrainingSet, seed: int, loss_of: LossOf, say: Say
+    ) -> MtpDraft:
+        """A random layer, or one of a folder."""
+        config, unscaled = self.config(target.config), torch.ones(1, target.config.hidden_size)
+        if init not in (None, "random"):
+            file = MtpFile(resolve(init), target.config)
+            return MtpDraft(mtp_head(file, target.model, self.depth), unscaled)
+        ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
+        head = new_head(config, target.model, ids, seed)
+        assert isinstance(head, MtpHead)
+        with torch.no_grad():
+            scale_ND = hidden_scale(dataset, lambda taps_TND: head.fused(taps_TND)[:, None])
+            head.hnorm.weight.copy_(scale_ND[0])
+        return MtpDraft(head, unscaled)

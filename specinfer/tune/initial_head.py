@@ -24,16 +24,17 @@ from torch import Tensor
 from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import read_tensor, target_embedding, target_head
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import BlockConfig, EagleConfig, MtpConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
+from specinfer.heads.mtp_head import MtpHead, last_norm
 from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
 from specinfer.models.open_model import OpenModel
 from specinfer.models.positions import Rope
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
 
-Head = BlockHead | EagleHead
+Head = BlockHead | EagleHead | MtpHead
 DEFAULT_VOCABULARY: Final = 8192  # default number of tokens in a new head's vocabulary
 _OUTPUT_SCALE: Final = 0.1  # initial scale of the target's output layer
 _LAYER_SCALE: Final = 4.0  # initial scale of the layers' output matrices, over the usual deviation
@@ -91,17 +92,19 @@ def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
     return likely
 
 
-def hidden_scale(dataset: TrainingSet) -> Tensor:
+def hidden_scale(
+    dataset: TrainingSet, read: Callable[[Tensor], Tensor] = lambda taps_TND: taps_TND
+) -> Tensor:
     """Factors that bring each component of the hidden states to a root mean square of 1, float32 [N, D].
 
-    They are measured in the first training texts. Some components of a target's hidden states are a thousand
-    times as large as others. Unscaled, a head learns from these alone for a long time.
+    They are measured in the first training texts, behind `read`. Some components of a target's hidden states
+    are a thousand times as large as others. Unscaled, a head learns from these alone for a long time.
     """
     squares: Tensor | None = None
     rows = 0
     for text in first_texts(dataset, _SCALE_TEXTS):
         # In most targets the first token's states are by far the largest, so they are left out.
-        taps_TND = text.taps_TND[1:].double()
+        taps_TND = read(text.taps_TND[1:].float()).double()
         found_ND = taps_TND.square().sum(dim=0)
         squares = found_ND if squares is None else squares + found_ND
         rows += len(taps_TND)
@@ -109,14 +112,20 @@ def hidden_scale(dataset: TrainingSet) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_MIN_DIVISOR).reciprocal().float()
 
 
-def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
+def new_head(
+    config: BlockConfig | EagleConfig | MtpConfig, target: OpenModel, ids: list[int], seed: int
+) -> Head:
     """A randomly initialized head with the target's output layer and last norm.
 
     With tied embeddings an unscaled head would predict its anchor again with certainty. So the logits are
     scaled down at first, and the layers' outputs are scaled up relative to the embedding.
     """
     config = replace(config, draft_vocab_size=len(ids))
-    head: Head = BlockHead(config, ids) if isinstance(config, BlockConfig) else EagleHead(config, ids)
+    head: Head
+    if isinstance(config, MtpConfig):
+        head = MtpHead(config, ids)
+    else:
+        head = BlockHead(config, ids) if isinstance(config, BlockConfig) else EagleHead(config, ids)
     output_UD = target_head(target, ids)
     with torch.no_grad():
         head.embed_tokens.weight.copy_(target_embedding(target))
@@ -130,9 +139,9 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
             assert isinstance(layer, HeadLayer)
             layer.self_attn.o_proj.weight.mul_(_LAYER_SCALE)
             layer.mlp.down_proj.weight.mul_(_LAYER_SCALE)
-        norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
-        scale = 1.0 if config.own_head else _OUTPUT_SCALE
-        head.norm.weight.copy_(scale * (norm_D + target.config.norm_weight_offset))
+        if isinstance(head, MtpHead):
+            head.last_norm.weight.copy_(last_norm(target))
+        head.norm.weight.copy_((1.0 if config.own_head else _OUTPUT_SCALE) * last_norm(target))
         # Inputs have a root mean square of about 1; keep this for the output.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
         if isinstance(head, BlockHead) and head.config.reads_last:
@@ -208,8 +217,7 @@ def copy_target_layers(
         for number, layer in enumerate(head.layers):
             assert isinstance(layer, HeadLayer)
             _copy_layer(layer, target, f"model.layers.{first + number}")
-        norm_D = target.read_rows("model.norm.weight", 0, size).float()
-        head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
+        head.norm.weight.copy_(last_norm(target))
         known_RX = _solve_entry(head, texts, scale_ND)
         for layer in () if target.config.qk_norm is QkNorm.HEAD else head.layers:
             assert isinstance(layer, HeadLayer)

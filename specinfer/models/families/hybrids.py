@@ -25,7 +25,6 @@ from specinfer.models.families.mixtures import (
 from specinfer.models.fields import Fields, boolean, count, integer, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
 from specinfer.models.hf_config import BIASED, ConfigKeys, HfFamily, check_silu, defaults, not_computed
-from specinfer.models.next_layer import QWEN
 from specinfer.models.sources import BETA_A, FACTOR_GATE_X, GATED_QUERY, QKVZ, Inside, Names
 
 _LFM2: Final[Fields] = {
@@ -271,7 +270,6 @@ _QWENS: Final = partial(
     fixed={**_QWEN_GGUF_FORM, "norm_weight_offset": 1.0},
     names=_QWEN_NAMES,
     others=("mtp.",),
-    next_names=QWEN,
 )
 HF: Final = (
     _LFM2S(Family.LFM2, _LFM2, adjusted=_lfm2, given=_lfm2_given),

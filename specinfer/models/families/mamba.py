@@ -327,6 +327,7 @@ HF: Final = (
         ropes=no_rope,
         names=_NEMOTRON_NAMES,
         others=("mtp.",),
+        next_names=None,
         passed_over=frozenset(_NEMOTRON_PASSED),
     ),
 )

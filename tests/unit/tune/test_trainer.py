@@ -10,7 +10,7 @@ import torch
 
 from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
-from specinfer.tune.head_draft import BlockKind, EagleKind
+from specinfer.tune.head_draft import BlockKind, EagleKind, MtpKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import Trainer
@@ -20,6 +20,7 @@ from tests.unit.tune.conftest import ticking, tuning_of
 KINDS: dict[str, Kind] = {
     "block": BlockKind(depth=4, vocabulary=48, markov_rank=8),
     "eagle": EagleKind(depth=3, vocabulary=48),
+    "mtp": MtpKind(depth=3, vocabulary=48),
     "ssm": SsmKind(layers=1),
 }
 

@@ -15,7 +15,7 @@ from specinfer.tune import training
 from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.evaluation import Figures, held_out_texts, measure, read_draft
-from specinfer.tune.head_draft import BlockHeadDraft, EagleKind
+from specinfer.tune.head_draft import BlockHeadDraft, EagleKind, MtpKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.thorough
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 
-@pytest.mark.parametrize("kind", [SHAPE, EagleKind(depth=3, vocabulary=48)])
+@pytest.mark.parametrize("kind", [SHAPE, EagleKind(depth=3, vocabulary=48), MtpKind(depth=3, vocabulary=48)])
 def test_a_head_learns_and_is_exported_as_it_was_measured(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind
 ) -> None:
@@ -39,6 +39,7 @@ def test_a_head_learns_and_is_exported_as_it_was_measured(
     found = measure(read_draft(tmp_path / "head", opened(target), kind.depth), texts)
     assert found.tokens_per_pass == pytest.approx(kept.best, abs=0.1)  # bfloat16 on disk
     assert found.tokens_per_pass > 1.05
+    outputs_with(tmp_path / "head", target)
 
 
 def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
