@@ -88,9 +88,10 @@ class ConvolvedLayer(DecoderLayer):
         self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend, places_T: Tensor
     ) -> Tensor:
         """Return the term to be added to x, [T, D]; x += y in place. `places_T` are the rows of blocks."""
+        assert self._attention is not None, "layers of heads have attention"
         of_attention, of_mlp = self._convolutions
         given_TD, delta_TKG = of_attention.before(add_norm(x_TD, y_TD, self._before_attention), places_T)
-        made_TD = self._mixed(given_TD, rope, attend, None, None)
+        made_TD = self._attention(given_TD, rope, attend, None)
         y_TD = of_attention.behind(made_TD, delta_TKG, places_T)
         given_TD, delta_TKG = of_mlp.before(add_norm(x_TD, y_TD, self._before_mlp), places_T)
         return of_mlp.behind(self._mlp_output(given_TD, None, x_TD), delta_TKG, places_T)

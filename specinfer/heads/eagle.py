@@ -89,7 +89,7 @@ class RecursiveHead(HeadVocabulary):
                 given = layer.input_layernorm(x)
             attention = layer.self_attn
             before.add(attention.keys(given, rotation), attention.values(given))
-            window = self.config.body.layer_windows[number]
+            window = self.body.layer_windows[number]
             x = layer.after_attention(x, before.attended(attention.queries(given, rotation), window))
         return x
 

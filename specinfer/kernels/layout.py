@@ -185,7 +185,7 @@ def pack_levels(levels: Tensor, bits: int = 4) -> Tensor:
     if bits == 4:
         packed = words[..., ::2, :] | words[..., 1::2, :] << 4
     elif bits == 6:
-        fours = (words ^ 32).bitwise_and_(63).unflatten(3, (2, 4))
+        fours = (words ^ 32).bitwise_and_(63).view(*words.shape[:3], 2, 4, 4)
         packed = (fours[..., :3, :] | (fours[..., 3:, :] >> _PAIRS[:, None] & 3) << 6).flatten(3, 4)
     else:
         packed = words ^ OFFSET
@@ -224,7 +224,7 @@ def unpack_levels(levels: Tensor) -> Tensor:
     if levels.shape[1] == 4:
         words = torch.stack((levels & 15, levels >> 4), 2).flatten(1, 2)
     elif levels.shape[1] == 6:
-        threes = levels.unflatten(1, (2, 3))
+        threes = levels.reshape(len(levels), 2, 3, *levels.shape[2:])
         fourth = (threes >> 6 << _PAIRS[:, None, None]).sum(2, keepdim=True, dtype=torch.uint8)
         words = (torch.cat((threes & 63, fourth), 2) - 32).flatten(1, 2)
     else:
