@@ -50,7 +50,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 
 def alone(source: Path, folder: Path) -> Path:
-    """Write the MTP layer of a target as a folder of its own."""
+    """Write the MTP layer of a target as a folder without the target."""
     folder.mkdir()
     config, tensors = _read(source)
     own = {name: one for name, one in tensors.items() if "mtp" in name}

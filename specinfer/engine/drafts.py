@@ -116,7 +116,7 @@ class FoundHead:
         return head_bytes(self.head, dtype, quantization)
 
     def fitting(self, target: Quantization) -> Quantization:
-        """Return the quantization that it has if none is asked for, beside that of its target."""
+        """Return the quantization that it has by default, beside that of its target."""
         return self.head.fitting(target) if isinstance(self.head, MtpFile) else "none"
 
 

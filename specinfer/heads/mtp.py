@@ -56,7 +56,7 @@ def _is_first_layers(name: str) -> bool:
 
 
 class MtpFile:
-    """An open MTP layer of a target, beside its layers or in files of its own; weights are not read.
+    """An open MTP layer of a target, beside its layers or in separate files; weights are not read.
 
     Raises ModelError or a subclass if it cannot be used. Reading raises ModelFileError for a value that is
     not finite.

@@ -99,7 +99,7 @@ class HfFamily:
     names: Names = field(default_factory=Names)
     also: tuple[str, ...] = ()  # further model_types; a family's last row has its value, too
     others: tuple[str, ...] = ()  # prefixes of unread tensors
-    next_names: NextNames | None = QWEN  # of a layer for further tokens, which is a draft head
+    next_names: NextNames | None = QWEN  # names of a layer for further tokens, a draft head
     passed_over: frozenset[str] = frozenset()  # keys that have no effect beside some values of other keys
 
     @property

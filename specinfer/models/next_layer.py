@@ -1,8 +1,8 @@
 """The layer behind a model's last that predicts a further token (multi-token prediction, MTP).
 
-Files have it beside the model's own layers. It is opened as a model of one layer, under the decoder's names,
-with three more tensors: `enorm` and `hnorm`, the norms of a token's embedding and of a hidden state, and
-`fc`, the product of both. The decoder's last norm is the layer's own.
+Files have it beside the model's own layers. It is opened as a model of one layer, under the decoder's names.
+Three more tensors are `enorm` and `hnorm`, the norms of a token's embedding and of a hidden state, and `fc`,
+the product of both. The decoder's last norm is the layer's own.
 """
 
 from __future__ import annotations

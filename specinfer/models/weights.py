@@ -167,8 +167,8 @@ def load_parts(
     """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
 
     `borrowed` is the path of another model whose tensors are used as well, so that prepared matrices depend
-    on both, and `part_name` tells those of a part from the whole model's. Before matrices are kept, the disk
-    must have `size` bytes free; only those of a `whole` model are kept.
+    on both. `part_name` is in the name of the prepared file, for a part beside a whole model. Before matrices
+    are kept, the disk must have `size` bytes free; only those of a `whole` model are kept.
     """
     show = progress or NoProgress()
 

@@ -159,7 +159,7 @@ class MtpDraft(EagleHeadDraft):
         return self.copy().head
 
     def write(self, folder: Path, target: Target) -> None:
-        """Write it as a folder of its own."""
+        """Write it as a folder that holds the layer alone."""
         write_mtp(self.folded(), folder)
 
     def description(self) -> Description:

@@ -94,7 +94,7 @@ class MtpOracle:
 
     def _attended(self, x: Array, row: int, seen: list[tuple[Array, Array]]) -> Array:
         query, gate = self._product("self_attn.q_proj", x), None
-        if self._layout.gated:  # of each head its query, then its gate
+        if self._layout.gated:  # the query of a head, then its gate
             both = query.reshape(-1, 2, self._head)
             query, gate = both[:, 0], both[:, 1].reshape(-1)
         queries = self._heads("q", query, row)

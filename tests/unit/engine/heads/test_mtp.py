@@ -320,7 +320,7 @@ def test_what_is_no_layer_of_the_target_is_refused(targets: dict[str, Path], tmp
             LLM(str(folder), **ENGINE, drafts=OWN_HEAD)
         assert "\n" not in str(caught.value)
         show = Lines()
-        with LLM(str(folder), **ENGINE, drafts="auto", progress=show) as llm:  # nobody asked for the layer
+        with LLM(str(folder), **ENGINE, drafts="auto", progress=show) as llm:  # the config does not name it
             assert llm.models.drafts == {}
         told = [line for line in show.lines if line.startswith("the automatic draft is left out: ")]
         assert len(told) == ("has no layer" not in said), said
