@@ -15,6 +15,7 @@ import torch
 
 from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder, load_head
+from specinfer.heads.runner import HeadPass
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
@@ -67,7 +68,8 @@ class Head:
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
         with torch.no_grad():
             read_TD = torch.randn(LEVELS, SIZE, generator=row)
-            self.trees.grow([self.trees.open(growth, 0, LEVELS)], self.model.logits(read_TD))
+            made = HeadPass((), read_TD, self.model.logits(read_TD))
+            self.trees.grow([self.trees.open(growth, 0, LEVELS)], made)
         return growth.tree()
 
 
