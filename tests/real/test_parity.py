@@ -1,4 +1,4 @@
-"""Real files say what transformers says (benchmarks/identity/parity_transformers.py does it at length)."""
+"""Real files say what transformers says."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ SCRIPTS = {
 # Options of runs; MODEL, DRAFT and ROWS are filled in.
 RUNS = {
     "identity": "--draft DRAFT --dataset ROWS --max-tokens 12",
-    "pairs": "--dataset ROWS --max-tokens 8 --rounds 2 --way quantization=none --way quantization=int8",
-    "parity_transformers": "--dataset ROWS --limit 2 --max-tokens 8",
     "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
     "perplexity": "--dataset ROWS --limit 2",
     "policy_live": "--draft DRAFT --texts 1 --max-tokens 8 --chat ROWS --code ROWS --maths ROWS",
@@ -35,7 +33,6 @@ RUNS = {
 }
 FACTS = {  # on the pages
     "identity": "- identical texts: 3 of 3",
-    "parity_transformers": "- other differences: 0",
     "serving": "| 3/3 |",
     "soak": "| texts that differ from the offline text of their seed | 0 |",
     "peers": "not installed",
