@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,8 @@ _CONVERTERS: Final = {  # form -> environment, script, its command, more argumen
 
 def script_of(engine: str) -> list[str]:
     """Return the script and argument that run an engine's child, for the Python of its environment."""
-    return [str(_HERE / ("run_llama_cpp.py" if engine == "llama_cpp" else "run_engines.py")), engine]
+    own = engine in ("llama_cpp", "ik_llama")
+    return [str(_HERE / ("run_llama_cpp.py" if own else "run_engines.py")), engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,65 +40,79 @@ class Engine:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# specinfer: every quantization with every kind of speculation. The draft is always int4: its trees are as
-# good as in bfloat16, and it does not change the text.
-_QUANTIZATIONS: Final = {
-    "bf16": ("bf16", {"dtype": "bfloat16", "quantization": "none"}),
-    "int8": ("int8", {"dtype": "bfloat16", "quantization": "int8"}),
-    "int4": ("int4, int8 activations, with AMX bf16", {"dtype": "bfloat16", "quantization": "int4"}),
-}
-_SPECULATION: Final[dict[str, dict[str, Any]]] = {
-    "": {"lookup": False},
-    "+ngram": {"lookup": True},
-    "+draft": {"draft_quantization": "int4", "lookup": False},
-    "+draft+ngram": {"draft_quantization": "int4", "lookup": True},
-}
-_FILE_BITS: Final = "the file's own, int8 activations; the default"
-_NGRAM: Final = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-_VLLM: Final[dict[str, dict[str, Any]]] = {
-    "": {},
-    "+draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 4}},
-    "+ngram": {"speculative_config": {**_NGRAM, "num_speculative_tokens": 4}},
-}
-# No "+draft": for draft models it reads OpenVINO's own format only, no GGUF file.
-_OPENVINO: Final[dict[str, dict[str, Any]]] = {
-    "": {},
-    "+lookup": {"prompt_lookup": True, "generation": {"num_assistant_tokens": 4, "max_ngram_size": 4}},
-}
-# Its own defaults for the assistant: up to 20 tokens, fewer when it is not confident.
-_TRANSFORMERS: Final[dict[str, dict[str, Any]]] = {
-    "": {},
-    "+draft": {},
-    "+lookup": {"prompt_lookup_num_tokens": 10},
+_Modes = Mapping[str, Mapping[str, Any]]  # suffix of the name -> options; "+draft" gets the draft model
+_LOOKUPS: Final = {"": {"lookup": False}, "+ngram": {"lookup": True}}
+# The draft is always int4: its trees are as good as in bfloat16, and it does not change the text.
+_SPECULATION: Final[_Modes] = _LOOKUPS | {
+    "+draft" + suffix: {"draft_quantization": "int4", **options} for suffix, options in _LOOKUPS.items()
 }
 
 
-def _modes(
-    name: str, script: str, form: str, bits: str, modes: Mapping[str, Mapping[str, Any]] | None = None
-) -> Iterable[Engine]:
-    """Return an engine in its modes: suffix of the name -> options; "+draft" gets the draft model."""
-    for suffix, options in (modes or {"": {}}).items():
-        own: dict[str, Any] = {"script": script, "form": form, "bits": bits, "plain": name}
-        yield Engine(name=name + suffix, draft="draft" in suffix, options=options, **own)
+def _loaded(quantization: str) -> _Modes:
+    loading = {"dtype": "bfloat16", "quantization": quantization}
+    return {suffix: {**loading, **options} for suffix, options in _SPECULATION.items()}
 
 
-def _engines() -> Iterable[Engine]:
-    # No option at all, as beside it llama.cpp-file; and the same without speculation.
-    for name, options in ((f"{OURS}-file", {"lookup": False}), (f"{OURS}-default", {})):
-        own: dict[str, Any] = {"script": OURS, "form": "file", "bits": _FILE_BITS, "plain": f"{OURS}-file"}
-        yield Engine(name=name, options=options, **own)
-    for quantization, (bits, loading) in _QUANTIZATIONS.items():
-        modes = {suffix: {**loading, **options} for suffix, options in _SPECULATION.items()}
-        yield from _modes(f"{OURS}-{quantization}", OURS, "file", bits, modes)
-    yield from _modes("transformers", "transformers", "safetensors", "bf16", _TRANSFORMERS)
-    yield from _modes("vllm", "vllm", "safetensors", "bf16", _VLLM)
-    yield from _modes("llama.cpp-q8_0", "llama_cpp", "q8_0", "Q8_0, int8 activations")
-    yield from _modes("llama.cpp-q4_0", "llama_cpp", "q4_0", "Q4_0, int8 activations")
-    yield from _modes("llama.cpp-file", "llama_cpp", "file", _FILE_BITS)
-    yield from _modes("openvino", "openvino", "file", "the file's own", _OPENVINO)
+def _vllm(method: str, **options: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 4, **options}}
 
 
-ENGINES: Final = tuple(_engines())
+def _flags(*kinds: str, **numbers: int) -> dict[str, Any]:
+    """Return llama-server's options of kinds of speculation; without numbers they are its own."""
+    pairs = ((f"--spec-{name.replace('_', '-')}", str(number)) for name, number in numbers.items())
+    return {"flags": ["--spec-type", ",".join(kinds), *(word for pair in pairs for word in pair)]}
+
+
+_FILE_BITS: Final = "the file's own, int8 activations"
+_SHORT: Final = {"ngram_simple_size_n": 4, "ngram_simple_size_m": 8}
+# Name, environment, form of the weights, precision, modes.
+_TABLE: Final[Sequence[tuple[str, str, str, str, _Modes]]] = (
+    # "-default" is a command without an option, which takes a known draft beside the model.
+    (f"{OURS}-file", OURS, "file", _FILE_BITS,
+     {"": {"lookup": False}, "-default": {"drafts": ["auto"]}, "+ngram": {}, "+draft": {}}),
+    (f"{OURS}-bf16", OURS, "file", "bf16", _loaded("none")),
+    (f"{OURS}-int8", OURS, "file", "int8", _loaded("int8")),
+    (f"{OURS}-int4", OURS, "file", "int4, int8 activations, with AMX bf16", _loaded("int4")),
+    # Up to 3 tokens by default; n-grams of 12 by default, followed by up to 48 tokens.
+    ("llama-server", "llama_server", "file", _FILE_BITS,
+     {"": {"flags": []},
+      "+draft": _flags("draft-simple"),
+      "+draft-6": _flags("draft-simple", draft_n_max=6),
+      "+draft-12": _flags("draft-simple", draft_n_max=12),
+      "+ngram-simple": _flags("ngram-simple"),
+      "+ngram-short": _flags("ngram-simple", **_SHORT),
+      "+ngram-map": _flags("ngram-map-k"),
+      "+ngram-mod": _flags("ngram-mod"),
+      "+ngram-cache": _flags("ngram-cache"),
+      "+draft+ngram": _flags("draft-simple", "ngram-simple", **_SHORT)}),
+    ("llama.cpp-file", "llama_cpp", "file", _FILE_BITS, {"": {}}),
+    ("llama.cpp-q8_0", "llama_cpp", "q8_0", "Q8_0, int8 activations", {"": {}}),
+    ("llama.cpp-q4_0", "llama_cpp", "q4_0", "Q4_0, int8 activations", {"": {}}),
+    ("ik_llama", "ik_llama", "file", _FILE_BITS, {"": {}, "+draft": {"draft_tokens": 3}}),
+    # For draft models and EAGLE heads it reads OpenVINO's own format only, no GGUF file.
+    ("openvino", "openvino", "file", "the file's own",
+     {"": {}, "+lookup": {"prompt_lookup": True,
+                          "generation": {"num_assistant_tokens": 4, "max_ngram_size": 4}}}),
+    # Its own defaults for the assistant: up to 20 tokens, fewer when it is not confident.
+    ("transformers", "transformers", "safetensors", "bf16",
+     {"": {}, "+draft": {}, "+lookup": {"prompt_lookup_num_tokens": 10}}),
+    ("vllm", "vllm", "safetensors", "bf16",
+     {"": {}, "+draft": _vllm("draft_model"),
+      "+ngram": _vllm("ngram", prompt_lookup_max=4, prompt_lookup_min=1)}),
+)  # fmt: skip
+ENGINES: Final = tuple(
+    Engine(
+        name=name + suffix,
+        script=script,
+        form=form,
+        bits=bits,
+        plain=name,
+        draft="draft" in suffix,
+        options=options,
+    )
+    for name, script, form, bits, modes in _TABLE
+    for suffix, options in modes.items()
+)
 
 
 class Named(Protocol):

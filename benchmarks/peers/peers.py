@@ -2,6 +2,7 @@
 
     make peers-env                                   once: the others, each in its own environment
     python -m benchmarks.peers.peers --model TARGET.gguf --draft SSM.gguf --prompts alpaca.jsonl code.jsonl
+    ... --engines 'specinfer-file*,llama-server*,ik_llama*,openvino*'       those that take the file as it is
 
 Every engine is a child process (run_engines.py) that runs for one round, so that none spins or holds memory
 while another is measured. A missing or failing engine is a row with its reason. A JSON file beside the
@@ -42,11 +43,6 @@ WARM_UP_TOKENS: Final = 16
 TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
 AGREE: Final = 32  # tokens compared between engines with different rounding
 REFERENCE: Final = "specinfer-bf16"
-_HEAD: Final = (
-    *("engine", "bits", "decode tokens/s", "overall tokens/s", "first token ms", "tokens per step"),
-    *("peak memory GiB", "text as without speculation", "first tokens as ours"),
-)
-
 Cell = Mapping[str, Any]  # one engine in one round
 Run = Mapping[int, Cell]  # an engine's cells with figures, by round
 Figure = Callable[[Cell], float | None]
@@ -101,7 +97,8 @@ def main() -> None:
     }
     study, home = Study("peers", args.out, settings), Home(args.home)
     for round_ in range(rounds):
-        for engine in engines if round_ % 2 == 0 else engines[::-1]:
+        first = round_ * len(engines) // rounds
+        for engine in engines[first:] + engines[:first]:
             name = f"{engine.name}|{round_}"
             if "answers" in study.cells.get(name, {}):
                 continue
@@ -140,7 +137,7 @@ def run_cell(engine: Engine, task: Task, round_: int, home: Home, timeout: float
     try:
         draft = str(home.weights(task.draft, engine.form)) if engine.draft and task.draft else None
         options = dict(engine.options)
-        if ours:
+        if ours and "drafts" not in options:
             options |= {"drafts": [draft] if draft else [], "max_batch_size": 1, "prefix_reuse": False}
             options["max_context"] = task.context
         model = str(home.weights(task.model, engine.form))
@@ -173,14 +170,14 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int, *, 
         return reply
 
     dealt = task.dealt(round_)
-    ask(dealt[0], WARM_UP_TOKENS)
+    cold = loaded - began + ask(dealt[0], WARM_UP_TOKENS)["arrivals"][0][0]
     measuring, busy = time.perf_counter(), worker.busy_elsewhere()
     answers = [answer(index, ask(index, task.max_tokens), task.max_tokens) for index in dealt]
     seconds = time.perf_counter() - measuring
     return {
         "answers": answers,
         "versions": versions,
-        "load_seconds": loaded - began,
+        "cold_seconds": cold,
         "peak_memory": worker.peak_memory(),
         "busy_elsewhere": max(worker.busy_elsewhere() - busy, 0.0) / seconds,
     }
@@ -229,6 +226,26 @@ def tokens_per_step(cell: Cell) -> float | None:
     return (_sum(cell, "tokens") - _sum(cell, "first_tokens")) / steps if steps else None
 
 
+def cold_seconds(cell: Cell) -> float:
+    """Return the seconds from the start of the process to the first token."""
+    return float(cell["cold_seconds"])
+
+
+def peak_memory(cell: Cell) -> float:
+    """Return the peak of resident GiB."""
+    return float(cell["peak_memory"]) / 2**30
+
+
+_FIGURES: Final[Mapping[str, tuple[Figure, int]]] = {  # heading -> figure, digits
+    "decode tokens/s": (decode_rate, 1),
+    "overall tokens/s": (overall_rate, 1),
+    "first token ms": (first_token_ms, 0),
+    "tokens per step": (tokens_per_step, 2),
+    "cold start s": (cold_seconds, 1),
+    "peak memory GiB": (peak_memory, 2),
+}
+
+
 def agreement(ours: Run, theirs: Run, part: Literal["head", "text"]) -> str:
     """Return "3/4": prompts whose first tokens, or texts, are equal, of those that both answered."""
     one, other = (
@@ -239,62 +256,74 @@ def agreement(ours: Run, theirs: Run, part: Literal["head", "text"]) -> str:
 
 
 def page(study: Study) -> list[str]:
-    """Return the settings, a row per engine, ours over theirs, and conditions."""
+    """Return the settings, a row per engine and mode, each engine at its best, and conditions."""
     settings, cells = study.settings, study.cells
     engines = [one for one in ENGINES if any(key.partition("|")[0] == one.name for key in cells)]
     rounds = range(settings["rounds"])
     found = {one.name: {r: cells.get(f"{one.name}|{r}", {}) for r in rounds} for one in engines}
     runs = {name: {r: c for r, c in of.items() if "answers" in c} for name, of in found.items()}
     draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
-    lines = [
+    return [
         f"# {settings['model']}{draft}: specinfer and others, batch size 1",
         "",
         f"{settings['num_prompts']} prompts of {', '.join(settings['datasets'])} through the chat "
         "template, the same token ids for every engine; greedy, "
         f"{settings['max_tokens']} tokens each, end of text ignored; {settings['threads']} threads, "
         f"prefix caches off. The prompts are dealt out to {settings['rounds']} rounds; in each every "
-        "engine runs, alone, in a process of its own, after a warm-up; every second round runs them in "
-        "reverse. Median over rounds [least - most]. Decode is from the first token to the last, overall "
-        "from the request. Agreement is in prompts: the whole text with that of the same engine without "
-        f"speculation, and the first {AGREE} tokens with {REFERENCE}'s.",
+        "engine runs, alone, in a process of its own, after a warm-up; each round begins with another one. "
+        "Median over rounds [least - most]. Decode is from the first token to the last, overall from the "
+        "request, a cold start from the start of the process to the first token, with files in the page "
+        "cache; llama-server answers over HTTP, the others in their process. Agreement is in prompts: the "
+        "whole text with that of the same engine without speculation, and the first "
+        f"{AGREE} tokens with {REFERENCE}'s.",
+        *_table(
+            ("engine", "bits", *_FIGURES, "text as without speculation", "first tokens as ours"),
+            [_row(one, found[one.name], runs) for one in engines],
+        ),
+        *_best(engines, runs),
         "",
-        row(*_HEAD),
-        row(*["---"] * len(_HEAD)),
+        *_conditions(runs),
     ]
-    for engine in engines:
-        if own := runs[engine.name]:
-            plain, reference = (runs.get(name, {}) for name in (engine.plain, REFERENCE))
-            text = "" if engine.plain == engine.name else agreement(own, plain, "text")
-            head = "" if engine.name == REFERENCE else agreement(own, reference, "head")
-            memory = f"{max(cell['peak_memory'] for cell in own.values()) / 2**30:.2f}"
-            figures = ((decode_rate, 1), (overall_rate, 1), (first_token_ms, 0), (tokens_per_step, 2))
-            shown = [_spread(figure, own, digits) for figure, digits in figures]
-            lines.append(row(engine.name, engine.bits, *shown, memory, text, head))
-        else:
-            reason = next((c["error"] for c in found[engine.name].values() if c), "not run yet")
-            lines.append(row(engine.name, engine.bits, reason.replace("|", "/"), *[""] * 6))
-    ours = {one.name: runs[one.name] for one in engines if one.script == OURS and runs[one.name]}
-    theirs = {one.name: runs[one.name] for one in engines if one.script != OURS and runs[one.name]}
-    return [*lines, *_ratios(ours, theirs), "", *_conditions(runs)]
 
 
-def _spread(figure: Figure, cells: Run, digits: int) -> str:
-    values = [value for cell in cells.values() if (value := figure(cell)) is not None]
-    return spread(values, digits) if values else "not known"
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    return ["", row(*head), row(*["---"] * len(head)), *(row(*cells) for cells in rows)]
 
 
-def _ratios(ours: Mapping[str, Run], theirs: Mapping[str, Run]) -> list[str]:
-    if not ours or not theirs:
-        return []
-    said = (
-        "How many times theirs, by tokens per second of decoding / overall: the median over rounds of the "
-        "ratio within a round."
-    )
-    lines = ["", "## Ours over theirs", "", said, "", row("", *theirs), row(*["---"] * (1 + len(theirs)))]
-    for name, mine in ours.items():
-        pairs = [(mine, other) for other in theirs.values()]
-        lines.append(row(name, *(f"{_times(decode_rate, *p)} / {_times(overall_rate, *p)}" for p in pairs)))
-    return lines
+def _row(engine: Engine, found: Run, runs: Mapping[str, Run]) -> list[str]:
+    if not (own := runs[engine.name]):
+        reason = next((cell["error"] for cell in found.values() if cell), "not run yet")
+        return [engine.name, engine.bits, reason.replace("|", "/"), *[""] * (len(_FIGURES) + 1)]
+    plain, reference = (runs.get(name, {}) for name in (engine.plain, REFERENCE))
+    text = "" if engine.plain == engine.name else agreement(own, plain, "text")
+    head = "" if engine.name == REFERENCE else agreement(own, reference, "head")
+    return [engine.name, engine.bits, *_shown(own), text, head]
+
+
+def _shown(cells: Run) -> list[str]:
+    found = [([figure(c) for c in cells.values()], digits) for figure, digits in _FIGURES.values()]
+    known = [([value for value in values if value is not None], digits) for values, digits in found]
+    return [spread(values, digits) if values else "not known" for values, digits in known]
+
+
+def _best(engines: Sequence[Engine], runs: Mapping[str, Run]) -> list[str]:
+    """Return a row for each engine over each form of the weights: its mode with the highest overall rate."""
+    best: dict[str, Engine] = {}
+    for one in sorted((e for e in engines if runs[e.name]), key=lambda e: _overall(runs[e.name])):
+        best[one.plain] = one  # the last is the fastest
+    ranked = sorted(best.values(), key=lambda e: -_overall(runs[e.name]))
+    ours = runs.get(f"{OURS}-file-default", {})
+    over = [
+        f"{_times(decode_rate, ours, runs[e.name])} / {_times(overall_rate, ours, runs[e.name])}"
+        for e in ranked
+    ]
+    head = ("engine, in its fastest mode", *_FIGURES, "our default over it: decode / overall, within a round")
+    rows = [[e.name, *_shown(runs[e.name]), times] for e, times in zip(ranked, over, strict=True)]
+    return ["", "## Each engine at its best", *_table(head, rows)] if rows else []
+
+
+def _overall(cells: Run) -> float:
+    return statistics.median(map(overall_rate, cells.values()))
 
 
 def _times(figure: Figure, ours: Run, theirs: Run) -> str:

