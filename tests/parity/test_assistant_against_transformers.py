@@ -114,6 +114,7 @@ def gaps(target: Any, assistant: Any, text: list[int], tree: TokenTree) -> Itera
             yield abs(float(probs[tree.token_ids[draw.node]]) - draw.confidence)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "more"),
     [("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4-large", CLUSTERS), ("gemma4-experts", {})],
@@ -142,6 +143,7 @@ def test_guesses(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     assert max(found) < 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 def test_texts(name: str, kind: str, tmp_path: Path) -> None:

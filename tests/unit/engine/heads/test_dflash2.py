@@ -83,6 +83,7 @@ def test_guesses_are_those_of_a_plain_head(tiny: Tiny, folder: Path, tmp_path: P
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 def test_texts_do_not_change(tiny: Tiny, folder: Path, tmp_path: Path, kind: Quantization) -> None:
     target = open_model(folder / "target")

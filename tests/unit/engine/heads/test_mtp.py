@@ -90,6 +90,7 @@ def last_states(llm: LLM) -> Any:
     return states
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_guess_is_as_likely_as_the_oracle_says(name: str, targets: dict[str, Path]) -> None:
     made_by = oracle(name, targets[name])
@@ -105,6 +106,7 @@ def test_every_guess_is_as_likely_as_the_oracle_says(name: str, targets: dict[st
         assert llm.statistics().prefix_hits > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.usefixtures("own_cache")  # of quantized matrices
 def test_the_text_is_that_of_the_target_alone(name: str, targets: dict[str, Path]) -> None:
@@ -174,6 +176,7 @@ def test_a_layer_in_a_folder_of_its_own_is_a_draft(targets: dict[str, Path], tmp
             LLM(str(head), **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_a_gguf_file_has_the_layer_of_its_folder(name: str, targets: dict[str, Path], tmp_path: Path) -> None:
     file, further = tmp_path / "model.gguf", gguf_layer(name, targets[name])
@@ -201,6 +204,7 @@ def test_a_gguf_file_has_the_layer_of_its_folder(name: str, targets: dict[str, P
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["none", "gguf", "int4"])
 @pytest.mark.usefixtures("own_cache")
 def test_texts_of_a_gguf_file(quantization: Quantization, targets: dict[str, Path], tmp_path: Path) -> None:
