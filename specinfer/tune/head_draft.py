@@ -330,6 +330,10 @@ class MtpKind(TrainableHeadKind):
         self.config(target)
         if self.layers != 1:
             raise TuneError(f"layers is {self.layers} with kind mtp; allowed: 1")
+        if self.vocabulary is not None:
+            raise TuneError(
+                f"vocabulary is {self.vocabulary} with kind mtp, which guesses any token; leave it out"
+            )
         if target.rope is None or target.rope.rotated is not None:
             raise ModelError("no MTP layer can be trained for models with partial rotary embeddings yet")
         if init == "target":

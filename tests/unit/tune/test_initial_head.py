@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.models.open_model import OpenModel, open_model
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
-from specinfer.tune.head_draft import BlockHeadDraft, BlockKind
+from specinfer.tune.head_draft import BlockHeadDraft, BlockKind, MtpKind
 from specinfer.tune.initial_head import copy_target_layers, fit_bigrams, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import loss_of
@@ -136,3 +137,13 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
     assert losses[None] == losses["target"], "it is how a block head begins where nothing is said"
+
+
+def test_options_that_an_mtp_layer_does_not_have_are_refused(opened: OpenModel) -> None:
+    for kind, init, message in (
+        (MtpKind(layers=2), None, "layers is 2 with kind mtp; allowed: 1"),
+        (MtpKind(vocabulary=8), None, "vocabulary is 8 with kind mtp, which guesses any token; leave it out"),
+        (MtpKind(), "target", "init is target with kind mtp; allowed: random, or a folder"),
+    ):
+        with pytest.raises(TuneError, match=message):
+            pytest.fail(f"{message}: {kind.check(opened.config, init)}")

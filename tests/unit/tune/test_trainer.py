@@ -20,7 +20,7 @@ from tests.unit.tune.conftest import ticking, tuning_of
 KINDS: dict[str, Kind] = {
     "block": BlockKind(depth=4, vocabulary=48, markov_rank=8),
     "eagle": EagleKind(depth=3, vocabulary=48),
-    "mtp": MtpKind(depth=3, vocabulary=48),
+    "mtp": MtpKind(depth=3),
     "ssm": SsmKind(layers=1),
 }
 
