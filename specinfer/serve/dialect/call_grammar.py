@@ -58,13 +58,28 @@ def call_grammar(
     several = parallel and not call_format.single and choice.name is None
     lark = _Lark(choice.among(tools), call_format, several, whitespace)
     written = lark.written(choice.mode == "auto", reasoning, starts_inside, form)
-    if len(written) > MAX_SOURCE:
+    _check_size(len(written))
+    return written
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_SOURCE:
         raise RequestError(
-            f"the schemas of tools make a grammar of {len(written)} characters; allowed: at most "
+            f"the schemas of tools make a grammar of {size} characters or more; allowed: at most "
             f"{MAX_SOURCE}; give fewer tools, or smaller schemas",
             "tools",
         )
-    return written
+
+
+class _Rules(dict[str, str]):
+    """Rules by name; raises RequestError as soon as those that are set make too long a grammar."""
+
+    _size = 0
+
+    def __setitem__(self, name: str, body: str) -> None:
+        self._size += len(body) - len(self.get(name, ""))
+        _check_size(self._size)
+        super().__setitem__(name, body)
 
 
 class _Lark:
@@ -78,7 +93,7 @@ class _Lark:
         self._form: CallForm = call_format.form
         self._special = call_format.special
         self._several = several
-        self._rules: dict[str, str] = {}
+        self._rules = _Rules()
 
     def written(
         self,

@@ -101,6 +101,7 @@ class ValueRules:
         self._notation = notation
         self._rules = rules
         self._whitespace = whitespace
+        self._named: dict[tuple[int, int], str] = {}  # rules of values, by a schema's identity and its depth
         self._quote = lark_text(notation.quote, special)
         self._is_special = notation.quote in special
         self._is_python = not notation.quote
@@ -158,6 +159,8 @@ class ValueRules:
     def _value(self, schema: object, tool: Tool, name: str, depth: int) -> str:
         """The name of a rule for a value."""
         found = resolved(schema, tool.parameters)
+        if known := self._named.get((id(found), depth)):
+            return known
         self._check(found, tool, depth)
         types, given = types_of(found), given_values(found)
         parts: Sequence[Any] = found.get("anyOf", ())
@@ -171,6 +174,7 @@ class ValueRules:
             kinds = types - {"integer"} if "number" in types else types
             options = [self._of_type(kind, found, tool, name, depth) for kind in sorted(kinds)]
         self._rules[name] = " | ".join(options)
+        self._named[id(found), depth] = name
         return name
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], tool: Tool, name: str, depth: int) -> str:

@@ -1,0 +1,40 @@
+"""Arguments in Python's notation: definitions that refer to themselves."""
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.dialect.call_format import ToolChoice
+from specinfer.serve.dialect.call_grammar import call_grammar
+from specinfer.structured_output import MAX_SOURCE
+from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict
+
+MARKS = BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
+FAMILY = Family(tokenizer("{{ tools }}" + BEGIN, MARKS))
+
+
+def call(arguments):
+    return f"{BEGIN}[f({arguments})]{END}"
+
+
+def grammar_of(schema):
+    tools = tools_of({"name": "f", "parameters": schema})
+    return call_grammar(FAMILY.format, tools, ToolChoice("required"))
+
+
+def recursive(count):
+    """An object of `count` objects like itself."""
+    node = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/n"} for i in range(count)}}
+    return {**node, "$defs": {"n": node}}
+
+
+def test_a_grammar_grows_with_its_schema_and_not_with_the_uses_of_a_definition():
+    small, large = grammar_of(recursive(8)), grammar_of(recursive(100))
+    assert len(large) < 14 * len(small)
+    for grammar in (small, large):
+        assert verdict(FAMILY, grammar, call('p1={"p2": {"p7": {}}}, p3={}')) is None
+        assert verdict(FAMILY, grammar, call('p1={"p2": 1}')) == call('p1={"p2": 1}').partition("1}")[0]
+
+
+def test_a_schema_that_makes_too_long_a_grammar_is_refused():
+    with pytest.raises(RequestError, match=f"allowed: at most {MAX_SOURCE}; give fewer tools"):
+        grammar_of(recursive(3000))
