@@ -116,8 +116,8 @@ class ValueRules:
 
     def _check(self, schema: Mapping[str, Any], tool: Tool, depth: int) -> None:
         others = schema.get("additionalProperties", False)
-        held = set(schema) <= _ENFORCED and isinstance(others, bool) and depth <= _MAX_DEPTH
-        if tool.strict and not held and not types_of(schema) <= _SCALARS:
+        held = set(schema) <= _ENFORCED and isinstance(others, bool)
+        if tool.strict and (depth > _MAX_DEPTH or not (held or types_of(schema) <= _SCALARS)):
             raise RequestError(
                 f"the function {tool.name} is strict, but this model does not write arguments as JSON; its "
                 f"schema may have {_MAX_DEPTH} levels and the keywords {', '.join(sorted(_ENFORCED))}; "
@@ -190,7 +190,7 @@ class ValueRules:
                 item = self._value(schema.get("items", {}), tool, f"{name}_i", depth + 1)
                 return f'"[" ({item} ({_COMMA} {item})*)? "]"'
             case "object":
-                return f'"{{" {self._members(schema, tool, f"{name}_m", depth + 1)} "}}"'
+                return f'"{{" {self._members(schema, tool, f"{name}_m", depth)} "}}"'
         self._rules[f"{name}_n"] = json_rule(
             {**schema, "type": kind}, strict=tool.strict, whitespace=self._whitespace
         )

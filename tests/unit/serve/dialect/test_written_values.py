@@ -1,4 +1,4 @@
-"""Arguments in Python's notation: definitions that refer to themselves."""
+"""Arguments in Python's notation: definitions that refer to themselves, and levels."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def call(arguments):
     return f"{BEGIN}[f({arguments})]{END}"
 
 
-def grammar_of(schema):
-    tools = tools_of({"name": "f", "parameters": schema})
+def grammar_of(schema, *, strict=False):
+    tools = tools_of({"name": "f", "parameters": schema, "strict": strict})
     return call_grammar(FAMILY.format, tools, ToolChoice("required"))
 
 
@@ -25,6 +25,14 @@ def recursive(count):
     """An object of `count` objects like itself."""
     node = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/n"} for i in range(count)}}
     return {**node, "$defs": {"n": node}}
+
+
+def nested(levels):
+    """Objects in each other, the innermost with a number."""
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "additionalProperties": False}
+    return schema
 
 
 def test_a_grammar_grows_with_its_schema_and_not_with_the_uses_of_a_definition():
@@ -38,3 +46,12 @@ def test_a_grammar_grows_with_its_schema_and_not_with_the_uses_of_a_definition()
 def test_a_schema_that_makes_too_long_a_grammar_is_refused():
     with pytest.raises(RequestError, match=f"allowed: at most {MAX_SOURCE}; give fewer tools"):
         grammar_of(recursive(3000))
+
+
+def test_each_object_is_one_level():
+    grammar = grammar_of(nested(6), strict=True)
+    good = 'a={"a": {"a": {"a": {"a": {"a": 1}}}}}'
+    assert verdict(FAMILY, grammar, call(good)) is None
+    assert verdict(FAMILY, grammar, call(good.replace("1", "None"))) is not None
+    with pytest.raises(RequestError, match="its schema may have 6 levels"):
+        grammar_of(nested(7), strict=True)
