@@ -17,7 +17,10 @@ from specinfer.structured_output import JsonWhitespace
 
 _MAX_DEPTH: Final = 6  # levels of objects and lists with enforced schemas
 _PYTHON_QUOTES: Final = ('"', "'")
-_ESCAPE: Final = r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|([^xu]))"
+_HEX: Final = "[0-9a-fA-F]"
+_WRONG: Final = "[^0-9a-fA-F]"
+# A backslash before x or u without their digits is text.
+_ESCAPE: Final = rf"\\(?:x({_HEX}{{2}})|u({_HEX}{{4}})|([^xu])|(?=x{_HEX}?{_WRONG}|u{_HEX}{{0,3}}{_WRONG}))"
 _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "\n": ""} | {sign: sign for sign in "\\\"'"}
 _SCALARS: Final = frozenset({"number", "integer", "boolean", "null"})  # their keywords are all enforced
 _ENFORCED: Final = {  # keywords of the other types
@@ -62,7 +65,8 @@ class ValueArguments(ArgumentsReader):
             return '"'
         code = next(filter(None, digits), None)
         text = text or (chr(int(code, 16)) if code else _ESCAPED.get(sign, part[0]))
-        return json.dumps(text, ensure_ascii=False)[1:-1]
+        # Half of a surrogate pair stays an escape: UTF-8 has none, and JSON joins two halves.
+        return json.dumps(text, ensure_ascii=code is not None)[1:-1]
 
     def _outside(self, quote: str | None, sign: str | None, word: str | None) -> str:
         if quote:
@@ -206,7 +210,8 @@ class ValueRules:
 
     def _string(self) -> str:
         if self._is_python:
-            self._rules["string"] = r"""/"(?s:[^"\\]|\\.)*"/ | /'(?s:[^'\\]|\\.)*'/"""
+            escape = rf"\\(x{_HEX}{{2}}|u{_HEX}{{4}}|[^xu])"
+            self._rules["string"] = " | ".join(rf"/{q}([^{q}\\]|{escape})*{q}/" for q in _PYTHON_QUOTES)
         elif self._is_special:
             self._rules |= {"string": f"{self._quote} TEXT {self._quote}", "TEXT": "/(?s:.*)/"}
         else:

@@ -1,4 +1,6 @@
-"""Arguments in Python's notation: definitions that refer to themselves, and levels."""
+"""Arguments in Python's notation: definitions that refer to themselves, levels, and escapes."""
+
+import json
 
 import pytest
 
@@ -7,9 +9,11 @@ from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.structured_output import MAX_SOURCE
 from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict
+from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 MARKS = BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 FAMILY = Family(tokenizer("{{ tools }}" + BEGIN, MARKS))
+TEXT = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 
 def call(arguments):
@@ -55,3 +59,24 @@ def test_each_object_is_one_level():
     assert verdict(FAMILY, grammar, call(good.replace("1", "None"))) is not None
     with pytest.raises(RequestError, match="its schema may have 6 levels"):
         grammar_of(nested(7), strict=True)
+
+
+def test_escapes_are_read_however_they_are_cut():
+    tools = tools_of({"name": "f", "parameters": TEXT})
+    grammar = grammar_of(TEXT)
+    for written, value, is_legal in [
+        (r"\ud83d\ude00", "\U0001f600", True),
+        (r"a\ud83d.", "a\ud83d.", True),  # half of a pair stays an escape, as JSON has it
+        (r"\xd6\u00d6", "\u00d6\u00d6", True),
+        (r"C:\users\x", r"C:\users\x", False),
+        (r"\x4", r"\x4", False),
+        (r"\u12\n", "\\u12\n", False),
+        (r"\u\x41", r"\uA", False),
+    ]:
+        text = call(f"path='{written}'")
+        assert (verdict(FAMILY, grammar, text) is None) == is_legal, written
+        for cut in range(len(text)):
+            events = events_of(FAMILY.format, tools, text[:cut], text[cut:])
+            [(_, arguments)] = content_and_calls(events)[1]
+            assert arguments.encode(), "has no half of a pair"
+            assert json.loads(arguments) == {"path": value}, text[:cut]
