@@ -153,7 +153,12 @@ class CallParser:
             head = json_head if form.head.startswith("{") else head + r"(?=\{)"
         elif isinstance(form.arguments, Tags):
             head += r"(?=\s*<)"
-        self._first = re.compile(rf"\s*(?:{re.escape(PYTHON_TAG)})?{_expression(form.mark)}[\s\[]*{head}")
+        if form.mark:
+            begin = rf"{_expression(form.mark)}[\s\[]*"
+        else:  # as `_beginnings` have it
+            tag = rf"(?:{re.escape(PYTHON_TAG)}\s*)?" if form.arguments is None else ""
+            begin = rf"{tag}{re.escape(form.open)}\s*"
+        self._first = re.compile(rf"\s*{begin}{head}")
         self._next = re.compile(rf"{_expression(form.between)}{head}")
         self._bare = re.compile(rf"{BARE_BEGIN}{named}{BARE_NAMED} ?(?=\{{)" if bare else "(?!)")
         # All beginnings, without white space, of answers whose calls have no mark.

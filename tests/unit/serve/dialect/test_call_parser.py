@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content
 from specinfer.serve.dialect.dialect import call_parser
 from tests.operations import lines_run
-from tests.unit.serve.dialect.families import CODER, FAMILIES, TAGGED_TOOLS, tagged, tools_of
+from tests.unit.serve.dialect.families import (
+    CODER,
+    FAMILIES,
+    TAGGED_TOOLS,
+    Family,
+    tagged,
+    tokenizer,
+    tools_of,
+)
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 TOOLS = (*tools_of({"name": "f"}, {"name": "g"}, {"name": "f.x-y:1"}), *TAGGED_TOOLS)
@@ -20,6 +28,7 @@ M = FAMILIES["mistral"].format
 A = FAMILIES["mistral_args"].format
 IDS = FAMILIES["mistral_ids"].format
 C = CODER.format
+P = Family(tokenizer("{{ tools }}{{ name + '(' }}")).format
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "g", "arguments": {"b": [1, {}]}}\n</tool_call>'
 F, G = ("f", '{"a": "}"}'), ("g", '{"b": [1, {}]}')
@@ -92,6 +101,21 @@ def test_however_an_answer_is_cut_it_says_the_same(data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
     assert read(call_format, *pieces) == tuple(said)
+
+
+def test_forms_without_a_mark_are_read_the_same_however_they_are_cut():
+    for call_format, text, is_call in [
+        (P, "[f(a=1)]", True),
+        (P, " [ f(a=1)]", True),
+        (P, "f(a) is no call", False),
+        (P, "[[f(a)", False),
+        (P, "<|python_tag|>[f(a=1)]", False),
+        (L, '[{"name": "f", "parameters": {"a": 1}}]', False),
+        (L, '<|python_tag|> {"name": "f", "parameters": {"a": 1}}', True),
+    ]:
+        whole = "" if is_call else text, [("f", '{"a": 1}')] * is_call
+        for cut in range(len(text)):
+            assert read(call_format, text[:cut], text[cut:]) == whole, text[:cut]
 
 
 def test_arguments_go_out_as_they_come():
