@@ -126,8 +126,8 @@ class CallFormat:
         has_tools = _USES_TOOLS.search(template) is not None
         if found is None and has_tools and tokenizer.special_id("<|tool_call_start|>") is not None:
             found = "lfm2"  # its own template has the tools alone
-        if found == "harmony" and tokenizer.special_id("<|channel|>") is None:
-            found = None  # its channels are found by their tokens
+        if found == "harmony" and channel_ids(tokenizer) is None:
+            found = None
         if name == "auto" and found is None:
             raise RequestError(_no_format(template), "tools")
         allowed = ["auto", *(["hermes"] if found != "harmony" else []), *(filter(None, [found]))]
@@ -139,13 +139,12 @@ class CallFormat:
             )
         chosen = found if found is not None and name in ("auto", found) else "hermes"
         is_own = chosen == found
-        found_ids = ((text, tokenizer.special_id(text)) for text in FORMS[chosen].marks)
         return cls(
             name=chosen,
             native=is_own and has_tools and chosen != "phi4_list",
             shows_calls=is_own and "tool_calls" in template,
             single=is_own and ("single tool-call" in template or chosen == "harmony"),
-            special={text: i for text, i in found_ids if i is not None and i not in tokenizer.eos_token_ids},
+            special=_special_ids(FORMS[chosen], tokenizer),
         )
 
     def new_id(self) -> str:
@@ -155,15 +154,35 @@ class CallFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
+def channel_ids(tokenizer: Tokenizer) -> Mapping[str, int] | None:
+    """Return the ids of Harmony's marks; None if a model has another form, or does not write them as tokens.
+
+    All but that of a call's end must be special tokens that do not end texts.
+    """
+    form = FORMS["harmony"]
+    ids = _special_ids(form, tokenizer)
+    is_whole = {*form.marks} - {*ids} <= {"<|call|>"}
+    return ids if is_whole and _first_shown(tokenizer.tool_template or "") == "harmony" else None
+
+
+def _special_ids(form: CallForm, tokenizer: Tokenizer) -> Mapping[str, int]:
+    found = ((mark, tokenizer.special_id(mark)) for mark in form.marks)
+    return {mark: i for mark, i in found if i is not None and i not in tokenizer.eos_token_ids}
+
+
 def format_in(template: str) -> str | None:
     """Return the call format of a chat template; None if it has no tools or an unsupported format.
 
     DeepSeek's own templates write calls and no tools.
     """
-    found = next((name for name, form in FORMS.items() if form.is_shown_in(template)), None)
+    found = _first_shown(template)
     if not _USES_TOOLS.search(template):
         return found if found is not None and found.startswith("deepseek") else None
     return found if found != "llama3" or _PARAMETERS.search(template) else None
+
+
+def _first_shown(template: str) -> str | None:
+    return next((name for name, form in FORMS.items() if form.is_shown_in(template)), None)
 
 
 def _no_format(template: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specinfer.serve.dialect.call_form import FORMS, lark_text
-from specinfer.serve.dialect.call_format import CallFormat, Tool
+from specinfer.serve.dialect.call_format import CallFormat, Tool, channel_ids
 from specinfer.serve.dialect.call_parser import (
     ArgumentsPiece,
     CallEnded,
@@ -45,11 +45,8 @@ class Channels(Reasoning):
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Channels | None:
         """Return the channels of a model whose templates and tokens are Harmony's, else None."""
-        template = tokenizer.tool_template or ""
-        found = {mark: tokenizer.special_id(mark) for mark in FORMS["harmony"].marks}
-        special = {mark: i for mark, i in found.items() if i not in (None, *tokenizer.eos_token_ids)}
-        is_harmony = FORMS["harmony"].is_shown_in(template) and {*found} - {*special} <= {_CALL}
-        return cls({mark: i for mark, i in special.items() if i is not None}) if is_harmony else None
+        special = channel_ids(tokenizer)
+        return None if special is None else cls(special)
 
     def state(self, prompt: Rendered) -> tuple[bool, bool]:
         """Return True twice if the answer continues a final message."""

@@ -10,6 +10,7 @@ from specinfer.request import Delta, FinishReason
 from specinfer.serve.dialect.call_format import CallFormat, ToolChoice, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.call_parser import ReasoningPiece
+from specinfer.serve.dialect.channels import Channels
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
@@ -141,6 +142,27 @@ def test_the_template_is_recognised_and_its_calls_are_read():
         CallFormat.of(FAMILY.tokenizer, "hermes")
     with pytest.raises(RequestError, match="an unsupported format"):
         CallFormat.of(tokenizer(HARMONY))  # without its special tokens
+
+
+def test_channels_and_calls_need_the_same_tokens():
+    others = [mark for mark in HARMONY_MARKS if mark != "<|call|>"]
+    ended = Tokenizer(
+        FAMILY.tokenizer.backend,
+        eos_token_ids=[256, 257 + HARMONY_MARKS.index("<|end|>")],
+        templates=FAMILY.tokenizer.templates,
+    )
+    cases = [("no <|call|>", tokenizer(HARMONY, others), True), ("an end that ends texts", ended, False)]
+    cases += [
+        (f"no {missing}", tokenizer(HARMONY, [mark for mark in HARMONY_MARKS if mark != missing]), False)
+        for missing in others
+    ]
+    for case, tokens, is_harmony in cases:
+        dialect = Dialect.of(tokens)
+        found = isinstance(dialect.reasoning, Channels), dialect.calls is not None
+        assert found == (is_harmony, is_harmony), case
+    # The first form that a template shows decides for both.
+    both = Dialect.of(tokenizer(HARMONY + "{# <tool_call> #}", HARMONY_MARKS))
+    assert (both.calls.name, both.reasoning) == ("hermes", None)
 
 
 def test_gemma_4_reasons_in_a_channel_of_its_own():
