@@ -33,6 +33,8 @@ from specinfer.tokenizer import Rendered, Tokenizer
 _BEGIN, _CHANNEL, _KIND, _MESSAGE, _CALL, _END = FORMS["harmony"].marks
 _ENDS: Final = re.compile(r"<\|(?:end|call|return|start|channel)\|>")
 _CUT: Final = re.compile(r"<(?:\|[a-z]*\|?)?\Z")  # a mark that is not complete
+# The beginning of a head, which may name the recipient first, or the end of an answer.
+_HEAD: Final = re.compile(r"(?: ?to=[^\s<]*)?<\|(?:start|channel|constrain|message|call|end|return)\|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class ChannelParser:
         head, found, body = self._held.partition(_MESSAGE)
         call = self._recipient.search(head) if self._format is not None else None
         if not found or (call is not None and not body.strip() and not last):
-            is_text = last and self._held and "<|" not in self._held  # an answer without channels
+            is_text = last and self._held and not _HEAD.match(self._held)  # an answer without channels
             return [Content(self._take(len(self._held)))] if is_text else None
         self._held = body
         if call is None or self._format is None or not body.lstrip().startswith("{"):

@@ -74,6 +74,9 @@ def test_an_answer_is_reasoning_content_and_a_call_however_it_is_cut():
         (THOUGHT.partition("<|end")[0], ("Hm: <b|.", "", [])),
         (f"{THOUGHT}<|channel|>comm", ("Hm: <b|.", "", [])),
         ("hello", ("", "hello", [])),
+        ("Plain <|weird|> text <|", ("", "Plain <|weird|> text <|", [])),
+        (FINAL + "<|return|>", ("", "Yes.\n", [])),
+        (" to=functions.get<|channel|>comm", ("", "", [])),
         ("", ("", "", [])),
     ]
     for text, said in cases:
