@@ -25,6 +25,7 @@ from specinfer.hub.model_files import ModelFiles, choose_gguf, files_of, read_js
 from specinfer.progress import format_bytes
 
 _PADDING: Final = 512  # rows by which padded tables of one vocabulary differ
+_GEMMA_3: Final = {"vocab_size": 262208}  # left out of most files of this kind
 _WORD: Final = re.compile(r"[a-z0-9]+(?:\.[0-9]+[a-z]*)*")
 BESIDE: Final = "beside the model"
 
@@ -33,7 +34,7 @@ BESIDE: Final = "beside the model"
 class ModelShape:
     """Kind and sizes in the header of a model."""
 
-    kind: str  # model_type; that of a text part without "_text"
+    kind: str  # model_type without "_text", then without _ and -, as GGUF files have it
     hidden: int
     layers: int
     vocabulary: int  # tokens, with padding
@@ -42,7 +43,7 @@ class ModelShape:
     def parse(cls, text: str) -> Self:
         """Read "qwen2 896 24 151936"."""
         kind, *sizes = text.split()
-        return cls(kind, *map(int, sizes))
+        return cls(_kind(kind), *map(int, sizes))
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -51,8 +52,10 @@ class ModelShape:
             if path.is_dir():
                 config = read_json(path / "config.json")
                 config = {**config, **(config.get("text_config") or {})}
-                names = ("hidden_size", "num_hidden_layers", "vocab_size")
-                return cls(_kind(config["model_type"]), *(int(config[name]) for name in names))
+                kind, names = _kind(config["model_type"]), ("hidden_size", "num_hidden_layers", "vocab_size")
+                if kind == "gemma3":
+                    config = {**_GEMMA_3, **config}
+                return cls(kind, *(int(config[name]) for name in names))
             said = read_gguf(path).metadata
             arch = said["general.architecture"]
             hidden, layers = (int(said[f"{arch}.{name}"]) for name in ("embedding_length", "block_count"))
@@ -158,7 +161,8 @@ def _row(**row: str) -> KnownDraft:
 
 
 def _kind(name: str) -> str:
-    return name.lower().replace("-", "_").removesuffix("_text")
+    name = name.lower().replace("-", "_").removesuffix("_text")
+    return name.replace("_", "")
 
 
 def _difference(name: str, published: str) -> int:

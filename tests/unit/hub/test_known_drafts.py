@@ -66,6 +66,20 @@ def test_shapes_are_read_from_headers_and_nothing_else_is_a_model(tmp_path: Path
     text = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     assert ModelShape.of(tmp_path) == ModelShape("gemma3", 640, 18, 262144)
+    del text["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert ModelShape.of(tmp_path) == ModelShape("gemma3", 640, 18, 262208), "the default"
+
+
+def test_kinds_of_files_of_both_forms_match(tmp_path: Path) -> None:
+    folder = described(tmp_path / "Qwen3-30B-A3B-Instruct-2507", "qwen3_moe", 2048, 48, 151936)
+    for of_folder, of_gguf in {
+        "qwen3_moe": "qwen3moe",
+        "gpt_oss": "gpt-oss",
+        "gemma3_text": "gemma3",
+    }.items():
+        assert ModelShape.parse(f"{of_folder} 1 2 3") == ModelShape.parse(f"{of_gguf} 1 2 3"), of_gguf
+    assert len(drafts_for(folder)) == 3
 
 
 def test_a_draft_is_found_beside_the_model_and_in_the_hubs_cache(
