@@ -39,27 +39,30 @@ def automatic_drafts(
 ) -> tuple[str, ...]:
     """Return the names of the drafts for a target, or (); a line says which, or how to fetch one.
 
-    The order: the package's head for the model, an MTP head in the target's files (`own_head`), and a known
-    draft on this machine. `room` is the memory in bytes beside the target; a draft may take half of it, as
-    texts need the rest. With `offload` the memory plan decides whether the target itself is the draft.
+    The order: the package's head for the model, an MTP head in the target's files (`own_head`), and the first
+    known draft on this machine that fits. `room` is the memory in bytes beside the target; a draft may take
+    half of it, as texts need the rest. With `offload` the memory plan decides whether the target itself is
+    the draft.
     """
+    if config.speculation.node_limit < 2:  # no room for a guess
+        return ()
     if heads := heads_of(config.model):
         return heads
     if config.offload != "never":
         return ()
     name = Path(config.model).name or config.model
-    if own_head:
+    if own_head and config.tensor_parallel == 1:  # ranks cannot divide it
         say(f"{name}: its draft is the MTP head in its own files; --no-draft leaves it out")
         return (OWN_HEAD,)
     drafts = local_drafts(target)
-    if drafts and 2 * drafts[0].bytes > room:
+    if draft := next((one for one in drafts if 2 * one.bytes <= room), None):
+        say(f"{name}: its draft is {draft}; --no-draft leaves it out")
+        return (str(draft.path),)
+    if drafts:
         say(
             f"{name}: no draft; {drafts[0]} does not fit into half of the "
             f"{format_bytes(max(room, 0))} that are free"
         )
-    elif drafts:
-        say(f"{name}: its draft is {drafts[0]}; --no-draft leaves it out")
-        return (str(drafts[0].path),)
     elif rows := drafts_for(target):
         row = rows[0]
         say(

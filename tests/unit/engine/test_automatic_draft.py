@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.automatic_draft import automatic_drafts
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
+from specinfer.hub.known_drafts import local_drafts
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.sampling_params import SamplingParams
@@ -95,8 +97,24 @@ def test_lines_for_a_draft_that_is_not_here_or_too_large(
     assert automatic_drafts(config, files, 1 << 30, lines.append) == (str(draft),)
     assert automatic_drafts(config, files, 50_000, lines.append) == ()
     assert "does not fit into half of the 50.0 kB that are free" in lines.pop()
-    streamed = EngineConfig(model=str(target), offload="auto")
-    assert automatic_drafts(streamed, files, 1 << 30, pytest.fail) == ()
+    large = draft.parent / "Tiny-1L-large"
+    large.mkdir()
+    for file in draft.iterdir():
+        (large / file.name).write_bytes(file.read_bytes() + b" " * 64)
+    monkeypatch.setattr(
+        "specinfer.engine.automatic_draft.local_drafts", lambda files: [*reversed(local_drafts(files))]
+    )
+    small, more = (one.bytes for one in local_drafts(files))
+    assert automatic_drafts(config, files, 2 * more, lines.append) == (str(large),)
+    assert automatic_drafts(config, files, 2 * small, lines.append) == (str(draft),), "the first that fits"
+    assert automatic_drafts(config, files, 2 * small, lines.append, own_head=True) == ("mtp",)
+    ranks = config.with_options({"tensor_parallel": 2})
+    assert automatic_drafts(ranks, files, 2 * small, lines.append, own_head=True) == (str(draft),)
+    lines.clear()
+    shutil.rmtree(large)
+    for options in ({"max_nodes": 1}, {"offload": "auto"}):
+        other = config.with_options(options)
+        assert automatic_drafts(other, files, 1 << 30, pytest.fail, own_head=True) == (), options
     draft.rename(tmp_path.parent / f"{tmp_path.name}-away")
     assert automatic_drafts(config, files, 1 << 30, lines.append) == ()
     assert lines[-1] == (
