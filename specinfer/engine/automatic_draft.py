@@ -72,14 +72,14 @@ def automatic_drafts(
     return ()
 
 
-def load_with_draft(
+def without_faulty(
     config: EngineConfig, load: Callable[[EngineConfig], _T], say: Callable[[str], object]
 ) -> _T:
-    """Call `load` with the config; if that fails with an automatic draft, call it again without drafts.
+    """Call `load` with the config of an automatic draft; if that fails, call it again without drafts.
 
     Raises the error of the last call.
     """
-    if not is_automatic(config):
+    if not config.speculation.drafts:
         return load(config)
     try:
         return load(config)

@@ -117,28 +117,38 @@ class FoundModels:
         return replace(needs, draft_sets=[DraftSet(names, weights, weights, caches), *added])
 
 
-def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> FoundModels:
-    """Find, open and check the models of a config, and choose their quantizations; raises as load_models."""
+def find_target(config: EngineConfig, hardware: Hardware, show: Progress) -> tuple[EngineConfig, FoundModel]:
+    """Find, open and check the target, and choose its quantization and an automatic draft.
+
+    Returns the config with both choices made, and the target; raises as load_models.
+    """
     config = with_pool_members(config)
     trust, longest = config.trust_remote_code, config.scheduler.max_context
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
     check_support(config.features | target.features)
     if isinstance(target.model, HostedFolder):
         report(f"{short_name(target)}: {target.model.summary}", show)
-    select = partial(
-        choose_quantization, hardware=hardware, memory=config.memory, divided=config.tensor_parallel > 1
-    )
     if config.quantization == "auto":
         share = config.ranks_here / config.ranks
+        select = _selection(config, hardware)
         choice = select(target.model, streams=config.offload != "never", share=share)
         config = replace(config, quantization=choice.kind)
         _report_choice(short_name(target), choice, show)
-    automatic = is_automatic(config)
-    if automatic:
+    if is_automatic(config):
         room = free_bytes(hardware.device, config.memory) - target.weight_bytes(*hardware[1:3], config.kind)
         say = partial(report, show=show)
         names = automatic_drafts(config, target.files, room, say, own_head=target.has_own_head)
         config = with_drafts(config, names)
+    return config, target
+
+
+def find_models(
+    config: EngineConfig, target: FoundModel, hardware: Hardware, show: Progress, *, automatic: bool = False
+) -> FoundModels:
+    """Find, open and check the drafts of a config of find_target, and choose their quantizations.
+
+    An `automatic` draft must have the target's vocabulary. Raises as load_models.
+    """
     speculation = config.speculation
     drafts = find_drafts(config, target, show)
     for draft in drafts.values():
@@ -175,7 +185,7 @@ def find_models(config: EngineConfig, hardware: Hardware, show: Progress) -> Fou
         elif isinstance(draft, FoundHead):
             kinds[name] = draft.fitting(config.kind)
         else:
-            choice = select(draft.model, streams=False)  # drafts stay in memory
+            choice = _selection(config, hardware)(draft.model, streams=False)  # drafts stay in memory
             kinds[name] = choice.kind
             _report_choice(f"{short_name(draft)}, a draft", choice, show)
     return FoundModels(
@@ -215,6 +225,12 @@ def report(line: str, show: Progress) -> None:
 def short_name(found: FoundModel) -> str:
     """Return the last part of a model's name."""
     return Path(found.files.name).name or found.files.name
+
+
+def _selection(config: EngineConfig, hardware: Hardware) -> partial[Choice]:
+    """Return choose_quantization with the options of a config."""
+    divided = config.tensor_parallel > 1
+    return partial(choose_quantization, hardware=hardware, memory=config.memory, divided=divided)
 
 
 def _report_choice(name: str, choice: Choice, show: Progress) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from specinfer.config import EngineConfig
-from specinfer.engine.automatic_draft import is_automatic, load_with_draft, with_drafts
+from specinfer.engine.automatic_draft import is_automatic, with_drafts, without_faulty
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
-from specinfer.engine.found_models import FoundModels, find_models, report, short_name
+from specinfer.engine.found_models import FoundModels, find_models, find_target, report, short_name
 from specinfer.engine.hardware import Hardware, use_threads
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryPlan, plan_memory
@@ -123,12 +123,23 @@ def load_models(
     show = progress or NoProgress()
     hardware = Hardware.of(config, show)
 
-    def load(config: EngineConfig) -> Models:
-        return _load(_plan(find_models(config, hardware, show), show), show, processes)
-
     # PyTorch's threads load models.
     with torch_threads(use_threads(config.threads, hardware.kernels, config.ranks_here)), short_turns():
-        return load_with_draft(config, load, partial(report, show=show))
+        chosen, target = find_target(config, hardware, show)
+        automatic = is_automatic(config)
+
+        def plan(config: EngineConfig) -> _LoadPlan:
+            return _plan(find_models(config, target, hardware, show, automatic=automatic), show)
+
+        def load(config: EngineConfig) -> Models:
+            return _load(plan(config), show, processes)
+
+        if not automatic:
+            return load(chosen)
+        say = partial(report, show=show)
+        if config.ranks > 1:  # ranks load once
+            return _load(without_faulty(chosen, plan, say), show, processes)
+        return without_faulty(chosen, load, say)
 
 
 class _LoadPlan(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import FoundModel
-from specinfer.engine.found_models import check_self, find_models
+from specinfer.engine.found_models import check_self, find_models, find_target
 from specinfer.engine.hardware import Hardware, choose_quantization, machine_memory
 from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles
@@ -139,7 +139,8 @@ def test_memory_is_for_what_stays_in_it_on_this_host(tmp_path: Path, monkeypatch
     streamed = {"offload": "auto", "drafts": (str(model),)}
     for options, kind in (({"pipeline_parallel": 2}, "int4"), (parts, "none"), (streamed, "none")):
         config = EngineConfig.from_options(str(model), options)
-        found = find_models(config, Hardware(CPU, torch.bfloat16, native), NoProgress())
+        hardware = Hardware(CPU, torch.bfloat16, native)
+        found = find_models(*find_target(config, hardware, NoProgress()), hardware, NoProgress())
         assert found.config.quantization == kind, options
         assert {*found.kinds.values()} <= {"int4"}, options
 

@@ -10,6 +10,7 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.automatic_draft import automatic_drafts
+from specinfer.engine.models import _LoadPlan
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.known_drafts import local_drafts
@@ -44,6 +45,15 @@ def text(llm: LLM, **params: object) -> list[int]:
     return list(output.token_ids)
 
 
+def reverse_tokens(folder: Path) -> None:
+    """Give a model of 64 tokens a tokenizer that has them in another order."""
+    write_byte_tokenizer(folder, 64)
+    file = json.loads((folder / "tokenizer.json").read_text())
+    vocab = file["model"]["vocab"]
+    file["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+
+
 def test_a_draft_beside_the_model_is_used_and_the_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,11 +81,7 @@ def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
 
     def other_tokens() -> None:
         (draft / "model.safetensors").write_bytes(whole)
-        write_byte_tokenizer(draft, 64)
-        file = json.loads((draft / "tokenizer.json").read_text())
-        vocab = file["model"]["vocab"]
-        file["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
-        (draft / "tokenizer.json").write_text(json.dumps(file))
+        reverse_tokens(draft)
 
     for damage, word in ((cut, "model.safetensors is truncated"), (other_tokens, "another vocabulary")):
         damage()
@@ -87,6 +93,40 @@ def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
     cut()
     with pytest.raises(ModelError, match="is truncated"):
         LLM(str(target), drafts=(str(draft),), kernels="torch", **ENGINE)  # type: ignore[arg-type]
+
+
+def test_models_are_loaded_again_only_without_an_automatic_draft_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    loads, away = list[tuple[str, ...]](), tmp_path / "away" / draft.name
+    away.parent.mkdir()
+
+    def fail(planned: _LoadPlan, *_: object) -> None:
+        loads.append(planned.found.config.speculation.drafts)
+        raise ModelError(f"load {len(loads)}")
+
+    monkeypatch.setattr("specinfer.engine.models._load", fail)
+    one, ranks = (str(draft),), {"pipeline_parallel": 2}
+    cases: list[tuple[dict[str, object], list[tuple[str, ...]]]] = [({}, [one, ()]), (ranks, [one])]
+    for options, expected in cases:
+        loads.clear()
+        show = Lines()
+        with pytest.raises(ModelError, match=f"load {len(expected)}"):
+            LLM(str(target), progress=show, kernels="torch", drafts="auto", **{**ENGINE, **options})  # type: ignore[arg-type]
+        assert loads == expected, options
+        assert sum("its draft is" in line for line in show.lines) == 1, (options, show.lines)
+    draft.rename(away)
+    loads.clear()
+    with pytest.raises(ModelError, match="load 1"):
+        started(target)
+    assert loads == [()]
+    away.rename(draft)
+    reverse_tokens(draft)
+    loads.clear()
+    with pytest.raises(ModelError, match="load 1"):
+        started(target, **ranks)
+    assert loads == [()], "the plan is made again, before the ranks load"
 
 
 def test_lines_for_a_draft_that_is_not_here_or_too_large(
