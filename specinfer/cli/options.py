@@ -36,6 +36,7 @@ _MODEL: Final = (
     *("kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
 )
 _DRAFT: Final = ("draft_quantization", "draft_lora")
+DRAFT_ONLY: Final = (*_DRAFT, "expansion", "draw")  # options that a named draft needs
 _TREES: Final = ("max_nodes", "tree_size", "verifier")
 
 _SAMPLING = [
@@ -209,11 +210,11 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             raise ConfigError(
                 f"--no-draft and --draft {given['drafts'][0]} exclude each other; give one of them"
             )
-    elif not {"drafts", "lookup"} & given.keys():
+    elif not {"drafts", "lookup"} & given.keys() and given.get("max_nodes") != 1:
         given["drafts"] = heads_of(model) or (AUTO,)
     config = EngineConfig.from_options(model, given)
-    for name in (*_DRAFT, "expansion", "draw"):
-        if name in given and given.get("drafts", ()) in ((), [], (AUTO,)):
+    for name in DRAFT_ONLY:
+        if name in given and config.speculation.drafts in ((), (AUTO,)):
             raise ConfigError(f"{name} is for draft models, and none is named; add --draft MODEL")
     return config
 

@@ -213,6 +213,8 @@ def test_a_models_own_head_guesses_where_no_speculator_is_named() -> None:
         ({"model": "another", "no_draft": True}, ("auto", ())),
         ({"model": "smollm2-135m", "no_draft": True}, ("auto", ())),
         ({"model": "another", "drafts": []}, ("auto", ())),
+        ({"model": "another", "max_nodes": 1}, ("auto", ())),
+        ({"model": "smollm2-135m", "max_nodes": 1}, ("auto", ())),
         ({"model": "smollm2-135m", "lookup": False}, (False, ())),
         ({"model": "smollm2-135m", "lookup": True}, (True, ())),
         ({"model": "smollm2-135m", "drafts": ("mine",)}, ("auto", ("mine",))),
@@ -221,6 +223,13 @@ def test_a_models_own_head_guesses_where_no_speculator_is_named() -> None:
     for options, speculators in cases:
         chosen = engine_config(dict(options)).speculation
         assert (chosen.lookup, chosen.drafts) == speculators, options
+
+
+def test_options_of_a_draft_need_a_named_one() -> None:
+    for name, value in {"draft_quantization": "int8", "expansion": "1,1"}.items():
+        for drafts in ((), [], "auto", ["auto"], ("auto",)):
+            with pytest.raises(ConfigError, match=f"{name} is for draft models, and none is named"):
+                engine_config({"model": "another", "drafts": drafts, name: value})
 
 
 def test_a_server_that_listens_names_the_api_and_the_page(capsys: pytest.CaptureFixture[str]) -> None:
