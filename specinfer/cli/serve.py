@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.options import DEFAULT_MODEL, FILE, Command, engine_config, flags, model_named
+from specinfer.cli.options import DEFAULT_MODEL, DRAFT_ONLY, FILE, Command, engine_config, flags, model_named
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
@@ -171,11 +171,14 @@ def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
     Raises ConfigError.
     """
     options = {} if file is None else read_options(file)
-    if given.get("no_draft"):
-        options.pop("drafts", None)
-    options |= {name: value for name, value in given.items() if value not in (None, ())}
-    if (vllm := options.pop("speculative_config", None)) is not None:
+    of_flags = {name: value for name, value in given.items() if value not in (None, ())}
+    options["speculative_config"] = of_flags.pop("speculative_config", options.get("speculative_config"))
+    if (vllm := options.pop("speculative_config")) is not None:
         options = speculative_config(vllm) | options
+    if given.get("no_draft"):
+        for name in ("drafts", *DRAFT_ONLY):
+            options.pop(name, None)
+    options |= of_flags
     of_server = {}
     for name, value in list(options.items()):
         one = OPTIONS.get(name)

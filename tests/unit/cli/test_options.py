@@ -232,6 +232,21 @@ def test_options_of_a_draft_need_a_named_one() -> None:
                 engine_config({"model": "another", "drafts": drafts, name: value})
 
 
+def test_no_draft_removes_the_drafts_of_a_file_and_of_a_speculative_config(tmp_path: Path) -> None:
+    vllm, file = '{"model": "small", "num_speculative_tokens": 3}', tmp_path / "serve.yaml"
+    for text, given in {
+        "drafts: [small]\ndraft-quantization: int8\n": {},
+        f"speculative_config: {vllm}\n": {},
+        "port: 8000\n": {"speculative_config": vllm},
+    }.items():
+        file.write_text(text)
+        for more, drafts in (({}, ("small",)), ({"no_draft": True}, ())):
+            engine = engine_config(configs({"model": "another", **given, **more}, file)[0])
+            assert engine.speculation.drafts == drafts, (text, more)
+    with pytest.raises(ConfigError, match="--no-draft and --draft small exclude each other"):
+        engine_config(configs({"model": "another", "drafts": ("small",), "no_draft": True}, None)[0])
+
+
 def test_a_server_that_listens_names_the_api_and_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     for url, page in {
         "http://0.0.0.0:8000": ["http://127.0.0.1:8000/"],
