@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from specinfer.cli.options import FILE, Command, build_llm, model_options
-from specinfer.errors import ConfigError
-from specinfer.hub import resolve
+from specinfer.errors import CapacityError, ConfigError, ModelError
 from specinfer.hub.known_drafts import LocalDraft, drafts_for, local_drafts
 from specinfer.progress import ProgressBar, format_bytes
-from specinfer.speculation_config import NO_SPECULATION
+from specinfer.speculation_config import NO_SPECULATION, OWN_HEAD
 
 if TYPE_CHECKING:
-    from specinfer.hub.model_files import ModelFiles
+    from specinfer.bench.run import Comparison
+    from specinfer.engine.drafts import FoundModel
     from specinfer.report.dataset import Dataset
 
 _MAX_TOKENS: Final = 128  # of an answer
+_OWN: Final = "its own MTP head"
 
 
 @click.command(cls=Command)
@@ -35,8 +36,11 @@ def drafts(*, trying: bool, prompts: Path | None, seconds: float, **options: Any
     """
     if prompts is not None and not trying:
         raise ConfigError("--prompts is for --try, which measures; add it, or leave --prompts out")
-    target = resolve(options["model"], progress=ProgressBar())
-    here = local_drafts(target)
+    from specinfer.engine.drafts import find
+
+    how = {name: options[name] for name in ("max_context", "trust_remote_code") if options[name]}
+    target = find(options["model"], ProgressBar(), options["model_impl"] or "auto", **how)
+    here = local_drafts(target.files)
     if trying:
         from specinfer.report.dataset import built_in, read_dataset
 
@@ -44,50 +48,46 @@ def drafts(*, trying: bool, prompts: Path | None, seconds: float, **options: Any
         if prompts is None:  # ordered by kind: every fourth prompt has all kinds within a minute
             spread = [one for start in range(4) for one in data.conversations[start::4]]
             data = replace(data, conversations=tuple(spread))
-        _print(*_tried(here, data, seconds, options))
+        own = {OWN_HEAD: _OWN} if target.has_own_head else {}
+        _print(*_tried({**own, **{str(one.path): one.name for one in here}}, data, seconds, options))
     else:
         _list(target, here)
 
 
-def _list(target: ModelFiles, here: list[LocalDraft]) -> None:
-    rows = drafts_for(target)
-    if not rows:
-        click.echo(f"no draft is known for {target.name}; lookups need none")
+def _list(target: FoundModel, here: list[LocalDraft]) -> None:
+    rows = drafts_for(target.files)
+    if not rows and not target.has_own_head:
+        click.echo(f"no draft is known for {target.files.name}; lookups need none")
         return
     known: dict[str, LocalDraft] = {}
     for one in here:
         known.setdefault(one.row.draft, one)
     shown = [("draft", "kind", "size", "", "measured")]
+    if target.has_own_head:
+        shown.append((_OWN, "MTP", "-", f"--draft {OWN_HEAD}", "not measured"))
     for row in rows:
         local = known.get(row.draft)
         size = row.size if local is None else format_bytes(local.bytes)
-        place = f"specinfer pull {row.name_for(target)}" if local is None else f"--draft {local.path}"
+        place = f"specinfer pull {row.name_for(target.files)}" if local is None else f"--draft {local.path}"
         shown.append((row.draft, row.form, size, place, row.measured or "not measured"))
     _print(*shown)
 
 
 def _tried(
-    here: list[LocalDraft], prompts: Dataset, seconds: float, options: dict[str, Any]
+    names: dict[str, str], prompts: Dataset, seconds: float, options: dict[str, Any]
 ) -> list[tuple[str, ...]]:
-    """Measure lookups alone and each draft; the fastest is the first row behind the heads."""
-    names = {str(one.path): one.name for one in here}
-    given = {"drafts": tuple(names)} if names else {"no_draft": True}
-    llm = build_llm({**options, **given}, max_batch_size=1)
-    from specinfer.bench.report import BUSY
-    from specinfer.bench.run import Load, compare
-    from specinfer.sampling_params import SamplingParams
+    """Measure lookups alone and each draft of `names`, by its option; the fastest is first, behind the heads.
 
-    params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, seed=0)
-    load = Load(params=params, chat=llm.tokenizer.has_chat_template)
-    speculation, found = llm.config.speculation, []
-    with llm.variant(replace(llm.config, speculation=NO_SPECULATION)) as plain:
-        for path in ("", *names):
-            tried = replace(speculation, drafts=(path,) if path else ())
-            with (
-                ProgressBar().showing(None, f"trying {names.get(path, 'lookups')}", "requests"),
-                llm.variant(replace(llm.config, speculation=tried)) as one,
-            ):
-                found.append((compare(plain, one, prompts, load, seconds=seconds), path))
+    A line says why a draft cannot be used.
+    """
+    from specinfer.bench.report import BUSY
+
+    found = [(_compared("", "lookups", prompts, seconds, options), "")]
+    for path, name in names.items():
+        try:
+            found.append((_compared(path, name, prompts, seconds, options), path))
+        except (ModelError, ConfigError, CapacityError) as error:
+            click.echo(f"{name} is left out: {error}", err=True)
     rows = [
         (
             names.get(path, "lookups alone"),
@@ -105,6 +105,23 @@ def _tried(
         click.echo(f"other programs used {busy:.1f} of {cores} cores: the speeds are unreliable", err=True)
     heads = ("draft", "tokens/s without", "with", "speedup", "tokens a step", "same texts", "options")
     return [heads, *rows]
+
+
+def _compared(draft: str, name: str, prompts: Dataset, seconds: float, options: dict[str, Any]) -> Comparison:
+    """Measure one draft, or lookups alone without one; raises UserError."""
+    given = {"drafts": (draft,)} if draft else {"no_draft": True}
+    llm = build_llm({**options, **given}, max_batch_size=1)
+    from specinfer.bench.run import Load, compare
+    from specinfer.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, seed=0)
+    load = Load(params=params, chat=llm.tokenizer.has_chat_template)
+    with (
+        llm,
+        llm.variant(replace(llm.config, speculation=NO_SPECULATION)) as plain,
+        ProgressBar().showing(None, f"trying {name}", "requests"),
+    ):
+        return compare(plain, llm, prompts, load, seconds=seconds)
 
 
 def _print(*rows: tuple[str, ...]) -> None:

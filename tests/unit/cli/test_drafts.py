@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.drafts_table import TABLE, write_known_pair
+from tests.mtp import write_target
 from tests.unit.cli.conftest import Run
 
 
@@ -28,6 +29,12 @@ def test_drafts_are_listed_and_tried(run: Run, tmp_path: Path, monkeypatch: pyte
     assert all("3 of 3" in row for row in rows)
     assert any(row.endswith(f"--draft {draft}") for row in rows)
     assert any(row.endswith("--no-draft") for row in rows)
+    whole = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(whole[:-100])
+    status, out, err = run("drafts", target, *words)
+    assert (status, [row.split("  ")[0] for row in out.splitlines()[1:]]) == (0, ["lookups alone"]), err
+    assert "Tiny-1L is left out: " in err
+    assert "is truncated" in err
     status, _, err = run("drafts", target, "--prompts", prompts)
     assert status == 2
     assert "--prompts is for --try" in err
@@ -35,6 +42,18 @@ def test_drafts_are_listed_and_tried(run: Run, tmp_path: Path, monkeypatch: pyte
     assert "specinfer pull nobody/Tiny-1L" in run("drafts", target)[1]
     monkeypatch.setattr("specinfer.hub.known_drafts.known_drafts", tuple)
     assert "no draft is known for" in run("drafts", target)[1]
+
+
+def test_a_models_own_head_is_listed_and_tried(run: Run, tmp_path: Path) -> None:
+    target, prompts = write_target("mimo", tmp_path / "mimo"), tmp_path / "prompts.jsonl"
+    status, out, _ = run("drafts", target)
+    assert (status, out.splitlines()[1].split("  ")[0]) == (0, "its own MTP head")
+    assert "--draft mtp" in out
+    prompts.write_text('{"prompt": "1 2 3"}\n')
+    words = ("--try", "--prompts", prompts, "--seconds", "30", "--kv-cache-memory", "8MB")
+    status, out, err = run("drafts", target, *words)
+    assert status == 0, err
+    assert sorted(row.split("  ")[0] for row in out.splitlines()[1:]) == ["its own MTP head", "lookups alone"]
 
 
 def test_pull_fetches_the_draft_of_the_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
