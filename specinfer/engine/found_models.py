@@ -135,7 +135,8 @@ def find_target(config: EngineConfig, hardware: Hardware, show: Progress) -> tup
         config = replace(config, quantization=choice.kind)
         _report_choice(short_name(target), choice, show)
     if is_automatic(config):
-        room = free_bytes(hardware.device, config.memory) - target.weight_bytes(*hardware[1:3], config.kind)
+        room = free_bytes(hardware.device, config.memory) - (config.cache.memory or 0)
+        room -= target.weight_bytes(*hardware[1:3], config.kind)
         say = partial(report, show=show)
         names = automatic_drafts(config, target.files, room, say, own_head=target.has_own_head)
         config = with_drafts(config, names)
