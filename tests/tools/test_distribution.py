@@ -22,7 +22,7 @@ BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_
 SUFFIXES: Final = {
     *(".py", ".typed", ".cpp", ".h"),  # code
     *(".js", ".css", ".html", ".svg", ".txt"),  # the server's page, and licences of its libraries
-    *(".jsonl", ".json", ".md", ".safetensors"),  # data
+    *(".csv", ".jsonl", ".json", ".md", ".safetensors"),  # data
 }
 
 
