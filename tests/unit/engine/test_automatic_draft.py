@@ -129,6 +129,16 @@ def test_models_are_loaded_again_only_without_an_automatic_draft_and_ranks(
     assert loads == [()], "the plan is made again, before the ranks load"
 
 
+def test_memory_that_the_kv_cache_is_given_is_not_free_for_a_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    monkeypatch.setattr("specinfer.engine.found_models.free_bytes", lambda *_: 10_000_000)
+    for cache, drafts in ((1_000_000, (str(draft),)), (9_900_000, ())):
+        llm, said = started(target, kv_cache_memory=cache)
+        assert llm.config.speculation.drafts == drafts, (cache, said)
+
+
 def test_lines_for_a_draft_that_is_not_here_or_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
