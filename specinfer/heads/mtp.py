@@ -48,11 +48,7 @@ def is_mtp(files: ModelFiles) -> bool:
     if files.header is None:
         return head_kind(tensor_names(files.weights)) == MTP
     names = [tensor.name for part in (files.header, *files.header.parts) for tensor in part.tensors]
-    return any(".nextn." in name for name in names) and not any(map(_is_first_layers, names))
-
-
-def _is_first_layers(name: str) -> bool:
-    return name.startswith("blk.0.")
+    return any(".nextn." in name for name in names) and not any(name.startswith("blk.0.") for name in names)
 
 
 class MtpFile:
