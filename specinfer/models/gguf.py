@@ -67,9 +67,10 @@ class GGUFFile:
         self._tensors = _read_table(header)
         family = gguf_family(header.metadata)
         behind = further_layers(family.architecture, header.metadata)
-        self.next_names = nextn(behind) if behind and family.reads_next else None
+        names = nextn(behind) if behind and family.reads_next else None
+        further = {} if names is None else names.of(self._tensors)
+        self.next_names = names if further else None  # some converters drop an announced layer's tensors
         if next_of is not None:
-            further = {} if self.next_names is None else self.next_names.of(self._tensors)
             self._tensors = {ours: self._tensors[theirs] for theirs, ours in further.items()}
         rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
         self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file

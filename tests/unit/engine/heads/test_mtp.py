@@ -193,6 +193,8 @@ def test_a_gguf_file_has_the_layer_of_its_folder(name: str, targets: dict[str, P
         expected = ours.read_rows(tensor, 0, shape[0]).float() + plus
         assert torch.equal(found.read_rows(tensor, 0, shape[0]), expected), tensor
     assert opened.shapes.keys() == folder.shapes.keys()
+    write_gguf(theirs, tmp_path / "without.gguf", sizes=sizes)  # the layer is announced, and has no tensors
+    assert open_model(tmp_path / "without.gguf").next_names is None
     # The layer alone, as llama.cpp's converter writes it with --mtp.
     lone = tmp_path / "mtp.gguf"
     write_lone(name, theirs, lone, further, sizes)
