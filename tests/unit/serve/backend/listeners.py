@@ -48,6 +48,7 @@ class Listeners:
         self.texts = ["" for _ in SEEDS]
         self.failures: list[str] = []
         self._served = served
+        self._grew_from = [0 for _ in SEEDS]
         self._threads = [threading.Thread(target=self._listen, args=(seed,)) for seed in SEEDS]
         for one in self._threads:
             one.start()
@@ -73,6 +74,17 @@ class Listeners:
     def listen(self) -> bool:
         """Whether a text goes on."""
         return any(one.is_alive() for one in self._threads)
+
+    def grew(self) -> bool:
+        """Whether each text that goes on is longer by 24 characters than when this was last True."""
+        lengths = [len(text) for text in self.texts]
+        waits = any(
+            one.is_alive() and new < old + 24
+            for one, new, old in zip(self._threads, lengths, self._grew_from, strict=True)
+        )
+        if not waits:
+            self._grew_from = lengths
+        return not waits
 
     def end(self) -> list[str]:
         for one in self._threads:
