@@ -22,9 +22,13 @@ from specinfer.models.families.registry import HF_FAMILIES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models: tools/models_page.py -->\n", "<!-- end -->"
-HEAD = "| logits differ by | run through transformers | and natively |\n|---|---|---|\n"
-REFUSED = "\ntransformers' code does not run here, by the reason:\n\n"
-COUNTS = re.compile(r"In total, .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
+HEAD = "| logits differ by | run through transformers | have a native family, too |\n|---|---|---|\n"
+REFUSED = """
+The native families of the last row do not run through transformers. These decoders run neither way,
+except for [texts](#native-families) of models that read images, too:
+
+"""
+COUNTS = re.compile(r"In total, .*?: \d+ run natively, \d+ through transformers alone, \d+ are refused\.")
 TOLERANCE = 1e-4
 
 
@@ -55,18 +59,17 @@ def with_rows(page: str, rows: Sequence[Tried]) -> str:
         native = row.kind in HF_FAMILIES
         if row.runs or native:
             by_difference.setdefault(row.differs * row.runs, ([], []))[native].append(f"`{row.kind}`")
-        if not row.runs:
+        else:
             refused.setdefault(row.remark, []).append(f"`{row.kind}`")
     ordered = sorted(by_difference.items(), key=lambda one: float(one[0] or 1))
     lines = [HEAD, *(f"| {differs} | {' '.join(a)} | {' '.join(b)} |\n" for differs, (a, b) in ordered)]
     lines.append(REFUSED)
     lines += [f"- {remark}: {', '.join(named)}\n" for remark, named in refused.items()]
     ours = sum(row.kind in HF_FAMILIES for row in rows)
-    runs = sum(row.runs for row in rows)
-    neither = sum(not row.runs and row.kind not in HF_FAMILIES for row in rows)
+    neither = sum(map(len, refused.values()))
     counts = (
-        f"In total, {len(rows)} decoders were tried: {ours} run natively, {runs} through transformers, "
-        f"{neither} are refused."
+        f"In total, {len(rows)} decoders were tried: {ours} run natively, {len(rows) - ours - neither} "
+        f"through transformers alone, {neither} are refused."
     )
     before, _, after = page.partition(BEGIN)
     return COUNTS.sub(counts, before) + BEGIN + "".join(lines) + after[after.index(END) :]

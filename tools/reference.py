@@ -209,15 +209,6 @@ def support_table() -> str:
     return table(f"| | {' | '.join(columns)} |", rows)
 
 
-def refusals_table() -> str:
-    """The pairs of features that are refused, with their errors."""
-    rows = [
-        (one, other, sentence.replace("!r", "").format("...", "..."))
-        for (one, other), sentence in REFUSED.items()
-    ]
-    return table("| feature | with | error |", rows)
-
-
 PARTS: Final = {
     "commands": commands_text,
     "engine options": lambda: options_table(ENGINE),
@@ -227,7 +218,6 @@ PARTS: Final = {
     "kernels": levels_table,
     "measured": measured_table,
     "support": support_table,
-    "refusals": refusals_table,
 }
 _PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(?=<!-- end -->)", re.S)
 
