@@ -36,8 +36,8 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 FACTS: Final = EngineInfo(
-    max_context=100_000,
-    max_length=100_000,
+    max_context=1 << 20,
+    max_length=1 << 20,
     speculators=("grammar", "prediction", "draft", "lookup"),
     speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )

@@ -32,12 +32,14 @@ class Client:
     without: Sequence[str]  # dependencies that are uninstalled again
     before: str  # YYYY-MM-DD
     pip: str  # version of pip that supports --uploaded-prior-to
+    is_agent: bool = False  # whether it runs against the server of agents
 
     @property
     def script(self) -> Path:
-        """Path of the client's script."""
+        """Path of the client's script; most agents share one."""
         suffix = ".py" if self.registry == "pip" else ".mjs"
-        return _SCRIPTS / f"use_{self.name.replace('-', '_')}{suffix}"
+        path = _SCRIPTS / f"use_{self.name.replace('-', '_')}{suffix}"
+        return _SCRIPTS / "use_agents.mjs" if self.is_agent and not path.exists() else path
 
     @property
     def versions(self) -> dict[str, str]:
@@ -50,10 +52,12 @@ def read_clients() -> dict[str, Client]:
     """Return the clients of clients.toml, by name."""
     table = tomllib.loads((_HERE / "clients.toml").read_text(encoding="utf-8"))
     clients = {}
-    for name, entry in table["clients"].items():
-        without = entry.pop("without", [])
-        [(registry, packages)] = entry.items()
-        clients[name] = Client(name, registry, packages, without, table["before"], table["pip"])
+    for kind in ("clients", "agents"):
+        for name, entry in table[kind].items():
+            without = entry.pop("without", [])
+            [(registry, packages)] = entry.items()
+            made = Client(name, registry, packages, without, table["before"], table["pip"], kind == "agents")
+            clients[name] = made
     return clients
 
 
@@ -76,7 +80,7 @@ def command(client: Client, home: Path) -> list[str]:
     # Node searches packages in the script's folder.
     for file in (client.script, _SCRIPTS / "zoo.mjs"):
         shutil.copyfile(file, folder / file.name)
-    return ["node", str(folder / client.script.name)]
+    return ["node", str(folder / client.script.name), client.name]
 
 
 def _install_python(client: Client, folder: Path, home: Path) -> None:
@@ -94,7 +98,9 @@ def _install_python(client: Client, folder: Path, home: Path) -> None:
 
 def _install_node(client: Client, folder: Path, home: Path) -> None:
     (folder / "package.json").write_text('{"type": "module", "private": true}', encoding="utf-8")
-    quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel", "error")
+    # Agents install their programs by scripts.
+    scripts = () if client.is_agent else ("--ignore-scripts",)
+    quiet = ("--no-audit", "--no-fund", *scripts, "--loglevel", "error")
     _run("npm", "install", "--prefix", str(folder), "--before", client.before, *quiet, *client.packages)
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from specinfer.hub import resolve
 from specinfer.report.provenance import provenance
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
+from tests.clients.agent_server import PROGRAM
 from tests.clients.environments import Client, MissingError, command, read_clients
 from tests.clients.visit import Check, Visit, visit
+from tests.scripted_server import MODEL
 from tests.served import Served
 
 
@@ -34,20 +36,34 @@ def main() -> None:
             commands[client.name] = command(client, args.home)
         except MissingError as error:
             visits[client.name] = Visit([Check("its packages can be installed", False, str(error))], 0, 0)
-    with tempfile.TemporaryDirectory() as tokenizer:
-        write_tokenizer(resolve(args.model), Path(tokenizer))
-        flags = ("--served-model-name", args.model, "--call-format", "hermes")
-        with Served(args.model, "--log-format", "json", *flags) as server:
-            variables = {"ZOO_URL": server.url, "ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
-            for name, words in commands.items():
-                visits[name] = visit(words, args.home / "homes" / name, server, variables)
-                print(_summary(name, visits[name]), flush=True)
+    agents = {name: words for name, words in commands.items() if clients[name].is_agent}
+    others = {name: words for name, words in commands.items() if name not in agents}
+    if others:
+        with tempfile.TemporaryDirectory() as tokenizer:
+            write_tokenizer(resolve(args.model), Path(tokenizer))
+            flags = ("--log-format", "json", "--served-model-name", args.model, "--call-format", "hermes")
+            with Served(args.model, *flags) as server:
+                variables = {"ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
+                visits |= _visits(others, args.home, server, variables)
+    if agents:
+        with Served(MODEL, script=PROGRAM) as server:
+            visits |= _visits(agents, args.home, server, {"ZOO_MODEL": MODEL})
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
         args.page.write_text("\n".join(page(chosen, visits, args.model)) + "\n", encoding="utf-8")
     print(f"{len(visits) - len(failed)} of {len(visits)} clients passed all checks")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; see {args.home}/homes/NAME/log.txt")
+
+
+def _visits(
+    commands: Mapping[str, list[str]], home: Path, server: Served, variables: Mapping[str, str]
+) -> dict[str, Visit]:
+    visits = {}
+    for name, words in commands.items():
+        visits[name] = visit(words, home / "homes" / name, server, {**variables, "ZOO_URL": server.url})
+        print(_summary(name, visits[name]), flush=True)
+    return visits
 
 
 def _arguments(names: Sequence[str]) -> argparse.Namespace:
@@ -89,6 +105,7 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> 
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
         f"- server: `specinfer serve {model} --call-format hermes`, everything else at its default",
+        "- agents, from claude-code on: the same server with scripted answers that call their shell",
         f"- date and commit: {where['date'][:10]}, {where['commit']}",
         f"- hardware: {machine['cpu']}, {machine['cores']} cores",
         "",
