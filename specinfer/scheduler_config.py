@@ -18,9 +18,18 @@ class CacheConfig:
     memory: int | None = option(
         None,
         "Memory for all KV caches and recurrent states, like 2GB.",
-        shown="4 requests of max_context tokens, at most half of the free memory",
+        shown="4 requests of max_context tokens and prompt_memory, at most half of the free memory",
         name="kv_cache_memory",
         minimum=1,
+        size=True,
+    )
+    prompt_memory: int = option(
+        8 << 30,
+        "Memory for KV blocks of earlier texts that later prompts may begin with, like 8GB.",
+        more="Beside the blocks of running requests, within `kv_cache_memory` and half of the free memory. "
+        "Texts take it as they come; the oldest are evicted.",
+        shown="8GB",
+        minimum=0,
         size=True,
     )
     prefix_reuse: bool = option(

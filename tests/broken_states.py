@@ -118,26 +118,6 @@ def block_that_is_free_twice() -> None:
     pool.check_integrity([])
 
 
-def block_whose_text_is_known_and_not_kept() -> None:
-    pool, table = BlockPool(4, block_size=4), list[int]()
-    pool.extend(table, 4)
-    pool.publish(table[0], b"text")
-    pool._forgotten[b"text"] = None
-    pool.check_integrity([table])
-
-
-def more_forgotten_blocks_remembered_than_could_be_kept() -> None:
-    pool = BlockPool(1, block_size=4)
-    pool._forgotten.update({b"one": None, b"two": None})
-    pool.check_integrity([])
-
-
-def more_blocks_owned_than_ever_were() -> None:
-    pool, table = _pool_and_table()
-    pool._peak_owned = 1
-    pool.check_integrity([table])
-
-
 def more_slots_read_than_written() -> None:
     KvCache(PLAIN, 4, torch.float32, torch.device("cpu")).move([1], [2, 3])
 

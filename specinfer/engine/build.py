@@ -33,6 +33,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, device_name
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.kv_cache import bytes_per_block
 from specinfer.runtime.state_cache import MAX_CHECKPOINTS
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
@@ -117,7 +118,7 @@ def build_engine(
         ),
         scheduler=Scheduler(
             config.scheduler,
-            BlockPool(executor.num_blocks, executor.block_size),
+            BlockPool(executor.num_blocks, executor.block_size, _max_kept(config, models)),
             tree_nodes=speculation.node_limit,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
@@ -152,6 +153,7 @@ def _executor(config: EngineConfig, models: Models, max_context: int) -> Executo
         [*models.drafts.values()],
         block_size=config.cache.block_size,
         wanted_positions=long_requests * (max_context + config.speculation.node_limit),
+        kept_blocks=_max_kept(config, models),
         needed_positions=min(max_context, 128),
         text_positions=max_context + config.speculation.node_limit,
         limit=config.cache.memory,
@@ -165,6 +167,13 @@ def _executor(config: EngineConfig, models: Models, max_context: int) -> Executo
             config.speculation.node_limit,
         ),
     )
+
+
+def _max_kept(config: EngineConfig, models: Models) -> int:
+    """Return the number of blocks that prompt memory holds."""
+    caches = [(model.config, model.dtype) for model in (models.target, *models.drafts.values())]
+    per_block = bytes_per_block(caches, config.cache.block_size)
+    return config.cache.prompt_memory // max(1, per_block) if config.cache.prefix_reuse else 0
 
 
 class _Sizing(NamedTuple):

@@ -7,14 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
 
 from specinfer.engine.state_slots import TextStates
 from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
-
-MAX_KEPT_PER_OWNED: Final = 4  # kept blocks that may take new memory, per block owned at the peak
 
 
 class BlockPool:
@@ -29,30 +26,25 @@ class BlockPool:
         kept        no owner, published          allocated oldest first
         owned       by one request, or by several if it is published
 
-    Memory that was touched stays in use. So untouched blocks are allocated only up to a limit of kept blocks:
-    MAX_KEPT_PER_OWNED times the peak number of owned blocks. The limit grows by one for each block that was
-    evicted for it and then missed. Successive requests without reuse take (1 + MAX_KEPT_PER_OWNED) times the
-    memory of one of them, with a cache of any size. Alternating conversations get the blocks that they need
-    after they have missed them once. Without untouched blocks, kept ones are evicted.
+    Memory that was touched stays in use. So untouched blocks are allocated only while fewer than `max_kept`
+    blocks are kept; the pool takes the memory of `max_kept` blocks besides those that were owned at once.
 
     A published block is never written: an owner writes after the prefix that it found, and publishes a block
     only when its text has continued past it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_kept: int | None = None) -> None:
+        """`max_kept` None keeps as many blocks as are free."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._max_kept = num_blocks if max_kept is None else max_kept
         self._touched = 0  # blocks below this number were allocated before
         self._free: list[int] = []  # touched free blocks; the last is allocated next
         self._owners = [0] * num_blocks
-        self._peak_owned = 0  # peak number of owned blocks
         # Oldest first; the blocks of one text from its end.
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._hashes: dict[int, bytes] = {}  # hashes of published blocks
         self._published: dict[bytes, int] = {}
-        # Hashes of blocks evicted while others were untouched, oldest first, at most as many as these.
-        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
-        self._missed = 0  # number of evicted blocks that were missed
 
     @property
     def num_free(self) -> int:
@@ -72,25 +64,15 @@ class BlockPool:
             block = self._take()
             self._owners[block] = 1
             block_table.append(block)
-        self._count_owned()
         return True
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the published blocks of the longest prefix of a text whose blocks have `hashes`.
-
-        Counts misses of evicted blocks, so that more will be kept.
-        """
+        """Return the published blocks of the longest prefix of a text whose blocks have `hashes`."""
         found: list[int] = []
         for key in hashes:
-            block = self._published.get(key)
-            if block is None:
+            if (block := self._published.get(key)) is None:
                 break
             found.append(block)
-        for key in hashes[len(found) :]:
-            if key not in self._forgotten:
-                break
-            del self._forgotten[key]
-            self._missed += 1
         return found
 
     def unowned(self, blocks: Sequence[int]) -> int:
@@ -108,7 +90,6 @@ class BlockPool:
             self._owners[block] += 1
             self._kept.pop(block, None)
         block_table.extend(blocks)
-        self._count_owned()
 
     def publish(self, block: int, key: bytes) -> None:
         """Publish an owned, full block of computed text; of equal blocks `find` returns the first."""
@@ -116,7 +97,6 @@ class BlockPool:
         if key not in self._published and block not in self._hashes:
             self._published[key] = block
             self._hashes[block] = key
-            self._forgotten.pop(key, None)
 
     def release(self, block_table: list[int]) -> None:
         """Release all blocks of `block_table` and clear it; published blocks are kept for reuse."""
@@ -133,27 +113,16 @@ class BlockPool:
     def _untouched(self) -> int:
         return self.num_blocks - self._touched
 
-    def _count_owned(self) -> None:
-        self._peak_owned = max(self._peak_owned, self.num_blocks - self.num_free)
-
     def _take(self) -> int:
         """Allocate a block; at least one must be without an owner."""
         if self._free:
             return self._free.pop()
-        if self._untouched and len(self._kept) <= MAX_KEPT_PER_OWNED * self._peak_owned + self._missed:
+        if self._untouched and (len(self._kept) < self._max_kept or not self._kept):
             self._touched += 1
-            self._trim_forgotten()
             return self._touched - 1
         block, _ = self._kept.popitem(last=False)
-        key = self._hashes.pop(block)
-        del self._published[key]
-        self._forgotten[key] = None
-        self._trim_forgotten()
+        del self._published[self._hashes.pop(block)]
         return block
-
-    def _trim_forgotten(self) -> None:
-        while len(self._forgotten) > self._untouched:
-            self._forgotten.popitem(last=False)
 
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
         """Raise IntegrityError unless every block is free, kept, or in one table per owner."""
@@ -172,10 +141,6 @@ class BlockPool:
             (shared | set(self._kept)) <= set(self._hashes) and self._published == published,
             "blocks that are kept or shared, and published ones, disagree",
         )
-        ensure(len(owned) <= self._peak_owned, f"{len(owned)} are owned, {self._peak_owned} at most so far")
-        ensure(not self._forgotten.keys() & self._published.keys(), "a block is forgotten or published")
-        remembered = len(self._forgotten)
-        ensure(remembered <= self._untouched, f"{remembered} are remembered for {self._untouched} untouched")
 
 
 @dataclass(slots=True, eq=False)

@@ -114,6 +114,7 @@ def num_blocks(
     *,
     block_size: int,
     wanted_positions: int,
+    kept_blocks: int = 0,
     needed_positions: int,
     limit: int | None,
     free: int,
@@ -122,15 +123,15 @@ def num_blocks(
 ) -> int:
     """Return the number of blocks of each model's cache: enough for `wanted_positions` if memory allows.
 
-    `limit` is the maximum bytes of all caches; None takes a part of the `free` bytes. Recurrent states take
-    `states` bytes of that. Errors name the device or host `where`. Raises CapacityError if not even
-    `needed_positions` fit.
+    Memory beyond them has up to `kept_blocks` more, of earlier texts. `limit` is the maximum bytes of all
+    caches; None takes a part of the `free` bytes. Recurrent states take `states` bytes of that. Errors name
+    the device or host `where`. Raises CapacityError if not even `needed_positions` fit.
     """
     per_block = bytes_per_block(configs, block_size)
     budget = cache_budget(limit, free, where) - states
     blocks = budget // max(1, per_block)  # 0: a stage without attention
     if limit is None:
-        blocks = min(blocks, -(-wanted_positions // block_size))
+        blocks = min(blocks, -(-wanted_positions // block_size) + kept_blocks)
     needed = -(-needed_positions // block_size)
     if blocks < needed:
         raise CapacityError(

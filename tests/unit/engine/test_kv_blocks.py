@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED, BlockPool
+from specinfer.engine.kv_blocks import BlockPool
 from specinfer.errors import IntegrityError
 
 A, B, C = b"A", b"AB", b"ABC"  # hashes of the blocks of one text
@@ -116,30 +116,26 @@ def answered(pool: BlockPool, text: str, touched: set[int] | None = None) -> int
     return len(found)
 
 
-def test_a_conversation_finds_its_turns_between_other_requests() -> None:
-    pool = BlockPool(1000, block_size=4)
-    text = "hello"
-    answered(pool, text)
-    for turn in range(8):
-        for other in range(MAX_KEPT_PER_OWNED - 1):
-            answered(pool, unrelated(10 * turn + other, len(text)))
-        assert answered(pool, text + "more") == len(text)
-        text += "more"
-
-
-def test_texts_that_are_asked_for_again_are_given_the_memory_to_stay() -> None:
-    pool = BlockPool(1000, block_size=4)
+def test_texts_are_found_again_while_prompt_memory_holds_them() -> None:
+    pool = BlockPool(1000, block_size=4, max_kept=120)
     users = [chr(ord("A") + number) + "says this" for number in range(50)]
     touched: set[int] = set()
-    found = [[answered(pool, text, touched) for text in users] for _ in range(4)]
-    assert found[0] == [0] * 50
-    assert max(found[1][:40]) == 0, "nobody knew that they would come again"
-    assert found[2] == found[3] == [10] * 50
-    before = len(touched)
-    assert before <= 50 * 10 + (1 + MAX_KEPT_PER_OWNED) * 10
-    for number in range(100):
+    for text in users[:12]:
+        assert answered(pool, text, touched) == 0
+    assert [answered(pool, text, touched) for text in users[:12]] == [10] * 12
+    for text in users:
+        answered(pool, text, touched)
+    assert len(touched) <= 120 + 10, "of one request beside the kept ones"
+    assert answered(pool, users[-1]) == 10
+    assert answered(pool, users[20]) == 0, "the oldest were evicted"
+
+
+def test_without_prompt_memory_blocks_stay_until_the_next_request() -> None:
+    pool, touched = BlockPool(1000, block_size=4, max_kept=0), set[int]()
+    for number in range(20):
         answered(pool, unrelated(number, 10), touched)
-    assert len(touched) <= before + 10, "what comes once is given no more"
+    assert touched == set(range(10))
+    assert answered(pool, unrelated(19, 10)) == 10
 
 
 def test_tables_that_disagree_with_the_pool_are_noticed() -> None:

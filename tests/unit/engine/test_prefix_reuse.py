@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from specinfer.engine import kv_blocks
 from specinfer.engine.admission import AdmittedRequest
-from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -146,8 +145,8 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     assert first_passes == [18, 2]  # in step with the target; 16 of them are there the second time
 
 
-def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(tiny: Tiny) -> None:
-    llm = tiny.llm(block_size=4)
+def test_the_cache_is_written_as_far_as_prompt_memory_reaches(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4, prompt_memory=20 * 4 * SLOT)
     cache = runner_of(llm).cache
     assert len(cache.keys[0]) >= 4000
     short = SamplingParams(temperature=0, max_tokens=2)
@@ -155,8 +154,8 @@ def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(
         llm.generate([number, *SYSTEM], short)
     written = cache.keys[0].flatten(1).abs().sum(1) != 0
     blocks_of_one = 6  # of 4: 19 tokens, 2 more
-    assert int(written.sum()) <= 4 * (1 + MAX_KEPT_PER_OWNED) * blocks_of_one
-    assert cached(llm.generate([29, *SYSTEM], short)) == [16]
+    assert int(written.sum()) <= 4 * (20 + blocks_of_one)
+    assert [cached(llm.generate([number, *SYSTEM], short)) for number in (29, 27, 0)] == [[16], [16], [0]]
 
 
 @st.composite
