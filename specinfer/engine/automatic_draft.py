@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -16,7 +16,7 @@ from specinfer.progress import format_bytes
 from specinfer.speculation_config import AUTO, OWN_HEAD
 
 _T = TypeVar("_T")
-_FAULTS: Final = (ModelError, ConfigError, CapacityError)  # that a draft may cause
+FAULTS: Final = (ModelError, ConfigError, CapacityError)  # that a draft may cause
 
 
 def is_automatic(config: EngineConfig) -> bool:
@@ -35,14 +35,14 @@ def automatic_drafts(
     room: int,
     say: Callable[[str], object],
     *,
-    own_head: bool = False,
+    own_head: int | None = None,
 ) -> tuple[str, ...]:
     """Return the names of the drafts for a target, or (); a line says which, or how to fetch one.
 
-    The order: the package's head for the model, an MTP head in the target's files (`own_head`), and the first
-    known draft on this machine that fits. `room` is the memory in bytes beside the target; a draft may take
-    half of it, as texts need the rest. With `offload` the memory plan decides whether the target itself is
-    the draft.
+    The order: the package's head for the model, an MTP head of `own_head` bytes in the target's files, and
+    the known drafts on this machine. `room` is the memory in bytes beside the target; a draft may take half
+    of it, as texts need the rest. With `offload` the memory plan decides whether the target itself is the
+    draft.
     """
     if config.speculation.node_limit < 2:  # no room for a guess
         return ()
@@ -51,16 +51,17 @@ def automatic_drafts(
     if config.offload != "never":
         return ()
     name = Path(config.model).name or config.model
-    if own_head and config.tensor_parallel == 1:  # ranks cannot divide it
-        say(f"{name}: its draft is the MTP head in its own files; --no-draft leaves it out")
-        return (OWN_HEAD,)
-    drafts = local_drafts(target)
-    if draft := next((one for one in drafts if 2 * one.bytes <= room), None):
-        say(f"{name}: its draft is {draft}; --no-draft leaves it out")
-        return (str(draft.path),)
-    if drafts:
+    if config.tensor_parallel > 1:  # ranks cannot divide it
+        own_head = None
+    too_large: list[str] = []
+    for draft, size, option in _candidates(target, own_head):
+        if 2 * size <= room:
+            say(f"{name}: its draft is {draft}; --no-draft leaves it out")
+            return (option,)
+        too_large.append(draft)
+    if too_large:
         say(
-            f"{name}: no draft; {drafts[0]} does not fit into half of the "
+            f"{name}: no draft; {too_large[0]} does not fit into half of the "
             f"{format_bytes(max(room, 0))} that are free"
         )
     elif rows := drafts_for(target):
@@ -72,19 +73,32 @@ def automatic_drafts(
     return ()
 
 
+def _candidates(target: ModelFiles, own_head: int | None) -> Iterator[tuple[str, int, str]]:
+    """Yield the drafts on this machine, the best first: name for people, bytes, and option."""
+    if own_head is not None:
+        yield "the MTP head in its own files", own_head, OWN_HEAD
+    for draft in local_drafts(target):
+        yield str(draft), draft.bytes, str(draft.path)
+
+
 def without_faulty(
-    config: EngineConfig, load: Callable[[EngineConfig], _T], say: Callable[[str], object]
+    config: EngineConfig, plan: Callable[[EngineConfig], _T], say: Callable[[str], object]
 ) -> _T:
-    """Call `load` with the config of an automatic draft; if that fails, call it again without drafts.
+    """Call `plan` with the config of an automatic draft; if that fails, call it again without drafts.
 
     Raises the error of the last call.
     """
     if not config.speculation.drafts:
-        return load(config)
+        return plan(config)
     try:
-        return load(config)
-    except _FAULTS as error:
-        reason = str(error)
-    result = load(with_drafts(config, ()))
-    say(f"the automatic draft is left out: {reason}")
+        return plan(config)
+    except FAULTS as error:
+        reason = left_out(error)
+    result = plan(with_drafts(config, ()))
+    say(reason)
     return result
+
+
+def left_out(error: Exception) -> str:
+    """Return the line for an automatic draft with this fault."""
+    return f"the automatic draft is left out: {error}"

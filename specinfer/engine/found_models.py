@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from specinfer.engine.drafts import (
 )
 from specinfer.engine.hardware import Choice, Hardware, choose_quantization
 from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
-from specinfer.errors import ConfigError
+from specinfer.errors import ConfigError, ModelError
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -138,9 +139,19 @@ def find_target(config: EngineConfig, hardware: Hardware, show: Progress) -> tup
         room = free_bytes(hardware.device, config.memory) - (config.cache.memory or 0)
         room -= target.weight_bytes(*hardware[1:3], config.kind)
         say = partial(report, show=show)
-        names = automatic_drafts(config, target.files, room, say, own_head=target.has_own_head)
+        own_head = _own_head_bytes(config, target, hardware) if target.has_own_head else None
+        names = automatic_drafts(config, target.files, room, say, own_head=own_head)
         config = with_drafts(config, names)
     return config, target
+
+
+def _own_head_bytes(config: EngineConfig, target: FoundModel, hardware: Hardware) -> int:
+    """Return the bytes of the MTP head in the target's files; 0 for one with a fault, refused later."""
+    with suppress(ModelError):
+        head = target.own_head()
+        kind = config.speculation.draft_quantization
+        return head.weight_bytes(*hardware[1:3], head.fitting(config.kind) if kind == "auto" else kind)
+    return 0
 
 
 def find_models(

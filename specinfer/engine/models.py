@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from specinfer.config import EngineConfig
-from specinfer.engine.automatic_draft import is_automatic, with_drafts, without_faulty
+from specinfer.engine.automatic_draft import FAULTS, is_automatic, left_out, with_drafts, without_faulty
 from specinfer.engine.drafts import AnyDraft, FoundHead, draft_names, models_among
 from specinfer.engine.found_models import FoundModels, find_models, find_target, report, short_name
 from specinfer.engine.hardware import Hardware, use_threads
@@ -131,15 +131,8 @@ def load_models(
         def plan(config: EngineConfig) -> _LoadPlan:
             return _plan(find_models(config, target, hardware, show, automatic=automatic), show)
 
-        def load(config: EngineConfig) -> Models:
-            return _load(plan(config), show, processes)
-
-        if not automatic:
-            return load(chosen)
-        say = partial(report, show=show)
-        if config.ranks > 1:  # ranks load once
-            return _load(without_faulty(chosen, plan, say), show, processes)
-        return without_faulty(chosen, load, say)
+        planned = without_faulty(chosen, plan, partial(report, show=show)) if automatic else plan(chosen)
+        return _load(planned, show, processes, automatic=automatic)
 
 
 class _LoadPlan(NamedTuple):
@@ -181,8 +174,10 @@ def _plan(found: FoundModels, show: Progress) -> _LoadPlan:
     return _LoadPlan(found, adapters, origin, layout, memory)
 
 
-def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | None) -> Models:
-    """Read the weights."""
+def _load(
+    planned: _LoadPlan, show: Progress, processes: FollowerProcesses | None, *, automatic: bool
+) -> Models:
+    """Read the weights; an `automatic` draft whose weights have a fault is left out, with a line."""
     found, adapters, origin, layout, memory = planned
     config, target, drafts, kinds = found.config, found.target, found.drafts, found.kinds
     ids = found.logit_ids()
@@ -209,17 +204,24 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
         report(f"{short_name(target)}: {ranks.summary}", show)
     if memory is not None:
         report(f"{short_name(target)}: {memory}", show)
-    for name, draft in drafts.items():
-        if name in loaded_drafts:
-            continue
-        if isinstance(draft, FoundHead):
-            loaded_drafts[name] = loader.head(draft, loaded, kinds[name])
-        elif draft is target:
-            loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], draft_memory)
-        else:
-            loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
-    for name, adapter in found.adapted.items():
-        loader.adapt(loaded_drafts[name], adapter, kinds[name])
+    names = config.speculation.drafts
+    try:
+        for name, draft in drafts.items():
+            if name in loaded_drafts:
+                continue
+            if isinstance(draft, FoundHead):
+                loaded_drafts[name] = loader.head(draft, loaded, kinds[name])
+            elif draft is target:
+                loaded_drafts[name] = loader.self_draft(draft, loaded, kinds[name], ids[name], draft_memory)
+            else:
+                loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
+        for name, adapter in found.adapted.items():
+            loader.adapt(loaded_drafts[name], adapter, kinds[name])
+    except FAULTS as error:
+        if not automatic:
+            raise
+        report(left_out(error), show)
+        names, drafts = (), {}
     adapters.load()
     if adapters.names:
         count = f"{len(adapters.names)} named, at most {config.max_loras} in memory"
@@ -241,7 +243,7 @@ def _load(planned: _LoadPlan, show: Progress, processes: FollowerProcesses | Non
         draft_memory=draft_memory,
         quantization=config.kind,
         kinds=kinds,
-        names=config.speculation.drafts,
+        names=names,
     )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.automatic_draft import automatic_drafts
-from specinfer.engine.models import _LoadPlan
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.loader import Loader
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.known_drafts import local_drafts
 from specinfer.llm import LLM
+from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
@@ -95,38 +98,27 @@ def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
         LLM(str(target), drafts=(str(draft),), kernels="torch", **ENGINE)  # type: ignore[arg-type]
 
 
-def test_models_are_loaded_again_only_without_an_automatic_draft_and_ranks(
+def test_a_fault_in_the_weights_leaves_the_draft_out_and_the_target_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
-    loads, away = list[tuple[str, ...]](), tmp_path / "away" / draft.name
-    away.parent.mkdir()
+    reads, read = list[str](), Loader.target
 
-    def fail(planned: _LoadPlan, *_: object) -> None:
-        loads.append(planned.found.config.speculation.drafts)
-        raise ModelError(f"load {len(loads)}")
+    def counted(loader: Loader, found: FoundModel, *given: Any, **how: Any) -> LanguageModel:
+        reads.append(found.files.name)
+        return read(loader, found, *given, **how)
 
-    monkeypatch.setattr("specinfer.engine.models._load", fail)
-    one, ranks = (str(draft),), {"pipeline_parallel": 2}
-    cases: list[tuple[dict[str, object], list[tuple[str, ...]]]] = [({}, [one, ()]), (ranks, [one])]
-    for options, expected in cases:
-        loads.clear()
-        show = Lines()
-        with pytest.raises(ModelError, match=f"load {len(expected)}"):
-            LLM(str(target), progress=show, kernels="torch", drafts="auto", **{**ENGINE, **options})  # type: ignore[arg-type]
-        assert loads == expected, options
-        assert sum("its draft is" in line for line in show.lines) == 1, (options, show.lines)
-    draft.rename(away)
-    loads.clear()
-    with pytest.raises(ModelError, match="load 1"):
-        started(target)
-    assert loads == [()]
-    away.rename(draft)
-    reverse_tokens(draft)
-    loads.clear()
-    with pytest.raises(ModelError, match="load 1"):
-        started(target, **ranks)
-    assert loads == [()], "the plan is made again, before the ranks load"
+    def fail(*_: object) -> None:
+        raise ModelError("torn weights")
+
+    monkeypatch.setattr(Loader, "target", counted)
+    monkeypatch.setattr(Loader, "draft", fail)
+    llm, said = started(target)
+    assert (llm.config.speculation.drafts, llm.models.drafts, reads) == ((), {}, [str(target)])
+    assert "the automatic draft is left out: torn weights" in said
+    text(llm)
+    with pytest.raises(ModelError, match="torn weights"):
+        started(target, drafts=(str(draft),))
 
 
 def test_memory_that_the_kv_cache_is_given_is_not_free_for_a_draft(
@@ -157,14 +149,16 @@ def test_lines_for_a_draft_that_is_not_here_or_too_large(
     small, more = (one.bytes for one in local_drafts(files))
     assert automatic_drafts(config, files, 2 * more, lines.append) == (str(large),)
     assert automatic_drafts(config, files, 2 * small, lines.append) == (str(draft),), "the first that fits"
-    assert automatic_drafts(config, files, 2 * small, lines.append, own_head=True) == ("mtp",)
+    assert automatic_drafts(config, files, 2 * small, lines.append, own_head=small) == ("mtp",)
+    assert automatic_drafts(config, files, 2 * small - 2, lines.append, own_head=small) == ()
+    assert "no draft; the MTP head in its own files does not fit into half of the" in lines.pop()
     ranks = config.with_options({"tensor_parallel": 2})
-    assert automatic_drafts(ranks, files, 2 * small, lines.append, own_head=True) == (str(draft),)
+    assert automatic_drafts(ranks, files, 2 * small, lines.append, own_head=small) == (str(draft),)
     lines.clear()
     shutil.rmtree(large)
     for options in ({"max_nodes": 1}, {"offload": "auto"}):
         other = config.with_options(options)
-        assert automatic_drafts(other, files, 1 << 30, pytest.fail, own_head=True) == (), options
+        assert automatic_drafts(other, files, 1 << 30, pytest.fail, own_head=1) == (), options
     draft.rename(tmp_path.parent / f"{tmp_path.name}-away")
     assert automatic_drafts(config, files, 1 << 30, lines.append) == ()
     assert lines[-1] == (
