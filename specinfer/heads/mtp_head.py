@@ -21,6 +21,7 @@ from specinfer.heads.config import MtpConfig
 from specinfer.heads.eagle import RecursiveHead
 from specinfer.heads.layers import HeadLayer, HeadNorm
 from specinfer.heads.mtp import MtpFile
+from specinfer.models.families.registry import hf_family
 from specinfer.models.open_model import OpenModel
 from specinfer.models.safetensors import write_safetensors
 
@@ -82,16 +83,18 @@ def write_mtp(head: MtpHead, folder: Path) -> None:
 
     Raises OSError, and ModelError if a weight is not finite.
     """
+    described = {"model_type": str(head.body.family), "num_nextn_predict_layers": 1}
+    plus = hf_family(described).fixed.get("norm_weight_offset", 0.0)  # that readers add to norms
     tensors = {}
     for name, tensor in head.state_dict().items():
         stem, dot, rest = name.partition(".")
         if stem in _BORROWED:
             continue
         there = f"mtp.{_THEIRS.get(stem, stem)}{dot}{rest}"
-        tensors[there] = tensor.detach().cpu().to(torch.bfloat16).contiguous()
+        stored = tensor.detach().cpu() - plus if "norm" in name else tensor.detach().cpu()
+        tensors[there] = stored.to(torch.bfloat16).contiguous()
         if not bool(torch.isfinite(tensors[there]).all()):
             raise ModelError(f"the head's tensor {name!r} holds values that are not finite in bfloat16")
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
-    described = {"model_type": str(head.body.family), "num_nextn_predict_layers": 1}
     write_text(folder / "config.json", json.dumps(described, indent=2))

@@ -15,6 +15,7 @@ from specinfer.errors import ModelError
 from specinfer.heads.mtp import MtpFile
 from specinfer.heads.mtp_head import MtpHead, mtp_head, write_mtp
 from specinfer.hub.model_files import local_model
+from specinfer.models.config import Family
 from specinfer.models.open_model import open_model
 from specinfer.tune.head_draft import MtpKind
 from specinfer.tune.initial_head import new_head
@@ -52,6 +53,22 @@ def test_the_module_is_what_a_loop_over_rows_makes(target: Path, tmp_path: Path)
     for depth in range(1 + len(PATH)):
         expected = oracle.logits(TEXT, states.double().numpy(), PATH[:depth])
         np.testing.assert_allclose(logits[depth], expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_norms_are_written_as_in_files_of_the_family(target: Path, tmp_path: Path) -> None:
+    opened = open_model(target)
+    written = new_head(MtpKind().config(opened.config), opened, list(range(VOCAB)), 1)
+    assert isinstance(written, MtpHead)
+    for family, offset in ((Family.LLAMA, 0.0), (Family.GEMMA, 1.0)):
+        written.body = replace(written.body, family=family)
+        write_mtp(written, tmp_path / family)
+        stored = load_file(tmp_path / family / "model.safetensors")
+        file = MtpFile(local_model("head", tmp_path / family), replace(opened.config, family=family))
+        found = mtp_head(file, opened, depth=5).state_dict()
+        for name, tensor in written.state_dict().items():
+            torch.testing.assert_close(found[name], tensor, atol=2**-8, rtol=2**-8)
+        expected = written.norm.weight.detach() - offset
+        torch.testing.assert_close(stored["mtp.norm.weight"], expected.bfloat16())
 
 
 def test_weights_that_are_no_numbers_are_not_written(target: Path, tmp_path: Path) -> None:
