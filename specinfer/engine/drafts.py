@@ -14,7 +14,7 @@ import torch
 from specinfer.config import EngineConfig, ModelImpl
 from specinfer.engine.hardware import Hardware
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, head_bytes, is_head, open_head
+from specinfer.heads.checkpoint import AnyHeadModel, OpenHead, is_head, open_head
 from specinfer.heads.mtp import MtpFile, is_mtp
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
@@ -103,7 +103,7 @@ class FoundHead:
     """A head that was found and opened."""
 
     files: ModelFiles
-    head: HeadFolder | MtpFile
+    head: OpenHead
 
     @property
     def config(self) -> ModelConfig:
@@ -117,11 +117,7 @@ class FoundHead:
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
-        return head_bytes(self.head, dtype, quantization)
-
-    def fitting(self, target: Quantization) -> Quantization:
-        """Return the quantization that it has by default, beside that of its target."""
-        return self.head.fitting(target) if isinstance(self.head, MtpFile) else "none"
+        return self.head.weight_bytes(dtype, quantization)
 
 
 def with_pool_members(config: EngineConfig) -> EngineConfig:
@@ -166,7 +162,7 @@ def find(
 ) -> FoundModel:
     """Find and open the model of that name; raises as `resolve` and `open_model` do."""
     files = resolve(name, progress=progress, code=trust_remote_code)
-    if is_head(files.path) or is_mtp(files):
+    if is_head(files):
         raise ModelError(f"{name} is a draft head, not a model: name it in drafts, with its target as model")
     return FoundModel(
         files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code)

@@ -150,7 +150,7 @@ def _own_head_bytes(config: EngineConfig, target: FoundModel, hardware: Hardware
     with suppress(ModelError):
         head = target.own_head()
         kind = config.speculation.draft_quantization
-        return head.weight_bytes(*hardware[1:3], head.fitting(config.kind) if kind == "auto" else kind)
+        return head.weight_bytes(*hardware[1:3], head.head.fitting(config.kind) if kind == "auto" else kind)
     return 0
 
 
@@ -195,7 +195,7 @@ def find_models(
         elif asked != "auto":
             kinds[name] = asked
         elif isinstance(draft, FoundHead):
-            kinds[name] = draft.fitting(config.kind)
+            kinds[name] = draft.head.fitting(config.kind)
         else:
             choice = _selection(config, hardware)(draft.model, streams=False)  # drafts stay in memory
             kinds[name] = choice.kind

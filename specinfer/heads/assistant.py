@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,20 +21,18 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, Paths
 from specinfer.heads.assistant_layout import CENTROIDS
 from specinfer.heads.config import AssistantConfig
-from specinfer.heads.eagle import EagleText
-from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
+from specinfer.heads.eagle import EagleText, Placed, RecursiveModel
+from specinfer.heads.runner import HeadCache
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import Residual
 from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
-from specinfer.runtime.features import joined
-from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
 
 
-class AssistantModel(HeadModel[AssistantConfig, EagleText]):
+class AssistantModel(RecursiveModel[AssistantConfig]):
     """An assistant computed with the kernels."""
 
     def __init__(
@@ -68,45 +65,41 @@ class AssistantModel(HeadModel[AssistantConfig, EagleText]):
         keys, values = ([kind[layer] for layer in layers] for kind in (target.keys, target.values))
         return HeadCache(block_size, target, self.kernels.attention.over(keys, values))
 
-    def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
-        """See HeadModel. All rows have a guess; the state of a text is the input of its next rows, [T, D]."""
-        ends = [*accumulate(len(text.rows.token_ids) for text in texts)]
+    def placed(self, texts: Sequence[EagleText], block_size: int) -> Placed:
+        """See RecursiveModel. All rows have the root's position, and attend to the text before it."""
         roots: list[int] = []
         requests: list[int] = []
         blocks = 0
-        for text, end in zip(texts, ends, strict=True):
-            rows, table = text.rows, text.rows.block_table
+        for text in texts:
+            rows = text.rows
             count, tree = len(rows.token_ids), 1 if rows.parents is None else len(rows.parents)
             root = rows.start + (0 if rows.parents is None else count - tree)
+            requests += len(roots), len(roots) + count, blocks, max(root, count)
             roots += [root] * count
-            requests += end - count, end, blocks, max(root, count)
-            blocks += len(table)
+            blocks += len(rows.block_table)
         paths = Paths.of(
             *(requests, roots, [0] * (len(roots) + 1), ()),
             tables=[text.rows.block_table for text in texts],
-            block_size=cache.block_size,
+            block_size=block_size,
         )
         token_ids_T = torch.tensor([i for text in texts for i in text.rows.token_ids], device=self.device)
-        positions_T = torch.tensor(roots, device=self.device)
-        state_TD = torch.cat([self._states(text) for text in texts])
-        read_TA = self._run(token_ids_T, state_TD, positions_T, cache.attention.bind(paths))
-        made = torch.split(self._leave(read_TA), [len(text.rows.token_ids) for text in texts])
-        return HeadPass(made, read_TA)
+        return Placed(token_ids_T, torch.tensor(roots, device=self.device), paths)
 
-    def _states(self, text: EagleText) -> Tensor:
-        """Return what a text's rows read beside their tokens: outputs, or the target's normed states."""
-        if text.fed_TD is not None:
-            return text.fed_TD
-        return self._target.final_norm(Residual(joined(text.states)[:, 0].contiguous()))
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """See RecursiveModel."""
+        return self._target.final_norm(Residual(taps_TND[:, 0].contiguous()))
 
-    def _run(self, token_ids_T: Tensor, state_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Return the input of the output layer, [T, A]."""
+    def run(
+        self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """See RecursiveModel."""
         turns = dict(zip(("global", "local"), [rope.at(positions_T) for rope in self._ropes], strict=True))
-        x_TA = self._enter(torch.cat((self.embedded(token_ids_T, positions_T), state_TD), dim=-1))
+        x_TA = self._enter(torch.cat((self.embedded(token_ids_T, positions_T), feature_TD), dim=-1))
         y_TA: Tensor | None = None
         for layer in self._layers:
             y_TA = layer(x_TA, y_TA, turns[layer.rope], attend)
-        return self._norm(x_TA, y_TA)
+        read_TA = self._norm(x_TA, y_TA)
+        return read_TA, self._leave(read_TA)
 
     def logits(self, h_RA: Tensor) -> Tensor:
         """Return logits [R, V] for input rows of the output layer.
@@ -123,15 +116,7 @@ class AssistantModel(HeadModel[AssistantConfig, EagleText]):
             out_V.fill_(found.min() - 1).index_copy_(0, self._order_NK[chosen_N].flatten(), found)
         return logits_RV
 
-    def flight(self, read_RA: Tensor) -> Flight:
-        """Return a Flight that computes logits of these rows on demand."""
-        return Flight(read_RA, self.logits, len(self.ids), self.kernels.scan)
-
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
         """See HeadModel."""
         part = replace(probe_rows(rows, block_size, self._target.config.vocab_size), start=rows)
         return [EagleText(part, 0, self.zero_states(rows))]
-
-    def wait_for(self, made: HeadPass) -> None:
-        """See HeadModel."""
-        self.flight(made.read_RD).row(0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,13 @@ from specinfer.heads.config import (
     BlockConfig,
     EagleConfig,
     HeadConfig,
+    MtpConfig,
     check_target,
 )
 from specinfer.heads.dflash2 import dflash2_shapes
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
-from specinfer.heads.mtp import MtpFile, MtpModel
+from specinfer.heads.mtp import MtpModel, is_mtp
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import Entries, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
@@ -51,13 +52,18 @@ from specinfer.models.hf_config import check_unquantized
 from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
-from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
 AnyHeadModel = EagleModel | BlockModel | AssistantModel | MtpModel
+_MODELS: Final[Mapping[type, Callable[..., AnyHeadModel]]] = {
+    EagleConfig: EagleModel,
+    BlockConfig: BlockModel,
+    AssistantConfig: AssistantModel,
+    MtpConfig: MtpModel,
+}
 _OUTPUT: Final = "lm_head.weight"
 _DTYPES: Final = {
     **FLOATS,
@@ -72,17 +78,49 @@ _LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight", "_codebook")  # 
 _ROWS: Final = 1 << 8  # rows of a table that are read at a time
 
 
-def is_head(folder: Path) -> bool:
-    """Return whether a folder holds a head, by its config.json or else by its tensors.
+def is_head(files: ModelFiles | Path) -> bool:
+    """Return whether files hold a head, by config.json or else by the tensors; a path is that of a folder.
 
-    Raises ModelFileError if config.json is invalid or the folder has no tensors.
+    Raises ModelFileError if config.json is invalid or a folder has no tensors.
     """
-    file = folder / "config.json"
+    if isinstance(files, ModelFiles):
+        if is_mtp(files):
+            return True
+        files = files.path
+    file = files / "config.json"
     if not file.is_file():
         return False
     described = read_json(file)
     known = is_head_config(described) or is_assistant(described)
-    return known or head_kind(tensor_names(weight_files(folder))) is not None
+    return known or head_kind(tensor_names(weight_files(files))) is not None
+
+
+class OpenHead(Protocol):
+    """An open head, in a folder or as an MTP layer; its weights are not read."""
+
+    part_name: str  # in the names of prepared files, for a part beside a whole model
+
+    @property
+    def config(self) -> AnyHeadConfig | MtpConfig:
+        """Its config."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Its vocabulary."""
+
+    @property
+    def parts(self) -> TensorFile:
+        """The tensors that it computes with."""
+
+    @property
+    def borrowed(self) -> Path | None:
+        """The target's path, if the head has some of the target's tensors."""
+
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+        """The bytes of its weights in memory."""
+
+    def fitting(self, target: Quantization) -> Quantization:
+        """Its quantization by default, beside that of its target."""
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
@@ -102,8 +140,10 @@ def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
 class HeadFolder:
     """An open head whose tensors match its config and whose config fits the target; weights are not read.
 
-    The tensors have the names of the head kind's module. Apart from `config` the class is an OpenModel.
+    The tensors have the names of the head kind's module.
     """
+
+    part_name = ""
 
     def __init__(self, files: ModelFiles | Path, target: ModelConfig, model: OpenModel | None = None) -> None:
         """Open a head of this target; to load it, `model` is the target's own.
@@ -162,6 +202,31 @@ class HeadFolder:
                 f"{self.path}: tensor {name!r} holds values that are not finite; download the head again"
             )
         return rows
+
+    @property
+    def parts(self) -> TensorFile:
+        """See OpenHead."""
+        return self
+
+    @property
+    def borrowed(self) -> Path | None:
+        """See OpenHead."""
+        return None if self.config.own_head or self.target is None else self.target.path
+
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+        """See OpenHead. The output layer is never int4."""
+        size = 0
+        for name, shape in self.shapes.items():
+            if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
+                size += math.prod(shape) * dtype.itemsize
+            else:
+                narrow = quantization == "int4" and not name.startswith("lm_head")
+                size += (int4_bytes if narrow else int8_bytes)(*shape)
+        return size
+
+    def fitting(self, target: Quantization) -> Quantization:
+        """See OpenHead."""
+        return "none"
 
     def module(self, target: OpenModel) -> EagleHead | BlockHead:
         """Return the head as a float32 module; the target supplies tables that the head does not have.
@@ -284,7 +349,7 @@ def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
 
 
 def load_head(
-    head: HeadFolder | MtpFile,
+    head: OpenHead,
     target: Decoder,
     *,
     progress: Progress | None = None,
@@ -298,28 +363,10 @@ def load_head(
     The other arguments are those of models.weights.load_model. Raises ModelFileError if a weight is not
     finite.
     """
-    parts: TensorFile
-    borrowed, part_name = None, ""
-    if isinstance(head, MtpFile):
-        parts, part_name = head.parts, "mtp"
-    else:
-        parts = head
-        if not head.config.own_head and head.target is not None:
-            borrowed = head.target.path
-
-    def build(weights: Weights) -> AnyHeadModel:
-        if isinstance(head, MtpFile):
-            return MtpModel(head.config, weights, target, head.ids)
-        if isinstance(head.config, EagleConfig):
-            return EagleModel(head.config, weights, target, head.ids)
-        if isinstance(head.config, AssistantConfig):
-            return AssistantModel(head.config, weights, target, head.ids)
-        return BlockModel(head.config, weights, target, head.ids)
-
     return load_parts(
-        parts,
-        build,
-        tensors=parts.shapes,
+        head.parts,
+        lambda weights: _MODELS[type(head.config)](head.config, weights, target, head.ids),
+        tensors=head.parts.shapes,
         dtype=target.dtype,
         device=target.device,
         progress=progress,
@@ -327,20 +374,6 @@ def load_head(
         kernels=kernels,
         quantization=quantization,
         keep=keep,
-        borrowed=borrowed,
-        part_name=part_name,
+        borrowed=head.borrowed,
+        part_name=head.part_name,
     )
-
-
-def head_bytes(head: HeadFolder | MtpFile, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-    """Return the bytes of a head's weights without loading them. The output layer is never int4."""
-    if isinstance(head, MtpFile):
-        return head.weight_bytes(dtype, quantization)
-    size = 0
-    for name, shape in head.shapes.items():
-        if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
-            size += math.prod(shape) * dtype.itemsize
-        else:
-            narrow = quantization == "int4" and not name.startswith("lm_head")
-            size += (int4_bytes if narrow else int8_bytes)(*shape)
-    return size

@@ -16,7 +16,8 @@ Shapes: T rows, R rows with a guess, D hidden size, U tokens of the vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class MtpFile:
     not finite.
     """
 
+    part_name, borrowed = "mtp", None
+
     def __init__(self, files: ModelFiles, target: ModelConfig) -> None:
         self.name, self.path = files.name, files.path
         opened = (
@@ -68,7 +71,7 @@ class MtpFile:
         check_tensors(opened, mtp_shapes(opened.config))
         assert opened.next_names is not None, "an open layer has names"
         self.parts = opened
-        self.ids = range(target.vocab_size)
+        self.ids: Sequence[int] = range(target.vocab_size)
         self.config = MtpConfig(
             body=opened.config,
             taps=(target.num_layers,),
@@ -79,15 +82,15 @@ class MtpFile:
         )
         check_target(self.config, target, files.name)
 
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """The bytes of its weights in memory; its tables are the target's."""
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+        """See OpenHead; its tables are the target's."""
         floats = sum(math.prod(shape) for shape in self.parts.shapes.values() if len(shape) == 1)
         matrices = [name for name, shape in self.parts.shapes.items() if len(shape) > 1]
         of_matrices = (matrix_bytes(self.parts, name, dtype, quantization) for name in matrices)
         return floats * dtype.itemsize + sum(of_matrices)
 
     def fitting(self, quantization: Quantization) -> Quantization:
-        """The target's quantization, or floats if these files do not have its blocks."""
+        """See OpenHead: the target's, or floats if these files do not have its blocks."""
         blocks = quantization == "gguf" and not isinstance(self.parts, GGUFFile)
         return "none" if blocks else quantization
 
@@ -100,32 +103,33 @@ def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"fc.weight": (size, 2 * size), "enorm.weight": (size,), "hnorm.weight": (size,)}
 
 
-class _Folder(SafetensorsFolder):
-    """Its rows are checked, so none are read past `read_rows`."""
+class _Checked:
+    """An MTP layer's file.
+
+    Its rows are checked, so none are read past `read_rows`. Scales of blocks are checked wherever they are
+    read.
+    """
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        return _finite(self, name, super().read_rows(name, start, stop))
+        rows = cast("GGUFFile", super()).read_rows(name, start, stop)
+        if not bool(torch.isfinite(rows).all()):
+            path = cast("GGUFFile", self).path
+            raise ModelFileError(
+                f"{path}: tensor {name!r} of its MTP layer holds values that are not finite; get it again"
+            )
+        return rows
 
     def stored(self, name: str) -> StoredRows | None:
-        return None
+        floats = cast("GGUFFile", self).dtype(name) is not None
+        return None if floats else cast("GGUFFile", super()).stored(name)
 
 
-class _GgufFile(GGUFFile):
-    """The same; the scales of blocks are checked wherever they are read."""
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        return _finite(self, name, super().read_rows(name, start, stop))
-
-    def stored(self, name: str) -> StoredRows | None:
-        return None if self.dtype(name) is not None else super().stored(name)
+class _Folder(_Checked, SafetensorsFolder):
+    """That of a folder."""
 
 
-def _finite(file: SafetensorsFolder | GGUFFile, name: str, rows: Tensor) -> Tensor:
-    if not bool(torch.isfinite(rows).all()):
-        raise ModelFileError(
-            f"{file.path}: tensor {name!r} of its MTP layer holds values that are not finite; get it again"
-        )
-    return rows
+class _GgufFile(_Checked, GGUFFile):
+    """That of a GGUF file."""
 
 
 class MtpModel(RecursiveModel[MtpConfig]):

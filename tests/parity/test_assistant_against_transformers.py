@@ -14,7 +14,7 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.checkpoint import HeadFolder, head_bytes
+from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SpeculationParams
 from specinfer.tree import TokenTree
@@ -213,7 +213,7 @@ def test_refusals(tmp_path: Path) -> None:
     whole = save_assistant(tmp_path / "draft", "gemma4", **CLUSTERS) and HeadFolder(
         tmp_path / "draft", target
     )
-    assert head_bytes(whole, torch.float32) == sum(4 * math.prod(shape) for shape in whole.shapes.values())
+    assert whole.weight_bytes(torch.float32) == sum(4 * math.prod(shape) for shape in whole.shapes.values())
     with pytest.raises(ModelError, match="of a kind that is not trained here"):
         whole.module(open_model(tmp_path / "target"))
     large = tmp_path / "large"

@@ -50,7 +50,7 @@ class EagleDraft(LevelDraft):
     def __init__(
         self,
         name: str,
-        runner: HeadRunner[RecursiveModel[Any]] | HeadRunner[AssistantModel],
+        runner: HeadRunner[RecursiveModel[Any]],
         shape: Shape,
         *,
         max_rows: int,
@@ -114,29 +114,22 @@ class AssistantDraft(EagleDraft):
     blocks this one shares, it guesses from the second step on.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        """See EagleDraft."""
-        super().__init__(*given, **named)
-        self._last: dict[str, CachedText] = {}  # by request
-
     def receive_states(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the hidden state of each text's last token."""
         for features in texts:
-            entry, count, last = features.entry, len(features.states), UnreadFeatures(features.end - 1)
-            last.add(features.states.part(count - 1, count))
-            self._last[entry.request.request_id] = CachedText(entry.generation, 0, 0, last)
+            count, text = len(features.states), self._texts.of(features.entry, 0)
+            text.unread = UnreadFeatures(features.end - 1)
+            text.unread.add(features.states.part(count - 1, count))
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        self._fed = {}
-        nothing = CachedText(-1, 0, 0, UnreadFeatures(0))
-        self._seen = [self._last.get(entry.request.request_id, nothing) for entry in entries]
+        super()._unread(entries)
         return [1] * len(entries)
 
     def _read(self, entry: int, max_rows: int) -> Rows | None:
         text, growth = self._seen[entry], self._growths[entry]
         planned, unread = growth.entry, text.unread
         root = planned.end - 1
-        known = text.generation == planned.generation and unread.first < unread.end == root == planned.start
+        known = unread.first < unread.end == root == planned.start
         growth.started = known and growth.limit > 0 and max_rows > 0
         table = planned.block_table
         return chain_rows([planned.token_ids[root]], root, table, logits=True) if growth.started else None
@@ -144,9 +137,6 @@ class AssistantDraft(EagleDraft):
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth = self._growths[entry]
         return frontier_rows(growth, nodes, growth.entry.end - 1, growth.entry.block_table)
-
-    def _forget(self, request_id: str) -> None:
-        self._last.pop(request_id, None)
 
 
 class BlockDraft(Draft):
@@ -247,7 +237,7 @@ def head_draft(
     """
     runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size, target=target)
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
-    kind: type[EagleDraft | BlockDraft] = BlockDraft
-    if isinstance(model, RecursiveModel | AssistantModel):
-        kind = EagleDraft if isinstance(model, RecursiveModel) else AssistantDraft
+    kind: type[EagleDraft | BlockDraft] = EagleDraft if isinstance(model, RecursiveModel) else BlockDraft
+    if isinstance(model, AssistantModel):
+        kind = AssistantDraft
     return runner, kind(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from specinfer import SamplingParams
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ModelError
-from specinfer.heads.checkpoint import HeadFolder, head_bytes, head_shapes, load_head
+from specinfer.heads.checkpoint import HeadFolder, head_shapes, load_head
 from specinfer.heads.layouts import head_config
 from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
@@ -88,7 +88,7 @@ def test_guesses_are_those_of_a_plain_head(tiny: Tiny, folder: Path, tmp_path: P
 def test_texts_do_not_change(tiny: Tiny, folder: Path, tmp_path: Path, kind: Quantization) -> None:
     target = open_model(folder / "target")
     head = HeadFolder(write(tmp_path / "head")[0], target.config, target)
-    assert 0 < head_bytes(head, torch.float32, kind) <= head_bytes(head, torch.float32)
+    assert 0 < head.weight_bytes(torch.float32, kind) <= head.weight_bytes(torch.float32)
     kernels = draft_kernels(choose_kernels("auto", CPU)[0])
     loaded = load_head(head, tiny.target, kernels=kernels, quantization=kind, keep=False)
     texts = []
