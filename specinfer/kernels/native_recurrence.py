@@ -21,7 +21,7 @@ _SIZES: Final = (
     *("taps", "channels", "heads", "groups", "tiled", "key_size", "value_size"),
     *("norm_groups", "whole_heads", "first_head", "norm_eps", "min_dt", "max_dt"),
 )
-_FAULTS: Final = (  # as cpu/recurrence.cpp numbers them
+_FAULTS: Final = (  # as cpu/states.cpp numbers them
     "",
     "requests whose visits do not follow one another to the last",
     "a slot that the states do not have",
