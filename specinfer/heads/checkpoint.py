@@ -41,7 +41,7 @@ from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
 from specinfer.heads.mtp import MtpModel, is_mtp
 from specinfer.heads.speculators import FINGERPRINT, SCALE
-from specinfer.heads.vocabulary import Entries, own_tensors, read_vocabulary
+from specinfer.heads.vocabulary import Entries, HeadVocabulary, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.layout import int4_bytes, int8_bytes
@@ -51,7 +51,7 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
 from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
-from specinfer.models.safetensors import FLOATS, head_kind, read_entries, tensor_names
+from specinfer.models.safetensors import DTYPE_NAMES, head_kind, read_entries, tensor_names
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
@@ -65,14 +65,8 @@ _MODELS: Final[Mapping[type, Callable[..., AnyHeadModel]]] = {
     MtpConfig: MtpModel,
 }
 _OUTPUT: Final = "lm_head.weight"
-_DTYPES: Final = {
-    **FLOATS,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-}
+_TABLE: Final = "embed_tokens.weight"
+_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FORM: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")  # of fingerprints
 _LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight", "_codebook")  # tables, never quantized
 _ROWS: Final = 1 << 8  # rows of a table that are read at a time
@@ -237,12 +231,7 @@ class HeadFolder:
         if isinstance(config, AssistantConfig) or (isinstance(config, BlockConfig) and config.has_more):
             raise ModelError(f"{self.name} is of a kind that is not trained here; name another head")
         module = _module(config, self.ids)
-        state = {name: read_tensor(self, name) for name in self._entries}
-        if not config.own_embedding:
-            state["embed_tokens.weight"] = target_embedding(target)
-        if not config.own_head:
-            state[_OUTPUT] = target_head(target, self.ids)
-        module.load_state_dict(state, strict=False)
+        fill(module, {name: read_tensor(self, name) for name in self._entries}, target, self.ids)
         return module
 
 
@@ -283,6 +272,15 @@ def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
         first = int(wanted[0])
         parts.append(target.read_rows(name, first, int(wanted[-1]) + 1)[wanted - first].float())
     return torch.cat(parts)
+
+
+def fill(module: HeadVocabulary, own: dict[str, Tensor], target: OpenModel, ids: Sequence[int]) -> None:
+    """Load a head's `own` tensors into its module, and those tables of the target that it lacks."""
+    if _TABLE not in own:
+        own[_TABLE] = target_embedding(target)
+    if _OUTPUT not in own:
+        own[_OUTPUT] = target_head(target, ids)
+    module.load_state_dict(own, strict=False)
 
 
 def _module(config: HeadConfig, ids: Sequence[int]) -> EagleHead | BlockHead:

@@ -45,11 +45,8 @@ _BLOCKS: Final = {
 }
 # Fields of DFlash and DSpark: their names, and the library's.
 _FIELDS: Final = {
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "sample_from_anchor": "sample_from_anchor",
-    "markov_rank": "markov_rank",
-    "markov_head_type": "markov_head_type",
+    **{name: name for name in ("block_size", "mask_token_id", "sample_from_anchor")},
+    **{name: name for name in ("markov_rank", "markov_head_type")},
     "target_layer_ids": _BLOCK_TAPS,
     **{name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
     "causal": "is_causal",

@@ -5,7 +5,6 @@ Shapes: B sequences, T rows, N = 1 tap, D hidden size.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError
-from specinfer.files import write_text
-from specinfer.heads.checkpoint import read_tensor, target_embedding, target_head
+from specinfer.heads.checkpoint import fill, read_tensor
 from specinfer.heads.config import MtpConfig
 from specinfer.heads.eagle import RecursiveHead
 from specinfer.heads.layers import HeadLayer, HeadNorm
 from specinfer.heads.mtp import MtpFile
+from specinfer.heads.speculators import finite_tensors, write_folder
 from specinfer.models.families.registry import hf_family
 from specinfer.models.open_model import OpenModel
-from specinfer.models.safetensors import write_safetensors
 
 _THEIRS: Final = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
 _BORROWED: Final = ("embed_tokens", "lm_head", "last_norm", "d2t", "t2d")
@@ -69,12 +66,7 @@ def mtp_head(file: MtpFile, target: OpenModel, depth: int) -> MtpHead:
         name.removeprefix("model."): read_tensor(file.parts, name) + (plus if "norm" in name else 0.0)
         for name in file.parts.shapes
     }
-    state |= {
-        "embed_tokens.weight": target_embedding(target),
-        "lm_head.weight": target_head(target, file.ids),
-        "last_norm.weight": last_norm(target),
-    }
-    head.load_state_dict(state)
+    fill(head, state | {"last_norm.weight": last_norm(target)}, target, file.ids)
     return head
 
 
@@ -85,16 +77,10 @@ def write_mtp(head: MtpHead, folder: Path) -> None:
     """
     described = {"model_type": str(head.body.family), "num_nextn_predict_layers": 1}
     plus = hf_family(described).fixed.get("norm_weight_offset", 0.0)  # that readers add to norms
+    own = {name: tensor for name, tensor in head.state_dict().items() if name.split(".")[0] not in _BORROWED}
+    stored = {name: tensor - plus if "norm" in name else tensor for name, tensor in own.items()}
     tensors = {}
-    for name, tensor in head.state_dict().items():
+    for name, tensor in finite_tensors(stored, torch.bfloat16).items():
         stem, dot, rest = name.partition(".")
-        if stem in _BORROWED:
-            continue
-        there = f"mtp.{_THEIRS.get(stem, stem)}{dot}{rest}"
-        stored = tensor.detach().cpu() - plus if "norm" in name else tensor.detach().cpu()
-        tensors[there] = stored.to(torch.bfloat16).contiguous()
-        if not bool(torch.isfinite(tensors[there]).all()):
-            raise ModelError(f"the head's tensor {name!r} holds values that are not finite in bfloat16")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / "model.safetensors", tensors)
-    write_text(folder / "config.json", json.dumps(described, indent=2))
+        tensors[f"mtp.{_THEIRS.get(stem, stem)}{dot}{rest}"] = tensor
+    write_folder(folder, described, tensors)

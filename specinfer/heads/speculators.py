@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -143,10 +143,7 @@ def write_head(
     state = head.state_dict()
     floats = torch.float32 if dtype == torch.int8 else dtype
     own = own_tensors(head)
-    tensors = {name: tensor.detach().cpu().to(floats).contiguous() for name, tensor in own.items()}
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"the head's tensor {name!r} holds values that are not finite in {floats}")
+    tensors = finite_tensors(own, floats)
     if dtype == torch.int8:
         for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
             tensors[name], tensors[name + SCALE] = _rows_as_int8(tensors[name])
@@ -155,6 +152,20 @@ def write_head(
     described = _described(config, verifier=verifier, architectures=architectures, dtype=named)
     if fingerprint is not None:
         described[FINGERPRINT] = fingerprint
+    write_folder(folder, described, tensors)
+
+
+def finite_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a head's tensors on the CPU in `dtype`; raises ModelError if a value is not finite."""
+    found = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in tensors.items()}
+    for name, tensor in found.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"the head's tensor {name!r} holds values that are not finite in {dtype}")
+    return found
+
+
+def write_folder(folder: Path, described: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors of a head; makes the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
     write_text(folder / "config.json", json.dumps(described, indent=2))
