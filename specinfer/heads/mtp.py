@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, cast
 
 import torch
@@ -26,17 +27,23 @@ from specinfer.attention.backend import Attend
 from specinfer.errors import ModelFileError
 from specinfer.heads.config import MtpConfig, check_target
 from specinfer.heads.eagle import RecursiveModel
-from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.foreign_format import quantized_tensor
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.decoder_shapes import decoder_shapes
-from specinfer.models.gguf import GGUFFile
+from specinfer.models.families.registry import gguf_family, hf_family, other_senses, text_fields
+from specinfer.models.gguf import GGUFFile, read_table
+from specinfer.models.gguf_config import further_layers
 from specinfer.models.language_model import Residual
 from specinfer.models.layers import RotaryEmbedding, RowNorm
+from specinfer.models.next_layer import declared_layers, next_config, nextn
 from specinfer.models.open_model import check_tensors
-from specinfer.models.safetensors import MTP, SafetensorsFolder, head_kind, tensor_names
+from specinfer.models.quantized.checkpoint import quantization_of
+from specinfer.models.safetensors import MTP, SafetensorsFolder, files_by_tensor, head_kind, tensor_names
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_sizes import matrix_bytes
 from specinfer.speculation_config import Quantization
@@ -125,11 +132,39 @@ class _Checked:
 
 
 class _Folder(_Checked, SafetensorsFolder):
-    """That of a folder."""
+    """That of a folder. Whether the layer is complete is not checked."""
+
+    def __init__(self, path: Path, weights: Sequence[Path], target: ModelConfig) -> None:
+        """See SafetensorsFolder."""
+        described = read_json(path / "config.json")
+        files = files_by_tensor(path, weights, indexed=bool(other_senses(described)))
+        quantized, family = quantization_of(described), hf_family(described)
+        self.next_names = family.next_names
+        further = {} if family.next_names is None else family.next_names.of(files)
+        offset, declared = (
+            family.fixed.get("norm_weight_offset", 0.0),
+            declared_layers(text_fields(described)),
+        )
+        config = next_config(path, target, further.values(), offset=offset, declared=declared)
+        if not any(map(quantized_tensor, further)):
+            quantized = None
+        used = dict.fromkeys(files[name] for name in further)
+        self._open(path, [*used], further, quantized, family.names, config)
 
 
 class _GgufFile(_Checked, GGUFFile):
     """That of a GGUF file."""
+
+    def __init__(self, header: GgufHeader, target: ModelConfig) -> None:
+        """See GGUFFile."""
+        tensors, family = read_table(header), gguf_family(header.metadata)
+        behind = further_layers(family.architecture, header.metadata)
+        self.next_names = nextn(behind) if behind and family.reads_next else None
+        further = {} if self.next_names is None else self.next_names.of(tensors)
+        head = self._open(header, family, {ours: tensors[theirs] for theirs, ours in further.items()})
+        offset, declared = family.fixed.get("norm_weight_offset", 0.0), len(behind)
+        config = next_config(self.path, target, head.shapes, offset=offset, declared=declared)
+        self._name(family, head, head.shapes, config)
 
 
 class MtpModel(RecursiveModel[MtpConfig]):

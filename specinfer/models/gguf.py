@@ -7,7 +7,7 @@ the headers, and models/families converts the metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,15 @@ from specinfer.kernels.file_blocks import BlockForm, StoredRows
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import gguf_family
 from specinfer.models.gguf_blocks import FILE_BLOCKS, check_rows, rounded_form, rounded_rows
-from specinfer.models.gguf_config import ROPE_TENSORS, GgufHead, further_layers
-from specinfer.models.next_layer import next_config, nextn
+from specinfer.models.gguf_config import ROPE_TENSORS, GgufFamily, GgufHead, further_layers
+from specinfer.models.next_layer import NextNames, nextn
 from specinfer.models.sources import Sources
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class Placed:
     """The place and format of a tensor."""
 
     path: Path
@@ -41,7 +41,7 @@ class _Placed:
     offset: int  # bytes from the start of the file
     row_bytes: int  # bytes of one row; of one element for a vector
 
-    def as_matrix(self, name: str) -> _Placed:
+    def as_matrix(self, name: str) -> Placed:
         """Concatenate matrices and biases of several experts, and make a shared expert's gate one row."""
         if len(self.shape) == (2 if name.endswith("_exps.bias") else 3):
             experts, rows, *rest = self.shape
@@ -57,21 +57,23 @@ class GGUFFile:
     Raises ModelFileError if the file is damaged, ModelError if it needs unsupported features.
     """
 
-    def __init__(self, header: GgufHeader, next_of: ModelConfig | None = None) -> None:
-        """`header` is that of complete files (`check_complete`).
+    next_names: NextNames | None = None  # names of its layer for further tokens, if it has one
 
-        With `next_of`, the config of their target, the file's layer for further tokens is opened instead
-        (next_layer.py). Whether that layer is complete is not checked.
-        """
-        self.path = header.path
-        self._tensors = _read_table(header)
-        family = gguf_family(header.metadata)
+    def __init__(self, header: GgufHeader) -> None:
+        """`header` is that of complete files (`check_complete`)."""
+        tensors, family = read_table(header), gguf_family(header.metadata)
         behind = further_layers(family.architecture, header.metadata)
-        names = nextn(behind) if behind and family.reads_next else None
-        further = {} if names is None else names.of(self._tensors)
-        self.next_names = names if further else None  # some converters drop an announced layer's tensors
-        if next_of is not None:
-            self._tensors = {ours: self._tensors[theirs] for theirs, ours in further.items()}
+        head = self._open(header, family, tensors)
+        # Some converters drop an announced layer's tensors.
+        if family.reads_next and behind and nextn(behind).of(head.shapes):
+            self.next_names = nextn(behind)
+        unread = tuple(f"blk.{layer}." for layer in behind)
+        used = [name for name in head.shapes if not name.startswith(unread)]
+        self._name(family, head, used, family.config(head))
+
+    def _open(self, header: GgufHeader, family: GgufFamily, tensors: Mapping[str, Placed]) -> GgufHead:
+        """Take these tensors, and return their description."""
+        self.path, self._tensors = header.path, dict(tensors)
         rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
         self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file
         for name in [*self._tensors]:
@@ -85,14 +87,13 @@ class GGUFFile:
         numbers: dict[str, tuple[float, ...]] = {
             name: tuple(self._read(one, 0, one.shape[0]).float().tolist()) for name, one in rope.items()
         }
-        head = GgufHead(family.architecture, header.metadata, shapes, numbers)
-        if next_of is not None:
-            offset = family.fixed.get("norm_weight_offset", 0.0)
-            self.config = next_config(self.path, next_of, shapes, offset=offset, declared=len(behind))
-        else:
-            self.config, unread = family.config(head), tuple(f"blk.{layer}." for layer in behind)
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(unread)}
-        self._sources = Sources(self.path, family.names(head), shapes, self.config)
+        return GgufHead(family.architecture, header.metadata, shapes, numbers)
+
+    def _name(self, family: GgufFamily, head: GgufHead, used: Iterable[str], config: ModelConfig) -> None:
+        """Give the tensors that are used the decoder's names."""
+        self.config = config
+        shapes = {name: self._tensors[name].shape for name in used}
+        self._sources = Sources(self.path, family.names(head), shapes, config)
         self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -155,7 +156,7 @@ class GGUFFile:
         check_rows(there, rows)
         return rows
 
-    def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
+    def _read(self, tensor: Placed, start: int, stop: int) -> Tensor:
         elements = elements_of(tensor.kind.name, _octets(tensor, start, stop))
         return elements.view(stop - start, *tensor.shape[1:])
 
@@ -179,16 +180,16 @@ def elements_of(kind: str, octets: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(dequantize(octets, GGMLQuantizationType[kind]))
 
 
-def _octets(tensor: _Placed, start: int, stop: int) -> NDArray[np.uint8]:
+def _octets(tensor: Placed, start: int, stop: int) -> NDArray[np.uint8]:
     """The bytes of rows start..stop."""
     data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
     read_exactly(tensor.path, tensor.offset + start * tensor.row_bytes, data.data)
     return data
 
 
-def _read_table(header: GgufHeader) -> dict[str, _Placed]:
+def read_table(header: GgufHeader) -> dict[str, Placed]:
     """The tensors of complete files by name."""
-    placed: dict[str, _Placed] = {}
+    placed: dict[str, Placed] = {}
     for part in (header, *header.parts):
         path = part.path
         for tensor in part.tensors:
@@ -213,7 +214,7 @@ def _read_table(header: GgufHeader) -> dict[str, _Placed]:
                     f"multiple of {block}; the file is damaged, get it again"
                 )
             row_bytes = row // block * block_bytes * math.prod(shape[1:-1])
-            placed[tensor.name] = _Placed(path, kind, shape, part.data_offset + tensor.offset, row_bytes)
+            placed[tensor.name] = Placed(path, kind, shape, part.data_offset + tensor.offset, row_bytes)
     return placed
 
 

@@ -25,9 +25,10 @@ from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.kernels.file_blocks import StoredRows
 from specinfer.models.config import ModelConfig
-from specinfer.models.families.registry import hf_family, other_senses, read_config, text_fields
+from specinfer.models.families.registry import hf_family, other_senses, read_config
+from specinfer.models.fields import Fields
 from specinfer.models.hf_config import HfFamily, config_to_hf
-from specinfer.models.next_layer import declared_layers, next_config
+from specinfer.models.next_layer import NextNames
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.pieces import LastFew, MadeTensor, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import IntegerMatrix
@@ -95,42 +96,46 @@ class SafetensorsFolder:
     unsupported feature.
     """
 
-    def __init__(self, path: Path, weights: Sequence[Path], next_of: ModelConfig | None = None) -> None:
-        """`weights` are the folder's safetensors files.
+    next_names: NextNames | None = None  # names of its layer for further tokens, if it has one
 
-        With `next_of`, the config of their target, the folder's layer for further tokens is opened instead
-        (next_layer.py). Whether that layer is complete is not checked.
-        """
-        self.path = path
+    def __init__(self, path: Path, weights: Sequence[Path]) -> None:
+        """`weights` are the folder's safetensors files."""
         described = read_json(path / "config.json")
         senses = other_senses(described)
-        files = _files_by_tensor(path, weights, indexed=bool(senses))
-        if next_of is None and (kind := head_kind(files)) is not None:
+        files = files_by_tensor(path, weights, indexed=bool(senses))
+        if (kind := head_kind(files)) is not None:
             raise ModelFileError(
                 f"{path} is a draft head ({kind}), which makes no text: name it in drafts, beside its target"
             )
         quantized = quantization_of(described)
         family = hf_family(described)
-        further = {} if family.next_names is None else family.next_names.of(files)
-        self.next_names = family.next_names if further else None
-        if next_of is not None:
-            bare, declared = further, declared_layers(text_fields(described))
-            offset = family.fixed.get("norm_weight_offset", 0.0)
-            config = next_config(path, next_of, further.values(), offset=offset, declared=declared)
-            quantized = quantized if any(map(quantized_tensor, further)) else None
-        else:
-            generation = path / "generation_config.json"
-            config = read_config(described, read_json(generation) if generation.is_file() else None)
-            bare = _bare_names(path, files, family, text_alone=bool(senses))
-        if senses and next_of is None and len(bare) < len(files):
+        if family.next_names is not None and family.next_names.of(files):
+            self.next_names = family.next_names
+        generation = path / "generation_config.json"
+        config = read_config(described, read_json(generation) if generation.is_file() else None)
+        bare = _bare_names(path, files, family, text_alone=bool(senses))
+        if senses and len(bare) < len(files):
             _LOG.warning(
                 "%s also reads images or sound (%s), and runs as a text model: %d of its %d tensors are not "
                 "read",
                 *(path.name, ", ".join(senses), len(files) - len(bare), len(files)),
             )
-        used = dict.fromkeys(files[name] for name in bare) if senses or next_of is not None else weights
+        used = dict.fromkeys(files[name] for name in bare) if senses else weights
+        self._open(path, [*used], bare, quantized, family.names, config)
+
+    def _open(
+        self,
+        path: Path,
+        files: Sequence[Path],
+        bare: Mapping[str, str],
+        quantized: Fields | None,
+        names: Names,
+        config: ModelConfig,
+    ) -> None:
+        """Open the tensors of `bare` in these files: names there, and without the family's prefix."""
+        self.path = path
         dtypes = FLOATS if quantized is None else FLOATS | STORED
-        stored = {bare[name]: one for name, one in read_entries([*used], dtypes, bare).items()}
+        stored = {bare[name]: one for name, one in read_entries(files, dtypes, bare).items()}
         tensors: Mapping[str, StoredTensor] = stored
         if quantized is not None:
             tensors = dequantized(path, quantized, stored)
@@ -140,9 +145,9 @@ class SafetensorsFolder:
                 f"{quantizes!r} is not of a plain model; {INSTEAD}"
             )
         last = LastFew[Tensor](_KEPT)
-        self._entries = {name: _stack(name, one, family.names, config, last) for name, one in tensors.items()}
+        self._entries = {name: _stack(name, one, names, config, last) for name, one in tensors.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
-        self._sources = Sources(path, family.names, shapes, config)
+        self._sources = Sources(path, names, shapes, config)
         self.shapes = self._sources.shapes  # shapes by the decoder's names of tensors
         # As in transformers: the config can tie embeddings and output layer, unless the files have both. If
         # the two are equal, only memory use differs.
@@ -240,7 +245,7 @@ def tensor_names(files: Sequence[Path]) -> list[str]:
     return [name for file in files for name in _read_header(file)[0]]
 
 
-def _files_by_tensor(path: Path, weights: Sequence[Path], *, indexed: bool) -> dict[str, Path]:
+def files_by_tensor(path: Path, weights: Sequence[Path], *, indexed: bool) -> dict[str, Path]:
     """The file of each tensor; with `indexed` by the folder's index, if it has one, which opens no file."""
     index = path / "model.safetensors.index.json"
     if indexed and index.is_file():
