@@ -75,10 +75,6 @@ class FoundModel:
         """True if its files have an MTP layer that can be its draft."""
         return not isinstance(self.model, HostedFolder) and self.model.next_names is not None
 
-    def own_head(self) -> FoundHead:
-        """Open that layer; raises ModelError or a subclass if it cannot be used."""
-        return FoundHead(self.files, MtpFile(self.files, self.config))
-
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
         """Return the bytes that its weights will take."""
         return estimate_bytes(self.model, dtype, kernels, quantization)
@@ -184,7 +180,7 @@ def find_drafts(
         files = target.files if own else resolve(name, progress=progress, code=config.trust_remote_code)
         if own or is_mtp(files):
             check_support({**config.features, **target.features, Feature.HEAD: name, Feature.MTP: name})
-            found[name] = target.own_head() if own else FoundHead(files, MtpFile(files, target.config))
+            found[name] = FoundHead(files, MtpFile(files, target.config))
         elif is_head(files.path):
             check_support({**target.features, Feature.HEAD: name})
             found[name] = head = FoundHead(files, open_head(files, target.model))

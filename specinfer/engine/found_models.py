@@ -32,6 +32,7 @@ from specinfer.engine.drafts import (
 from specinfer.engine.hardware import Choice, Hardware, choose_quantization
 from specinfer.engine.memory import DraftSet, MemoryNeeds, draft_bytes
 from specinfer.errors import ConfigError, ModelError
+from specinfer.heads.mtp import MtpFile
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -148,9 +149,8 @@ def find_target(config: EngineConfig, hardware: Hardware, show: Progress) -> tup
 def _own_head_bytes(config: EngineConfig, target: FoundModel, hardware: Hardware) -> int:
     """Return the bytes of the MTP head in the target's files; 0 for one with a fault, refused later."""
     with suppress(ModelError):
-        head = target.own_head()
-        kind = config.speculation.draft_quantization
-        return head.weight_bytes(*hardware[1:3], head.head.fitting(config.kind) if kind == "auto" else kind)
+        head, kind = MtpFile(target.files, target.config), config.speculation.draft_quantization
+        return head.weight_bytes(hardware.dtype, head.fitting(config.kind) if kind == "auto" else kind)
     return 0
 
 

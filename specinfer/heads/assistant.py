@@ -21,13 +21,14 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, Paths
 from specinfer.heads.assistant_layout import CENTROIDS
 from specinfer.heads.config import AssistantConfig
-from specinfer.heads.eagle import EagleText, Placed, RecursiveModel
+from specinfer.heads.eagle import EagleText, RecursiveModel
 from specinfer.heads.runner import HeadCache
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import Residual
 from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
+from specinfer.runtime.batch import ModelBatch
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
 
@@ -65,7 +66,7 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         keys, values = ([kind[layer] for layer in layers] for kind in (target.keys, target.values))
         return HeadCache(block_size, target, self.kernels.attention.over(keys, values))
 
-    def placed(self, texts: Sequence[EagleText], block_size: int) -> Placed:
+    def batch(self, texts: Sequence[EagleText], block_size: int) -> ModelBatch:
         """See RecursiveModel. All rows have the root's position, and attend to the text before it."""
         roots: list[int] = []
         requests: list[int] = []
@@ -83,7 +84,7 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
             block_size=block_size,
         )
         token_ids_T = torch.tensor([i for text in texts for i in text.rows.token_ids], device=self.device)
-        return Placed(token_ids_T, torch.tensor(roots, device=self.device), paths)
+        return ModelBatch(token_ids_T, torch.tensor(roots, device=self.device), paths, None)
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """See RecursiveModel."""

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from specinfer.heads.config import (
 from specinfer.heads.dflash2 import dflash2_shapes
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.layouts import Shapes, head_config, is_head_config, tensor_name
-from specinfer.heads.mtp import MtpModel, is_mtp
+from specinfer.heads.mtp import MtpFile, MtpModel, is_mtp
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import Entries, HeadVocabulary, own_tensors, read_vocabulary
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
@@ -89,34 +89,6 @@ def is_head(files: ModelFiles | Path) -> bool:
     return known or head_kind(tensor_names(weight_files(files))) is not None
 
 
-class OpenHead(Protocol):
-    """An open head, in a folder or as an MTP layer; its weights are not read."""
-
-    part_name: str  # in the names of prepared files, for a part beside a whole model
-
-    @property
-    def config(self) -> AnyHeadConfig | MtpConfig:
-        """Its config."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Its vocabulary."""
-
-    @property
-    def parts(self) -> TensorFile:
-        """The tensors that it computes with."""
-
-    @property
-    def borrowed(self) -> Path | None:
-        """The target's path, if the head has some of the target's tensors."""
-
-    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-        """The bytes of its weights in memory."""
-
-    def fitting(self, target: Quantization) -> Quantization:
-        """Its quantization by default, beside that of its target."""
-
-
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
     """Open the head in a folder for this target, without reading weights.
 
@@ -137,7 +109,7 @@ class HeadFolder:
     The tensors have the names of the head kind's module.
     """
 
-    part_name = ""
+    part_name = ""  # in the names of prepared files, for a part beside a whole model
 
     def __init__(self, files: ModelFiles | Path, target: ModelConfig, model: OpenModel | None = None) -> None:
         """Open a head of this target; to load it, `model` is the target's own.
@@ -199,16 +171,16 @@ class HeadFolder:
 
     @property
     def parts(self) -> TensorFile:
-        """See OpenHead."""
+        """The tensors that it computes with."""
         return self
 
     @property
     def borrowed(self) -> Path | None:
-        """See OpenHead."""
+        """The target's path, if the head has some of the target's tensors."""
         return None if self.config.own_head or self.target is None else self.target.path
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-        """See OpenHead. The output layer is never int4."""
+        """The bytes of its weights in memory; the output layer is never int4."""
         size = 0
         for name, shape in self.shapes.items():
             if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
@@ -219,7 +191,7 @@ class HeadFolder:
         return size
 
     def fitting(self, target: Quantization) -> Quantization:
-        """See OpenHead."""
+        """Its quantization by default, beside that of its target."""
         return "none"
 
     def module(self, target: OpenModel) -> EagleHead | BlockHead:
@@ -233,6 +205,9 @@ class HeadFolder:
         module = _module(config, self.ids)
         fill(module, {name: read_tensor(self, name) for name in self._entries}, target, self.ids)
         return module
+
+
+OpenHead = HeadFolder | MtpFile  # with the same properties and methods for its loading
 
 
 def _verifier(described: Mapping[str, object]) -> str:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specinfer.attention.backend import Attend, Paths
+from specinfer.attention.backend import Attend
 from specinfer.heads.config import EagleConfig, LayersConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
@@ -33,7 +33,7 @@ from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
-from specinfer.runtime.batch import Rows, build_batch
+from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import probe_rows
@@ -172,44 +172,35 @@ class EagleText:
     fed_TD: Tensor | None = None  # the head's output at the parent rows
 
 
-class Placed(NamedTuple):
-    """The rows of a pass, their positions in their texts, and the rows that each attends to."""
-
-    token_ids_T: Tensor
-    positions_T: Tensor
-    paths: Paths
-    logit_rows: Tensor | None = None  # rows with a guess; None: all
-
-
 class RecursiveModel(HeadModel[Recursive, EagleText]):
     """A head whose rows read a token and the target's hidden states, or its own output at the row before."""
 
     def guess(self, texts: Sequence[EagleText], cache: HeadCache) -> HeadPass:
         """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D]."""
-        at = self.placed(texts, cache.block_size)
+        batch = self.batch(texts, cache.block_size)
         feature_TD = torch.cat(
             [self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD for text in texts]
         )
-        attend = cache.attention.bind(at.paths)
-        read_TD, fed_TD = self.run(at.token_ids_T, feature_TD, at.positions_T, attend)
+        attend = cache.attention.bind(batch.paths)
+        read_TD, fed_TD = self.run(batch.token_ids_T, feature_TD, batch.positions_T, attend)
         rows = [text.rows for text in texts]
         ends = accumulate(len(part.token_ids) for part in rows)
         made = [
             fed_TD[end - (len(part.token_ids) - part.logits_from) : end]
             for part, end in zip(rows, ends, strict=True)
         ]
-        read_RD = read_TD if at.logit_rows is None else read_TD.index_select(0, at.logit_rows)
+        read_RD = read_TD if batch.logit_rows is None else read_TD.index_select(0, batch.logit_rows)
         return HeadPass(made, read_RD)
 
-    def placed(self, texts: Sequence[EagleText], block_size: int) -> Placed:
+    def batch(self, texts: Sequence[EagleText], block_size: int) -> ModelBatch:
         """Return the rows of these texts; each attends to its text and to its ancestors."""
         rows = [text.rows for text in texts]
         batch = build_batch(rows, block_size=block_size, device=self.device)
-        positions_T = batch.positions_T
         if any(text.shift for text in texts):
             shifts = np.repeat([text.shift for text in texts], [len(part.token_ids) for part in rows])
-            positions_T = positions_T + torch.from_numpy(shifts).to(self.device)
-        return Placed(batch.token_ids_T, positions_T, batch.paths, batch.logit_rows)
+            positions_T = batch.positions_T + torch.from_numpy(shifts).to(self.device)
+            batch = replace(batch, positions_T=positions_T)
+        return batch
 
     @abstractmethod
     def fused(self, taps_TND: Tensor) -> Tensor:

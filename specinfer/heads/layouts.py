@@ -69,22 +69,10 @@ _PREFIXES: Final = {"draft_model.": "", "model.": "", "midlayer.": "layers.0."} 
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 _MAX_LAYERS: Final = 64
 # Defaults of transformers' config classes; a config file may leave these fields out.
-_QWEN: Final[Mapping[str, object]] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-}
+_SIZES: Final = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN: Final = {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
     "qwen2": _QWEN,
     "qwen3": _QWEN,
 }

@@ -90,14 +90,14 @@ class MtpFile:
         check_target(self.config, target, files.name)
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-        """See OpenHead; its tables are the target's."""
+        """The bytes of its weights in memory; its tables are the target's."""
         floats = sum(math.prod(shape) for shape in self.parts.shapes.values() if len(shape) == 1)
         matrices = [name for name, shape in self.parts.shapes.items() if len(shape) > 1]
         of_matrices = (matrix_bytes(self.parts, name, dtype, quantization) for name in matrices)
         return floats * dtype.itemsize + sum(of_matrices)
 
     def fitting(self, quantization: Quantization) -> Quantization:
-        """See OpenHead: the target's, or floats if these files do not have its blocks."""
+        """Its quantization by default: the target's, or floats if these files do not have its blocks."""
         blocks = quantization == "gguf" and not isinstance(self.parts, GGUFFile)
         return "none" if blocks else quantization
 
