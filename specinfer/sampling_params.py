@@ -1,4 +1,4 @@
-"""SamplingParams and SpeculationParams: the parameters of one request."""
+"""SamplingParams, SpeculationParams and ThinkingBudget: the parameters of one request."""
 
 from __future__ import annotations
 
@@ -103,6 +103,28 @@ class SpeculationParams:
         return cls(**value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """Bound of the thinking at the start of a text; raises RequestError for one that is negative.
+
+    After `tokens` tokens between the delimiters, the text continues with the token ids `ending`. 0 tokens end
+    thinking as soon as it begins.
+    """
+
+    tokens: int
+    open: str  # a special token counts as its name
+    close: str
+    ending: tuple[int, ...]  # at least one id; the last ones need not be of `close`
+    started: bool = False  # the prompt has opened the thinking
+    repeats: bool = False  # thinking may begin anywhere and again; one budget bounds all of it
+
+    def __post_init__(self) -> None:
+        allowed = "an integer >= 0; 0 ends thinking at once"
+        _number("thinking.tokens", self.tokens, int, 0, math.inf, allowed)
+        if not (self.open and self.close and self.ending):
+            raise RequestError("thinking has an empty open, close or ending; give all three")
+
+
 def usual_sampling(recommended: Mapping[str, float]) -> dict[str, float]:
     """Return the values of sampling fields that a request leaves out, of a model that recommends these.
 
@@ -116,7 +138,7 @@ class SamplingParams:
     """Sampling, stop conditions, log-probabilities and speculation of one request.
 
     Parameters change the target's distribution in this order, each on the result of the one before:
-    structured output, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
+    structured output, thinking, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
     frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p (docs/sampling.md). `temperature=0`
     is greedy decoding. Raises RequestError for a value outside its range and for values that contradict each
     other.
@@ -151,6 +173,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # the text ends after the stop string instead
     stop_token_ids: tuple[int, ...] = ()  # the text ends at one of these tokens, which it omits
     ignore_eos: bool = False
+    thinking: ThinkingBudget | None = None  # None: only max_tokens bounds it
     visible_token_ids: tuple[int, ...] = ()  # special tokens that the text shows by name
 
     logprobs: int | None = None  # per output token: log-probabilities of the chosen and of the k likeliest

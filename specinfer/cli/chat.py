@@ -32,11 +32,14 @@ HELP = "/exit ends, /reset forgets the conversation, /stats shows figures"
 
 @click.command(cls=Command)
 @click.option("--system", help="System message.")
+@click.option(
+    "--reasoning-budget", type=click.IntRange(min=0), metavar="N", help="Maximum of tokens of thinking."
+)
 @model_options
 @adapter_option
 @speculation_options
 @sampling_options
-def chat(system: str | None, **options: Any) -> None:
+def chat(system: str | None, reasoning_budget: int | None, **options: Any) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation."""
     fields = sampling_fields(options)
     llm = build_llm(options)
@@ -49,7 +52,7 @@ def chat(system: str | None, **options: Any) -> None:
     click.echo(f"{HELP}.", err=True)
     llm.loop.rest_when_idle()  # while the user reads and types
     params = replace(llm.default_params, **fields)
-    ChatSession(llm, params, system, fills="max_tokens" not in fields).run()
+    ChatSession(llm, params, system, fills="max_tokens" not in fields, budget=reasoning_budget).run()
 
 
 class ChatSession:
@@ -62,10 +65,17 @@ class ChatSession:
         system: str | None,
         *,
         fills: bool = False,
+        budget: int | None = None,
     ) -> None:
-        """With `fills` an answer may take the rest of the context; `max_tokens` of `params` is ignored."""
+        """With `fills` an answer may take the rest of the context; `max_tokens` of `params` is ignored.
+
+        `budget` is the maximum of tokens of an answer's thinking.
+        """
+        from specinfer.serve.dialect.dialect import Dialect
         from specinfer.tokenizer.chat_encoder import ChatEncoder
 
+        self._budget = budget
+        self._reasoning = None if budget is None else Dialect.of(llm.tokenizer).reasoning
         self._llm = llm
         self._params = params
         self._fills = fills
@@ -115,6 +125,10 @@ class ChatSession:
             if self._fills:
                 room = self._llm.intake.max_length - len(self._encoder.token_ids(self._messages))
                 self._params = replace(self._params, max_tokens=max(1, room))
+            if self._budget is not None and self._reasoning is not None:
+                prompt = self._encoder.render(self._messages)
+                bound = self._reasoning.bound(self._budget, prompt, self._llm.tokenizer)
+                self._params = replace(self._params, thinking=bound)
             for output in self._llm.stream_chat(self._messages, self._params):
                 self._last, text = output, output.text
                 click.echo(output.new_text, nl=False)

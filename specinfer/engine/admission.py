@@ -16,6 +16,7 @@ from specinfer.errors import RequestError, naming
 from specinfer.grammar.grammar import GrammarCompiler, GrammarState
 from specinfer.processors.changes import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
+from specinfer.processors.thinking import ThinkingState
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.prediction import IndexedPrediction
@@ -122,6 +123,7 @@ class Admission:
         for parameter, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("visible_token_ids", params.visible_token_ids),
+            ("thinking", () if params.thinking is None else params.thinking.ending),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
             ("prediction", request.prediction),
@@ -178,6 +180,9 @@ class Admission:
             ending=ending,
             bad_words=bad_words,
             grammar=grammar,
+            thinking=None
+            if params.thinking is None
+            else ThinkingState(params.thinking, self.tokenizer.bytes_of),
         )
 
     def _grammar(self, form: StructuredOutput) -> GrammarState:

@@ -1,6 +1,7 @@
 """One request's logit processors, applied before temperature and filters.
 
-    structured output, allowed_token_ids, bad_words, min_tokens     set the logits of some tokens to -inf
+    structured output, thinking, allowed_token_ids, bad_words,
+    min_tokens                                                      set the logits of some tokens to -inf
     logit_bias                                                      adds to logits
     repetition_penalty, frequency_penalty, presence_penalty         change the logits of tokens in the text
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from specinfer.grammar.grammar import GrammarState
 from specinfer.processors.changes import BadWords, Penalties, RowChanges, bans, biases, change_each, joined
+from specinfer.processors.thinking import ThinkingState
 from specinfer.sampling_params import SamplingParams
 
 
@@ -36,6 +38,7 @@ class Processors:
         ending: Iterable[int],
         bad_words: Sequence[Sequence[int]] = (),
         grammar: GrammarState | None = None,
+        thinking: ThinkingState | None = None,
     ) -> None:
         self._vocab = vocab
         self._num_output = 0
@@ -43,6 +46,7 @@ class Processors:
         self.ending = frozenset(ending)  # tokens that end the text; banned until min_tokens
         self._barred = bans([token for token in sorted(self.ending) if token < vocab])
         self.grammar = grammar  # grammar of the structured output, or None
+        self._thinking = thinking  # None once all thinking has ended
         form = params.structured_output
         self._form = "" if form is None else form.parameter
         self._allowed: NDArray[np.bool_] | None = None
@@ -58,6 +62,7 @@ class Processors:
         """True if logits pass unchanged from here on, for every path."""
         return (
             self.grammar is None
+            and self._thinking is None
             and self._allowed is None
             and self._bad_words is None
             and self._penalties is None
@@ -70,6 +75,7 @@ class Processors:
         """Return the names of the parameters that may ban a token from here on."""
         names = {
             self._form: self.grammar is not None,
+            "thinking": self._thinking is not None,
             "allowed_token_ids": self._allowed is not None,
             "bad_words": self._bad_words is not None,
             "min_tokens": self._num_output < self._min_tokens,
@@ -92,6 +98,10 @@ class Processors:
         """Process `logits_V` in place; see `apply`."""
         if self.grammar is not None:
             logits_V[~self.grammar.allowed(path)] = -np.inf
+        if self._thinking is not None and (token := self._thinking.required(path)) is not None:
+            kept = logits_V[token]
+            logits_V[:] = -np.inf
+            logits_V[token] = kept
         if self._allowed is not None:
             logits_V[~self._allowed] = -np.inf
         for part in self._parts(path):
@@ -100,6 +110,8 @@ class Processors:
     def changes(self, path: Sequence[int]) -> RowChanges | None:
         """Return the effect of `change` as sparse changes, or None if a mask covers the whole row."""
         if self.grammar is not None or self._allowed is not None:
+            return None
+        if self._thinking is not None and self._thinking.required(path) is not None:
             return None
         return joined(list(self._parts(path)))
 
@@ -122,6 +134,8 @@ class Processors:
             return False
         if self._bad_words is not None and token in self._bad_words.completions(path):
             return False
+        if self._thinking is not None and self._thinking.required(path) not in (None, token):
+            return False
         return self.grammar is None or self.grammar.permits(path, token)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -129,6 +143,10 @@ class Processors:
         self._num_output += len(tokens)
         if self.grammar is not None:
             self.grammar.commit(tokens)
+        if self._thinking is not None:
+            self._thinking.commit(tokens)
+            if self._thinking.done:
+                self._thinking = None
         if self._bad_words is not None:
             self._bad_words.commit(tokens)
         if self._penalties is not None:

@@ -147,6 +147,9 @@ class ServeConfig:
     special_tokens_in_messages: SpecialTokens = option(
         "text", "Names of special tokens in messages of users and tools: read as text, or as the tokens."
     )
+    reasoning_budget: int | None = option(
+        None, "Maximum of tokens of thinking, for requests that give none.", minimum=0, shown="none"
+    )
     call_format: str = option("auto", "Format of the model's tool calls; auto: the one of its chat template.")
     log_traffic: str | None = option(
         None, "File to log prompts and answers in, as training data for drafts.", shown="none"

@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from specinfer.processors.pipeline import Processors
-from specinfer.sampling_params import SamplingParams
+from specinfer.processors.thinking import ThinkingState
+from specinfer.sampling_params import SamplingParams, ThinkingBudget
 
 from .slow_sampling import Rules
 
@@ -40,6 +41,23 @@ def words_after(words, output):
     }
 
 
+def forced_after(budget, output):
+    """The token that must follow: "a" opens thinking, and "<|bos|>" or the budget's ending closes it."""
+    used, thinks = 0, budget.started
+    left = list(budget.ending) if thinks and not budget.tokens else []  # the rest of the ending
+    for index, token in enumerate(output):
+        if left:
+            left = left[1:]
+            thinks = bool(left)
+        elif thinks:
+            thinks, used = token != 2, used + (token != 2)
+        else:
+            thinks = NAMES[token] == "a" and (index == 0 or budget.repeats)
+        if thinks and not left and used >= budget.tokens:
+            left = list(budget.ending)
+    return left[0] if left else None
+
+
 @dataclass(frozen=True)
 class Case:
     """Parameters, and what they mean over token ids."""
@@ -52,7 +70,8 @@ class Case:
     @property
     def rules(self):
         form = None if self.words is None else partial(words_after, self.words)
-        return Rules(self.params, PROMPT, self.ending, self.bad_words, form, NAMES)
+        thinking = None if self.params.thinking is None else partial(forced_after, self.params.thinking)
+        return Rules(self.params, PROMPT, self.ending, self.bad_words, form, thinking, NAMES)
 
     def processors(self, output):
         made = Processors(
@@ -62,6 +81,8 @@ class Case:
             ending=self.ending,
             bad_words=self.bad_words,
             grammar=None if self.words is None else WordList(self.words),
+            thinking=self.params.thinking
+            and ThinkingState(self.params.thinking, lambda one: NAMES[one].encode()),
         )
         for token in output:
             made.commit([token])
@@ -70,6 +91,10 @@ class Case:
 
 def case(ending=(), bad_words=(), words=None, **params):
     return Case(SamplingParams(**params), ending, bad_words, words)
+
+
+def thinking(tokens, ending=(2,), **more):
+    return ThinkingBudget(tokens=tokens, open="a", close=NAMES[2], ending=ending, **more)
 
 
 WORDS = ((0, 1), (0, 1, 2), (2,), (1, 1, 0), (1, 2, 2))
@@ -89,6 +114,12 @@ CASES = {
     "structured output": case(words=WORDS, ending=(END,)),
     "structured output, min_tokens": case(words=WORDS, ending=(END,), min_tokens=2),
     "a dead end in mid-text": case(words=WORDS, ending=(END,), min_tokens=3),
+    "thinking": case(thinking=thinking(1), ending=(END,)),
+    "thinking, no tokens": case(thinking=thinking(0, (1, 2), started=True), ending=(END,)),
+    "thinking again": case(thinking=thinking(1, repeats=True), top_k=3),
+    "thinking, structured output": case(
+        words=((0, 0, 2, 1), (0, 1, 2), (0, 2, 2), (1, 1)), thinking=thinking(1), ending=(END,)
+    ),
     "greedy": case(temperature=0, frequency_penalty=1.1, bad_words=((0, 0), (2, 1)), ending=(END,)),
     "stops with special tokens' names": case(
         stop=("<|bos|>b", "<|bos|>a<|b", "ba", NAMES[END]), min_tokens=2

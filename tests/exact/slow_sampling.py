@@ -25,6 +25,7 @@ class Rules:
     ending: tuple[int, ...] = ()  # end-of-text and stop tokens
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Callable[[tuple[int, ...]], set[int]] | None = None  # output -> token ids that may follow
+    thinking: Callable[[tuple[int, ...]], int | None] | None = None  # output -> the only token to follow
     names: tuple[str, ...] = ()  # texts of the tokens; those of special ones begin with "<"
 
 
@@ -37,6 +38,9 @@ def excluded_by(rules, output, token):
     """Return the parameter that excludes `token` after `output`; None if it is possible."""
     if rules.form is not None and token not in rules.form(tuple(output)):
         return "structured output"
+    forced = None if rules.thinking is None else rules.thinking(tuple(output))
+    if forced not in (None, token):
+        return "thinking"
     allowed = rules.params.allowed_token_ids
     if allowed is not None and token not in allowed:
         return "allowed_token_ids"

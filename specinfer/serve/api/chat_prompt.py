@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from specinfer.errors import naming
 from specinfer.grammar.lark import lark_of
@@ -20,6 +20,8 @@ from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered
 
 Messages = Sequence[Mapping[str, Any]]
+# Tokens of thinking by effort, for templates that do not read the effort; greater efforts have no bound.
+_BUDGETS: Final = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
         constraints = {"grammar": grammar}
     token_ids = tuple(service.chat.encode(rendered, add_special_tokens=fields.add_special_tokens is True))
     constraints |= {"visible_token_ids": visible or None}
+    budget = _budget(service, fields)
+    if budget is not None and dialect.reasoning is not None:
+        constraints["thinking"] = dialect.reasoning.bound(
+            budget, rendered, service.tokenizer, calls=bool(tools)
+        )
     return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside, form is None)
 
 
@@ -136,11 +143,20 @@ def _covers_reasoning(fields: ConversationFields, reasoning: Reasoning) -> bool:
     return any(reasoning.close in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
+def _budget(service: Service, fields: ConversationFields) -> int | None:
+    """Return the maximum of tokens of thinking: the request's, the one of its effort, or the server's."""
+    if fields.budget is not None:
+        return None if fields.budget < 0 else fields.budget
+    if fields.effort in _BUDGETS and "reasoning_effort" not in service.chat.variables:
+        return _BUDGETS[fields.effort]
+    return service.config.reasoning_budget
+
+
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     """Return the variables of the chat template; raises ApiError for a variable that it does not read.
 
     Without `reasoning_effort` a template may have a switch, `enable_thinking` or `thinking`, which an effort
-    sets. Without both an effort has no effect, and a switch must agree with the model's fixed behaviour.
+    sets. Without both a switch must agree with the model's fixed behaviour.
     """
     given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
     known, effort = service.chat.variables, fields.effort
@@ -149,10 +165,8 @@ def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
         given["reasoning_effort"] = effort
     elif effort is not None and switch is not None:
         given.setdefault("enable_thinking", effort != "none")
-    elif effort is not None:
-        service.field_policy.log_once(
-            f"{fields.effort_field} has no effect: the chat template reads no effort and no switch"
-        )
+    elif effort is not None and service.dialect.reasoning is None:
+        service.field_policy.log_once(f"{fields.effort_field} has no effect: the model does not reason")
     if switch == "thinking" and "enable_thinking" in given:
         given.setdefault("thinking", given.pop("enable_thinking"))
     elif switch is None and given.get("enable_thinking") is (service.dialect.reasoning is not None):

@@ -224,9 +224,7 @@ class Thinking(Fields):
     """The `thinking` field: whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: max_tokens limits reasoning and text together."
-    )
+    budget_tokens: int | None = Field(None, ge=0, description="Maximum of tokens of thinking.")
     # summarized shows the full reasoning, omitted hides it
     display: Literal["summarized", "omitted"] | None = None
 
@@ -250,6 +248,7 @@ class MessageFields(ConversationFields):
 
     format_field = "output_config.format"
     effort_field = "output_config.effort"
+    budget_field = "thinking.budget_tokens"
     refused = {
         "n": "an answer is one message; send the request again with another seed",
         "trace": "the trees of steps come with /v1/chat/completions",
@@ -343,6 +342,14 @@ class MessageFields(ConversationFields):
         return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
 
     @property
+    def budget(self) -> int | None:
+        """Maximum of tokens of thinking that the request gives; disabled thinking has 0."""
+        given = self.thinking
+        if given is None or given.type == "adaptive":
+            return self.thinking_token_budget
+        return given.budget_tokens if given.type == "enabled" else 0
+
+    @property
     def answer_format(self) -> dict[str, Any] | None:
         """`output_config.format` in the shape of chat completions."""
         new = None if self.output_config is None else self.output_config.format
@@ -355,7 +362,7 @@ class MessageFields(ConversationFields):
     def for_template(self, known: frozenset[str]) -> MessageFields:
         """Fit `thinking` to a chat template with the variables `known`; returns a copy.
 
-        It sets the template's switch, and has no effect without one.
+        It sets the template's switch, if there is one.
         """
         update: dict[str, Any] = {"continue_final_message": True} if self.prefill else {}
         mode = None if self.thinking is None else self.thinking.type

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from specinfer.sampling_params import ThinkingBudget
 from specinfer.serve.dialect.call_form import FORMS, lark_text
 from specinfer.serve.dialect.call_format import CallFormat, Tool, channel_ids
 from specinfer.serve.dialect.call_parser import (
@@ -53,6 +54,14 @@ class Channels(Reasoning):
     def state(self, prompt: Rendered) -> tuple[bool, bool]:
         """Return True twice if the answer continues a final message."""
         return bool(prompt.continued), bool(prompt.continued)
+
+    def bound(
+        self, tokens: int, prompt: Rendered, tokenizer: Tokenizer, *, calls: bool = False
+    ) -> ThinkingBudget:
+        """Return the bound of all analysis; the final message follows it, or with `calls` any message."""
+        head = f"{_END}{_BEGIN}assistant{'' if calls else f'{_CHANNEL}final{_MESSAGE}'}"
+        ending = tuple(tokenizer.encode(head, add_special=False))
+        return ThinkingBudget(tokens=tokens, open=self.open, close=self.close, ending=ending, repeats=True)
 
     def preamble_rules(self, starts_inside: bool) -> dict[str, str]:
         """Return Lark rules by name: `preamble` is all that precedes a form in the final message."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from specinfer.grammar.lark import escaped
+from specinfer.sampling_params import ThinkingBudget
 from specinfer.serve.dialect.call_form import lark_text, marks_in
 from specinfer.serve.dialect.call_parser import certain
 from specinfer.tokenizer import Rendered, Tokenizer
@@ -42,6 +43,19 @@ class Reasoning:
         start, end = prompt.continued, prompt.text.rstrip()
         opened = end.endswith(self.open) or start.rfind(self.open) > start.rfind(self.close)
         return opened, end.endswith(self.close) or (bool(start.strip()) and not opened)
+
+    def bound(
+        self, tokens: int, prompt: Rendered, tokenizer: Tokenizer, *, calls: bool = False
+    ) -> ThinkingBudget | None:
+        """Return the bound of the reasoning in an answer to the prompt; None if the answer has none.
+
+        With `calls` the answer may call tools.
+        """
+        opened, closed = self.state(prompt)
+        if closed and not opened:
+            return None
+        ending = tuple(tokenizer.encode_behind(self.close))
+        return ThinkingBudget(tokens=tokens, open=self.open, close=self.close, ending=ending, started=opened)
 
     def splitter(self, starts_inside: bool) -> ReasoningSplitter:
         """Return a splitter of one answer."""

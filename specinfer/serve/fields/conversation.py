@@ -20,6 +20,7 @@ from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput, schema_source, structured_output
 
 _FORMS: Final = ("regex", "choice", "grammar")  # fields for forms other than JSON
+_LENGTHS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # the first one given holds
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MAX_TOOLS = 128  # as in OpenAI's API; compiling a schema takes some milliseconds
 _Item = TypeVar("_Item")
@@ -99,6 +100,7 @@ class ConversationFields(SamplingFields):
 
     format_field: ClassVar[str] = "response_format"  # field for the JSON schema of the answer
     effort_field: ClassVar[str] = "reasoning_effort"  # field for the reasoning effort
+    budget_field: ClassVar[str] = "thinking_token_budget"  # field for the budget of thinking
 
     tools: Any = None  # each endpoint has its own shape of these two
     tool_choice: Any = None
@@ -111,6 +113,9 @@ class ConversationFields(SamplingFields):
     )
     add_special_tokens: bool | None = Field(
         None, description="Whether a begin-of-text token precedes the rendered template; default: false."
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="Maximum of tokens of thinking; 0 ends it at once, -1: no maximum."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template."
@@ -145,6 +150,11 @@ class ConversationFields(SamplingFields):
         for name in self.effort_field.split("."):
             value = None if value is None else getattr(value, name)
         return None if value is None else str(value)
+
+    @property
+    def budget(self) -> int | None:
+        """Maximum of tokens of thinking that the request gives; -1: none."""
+        return self.thinking_token_budget
 
     @property
     def answer_format(self) -> dict[str, Any] | None:
@@ -188,7 +198,18 @@ class ConversationFields(SamplingFields):
         """SamplingParams for at most `room` tokens; `constraints` are further fields. Raises ApiError."""
 
     def params(self, **more: Any) -> SamplingParams:
-        """SamplingParams of these fields; a `grammar` in `more` already includes the form of the answer."""
+        """SamplingParams of these fields; a `grammar` in `more` already includes the form of the answer.
+
+        Raises ApiError if the budget of thinking leaves no token for the answer.
+        """
+        given = (getattr(self, name, None) for name in _LENGTHS)
+        most = next((one for one in given if one is not None), None)
+        if self.budget is not None and most is not None and self.budget >= max(most, 1):
+            raise ApiError(
+                f"the budget of thinking is {self.budget} tokens; allowed: less than the {most} of the whole "
+                "answer; lower it, or raise the answer's maximum",
+                param=self.budget_field,
+            )
         if more.get("grammar") is None:
             return super().params(**{"response_format": self.answer_format} | more)
         bare = self.model_copy(update=dict.fromkeys((*_FORMS, "response_format")))

@@ -37,6 +37,7 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "guided_regex": ("regex",),
     "guided_choice": ("choice",),
     **dict.fromkeys(("guided_grammar", "ebnf"), ("grammar",)),
+    **dict.fromkeys(("reasoning_budget", "reasoning_budget_tokens"), ("thinking_token_budget",)),
 }
 _NONE: Final[Sequence[Any]] = (0, "", [], {})  # also false
 # Fields that would change the text -> the values that do not.
@@ -243,9 +244,11 @@ def _read_template_fields(body: dict[str, Any], own: Own) -> None:
         enabled, effort = given.get("enabled"), given.get("effort")
         for kind, switch in (("enabled", True), ("disabled", False)):
             enabled = switch if given.get("type") == kind else enabled
-        if given.keys() & {"max_tokens", "budget_tokens"} or not isinstance(enabled, bool | None):
-            allowed = "true, false, an effort, or an object with enabled or effort, without a budget"
-            raise ApiError(f"{name} is {shown(value)}; allowed: {allowed}; use max_tokens", param=name)
+        if not isinstance(enabled, bool | None):
+            allowed = "true, false, an effort, or an object with enabled, effort or a budget"
+            raise ApiError(f"{name} is {shown(value)}; allowed: {allowed}", param=name)
+        for key in given.keys() & {"max_tokens", "budget_tokens"}:
+            put(body, "thinking_token_budget", given[key], f"{name}.{key}")
         if enabled is not None:
             _put_inside("chat_template_kwargs", body, "enable_thinking", enabled, name)
         if effort is not None:

@@ -9,9 +9,11 @@ import pytest
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.errors import RequestError
+from specinfer.sampling_params import ThinkingBudget
 from tests.engines import Tiny, assert_idle, write_tiny
 
 PROMPT = [70, 97, 110, 99, 121, 70, 97, 110]
+THINKING = ThinkingBudget(tokens=9, open="<", close=">>>", ending=tuple(b">>>"), started=True)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0},
@@ -20,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bias and bans": {"temperature": 1.0, "logit_bias": {65: 3.0}, "bad_words": ["B", "CD"]},
     "stop string": {"temperature": 1.0, "stop": ["zzzz", "Q"], "min_tokens": 20},
     "grammar": {"temperature": 1.0, "regex": "(ab|cd){4,12}[0-9]*"},
+    "thinking": {"temperature": 1.0, "thinking": THINKING},
     "logprobs": {"temperature": 1.0, "logprobs": 2},
     "no speculation": {"temperature": 1.0, "speculation": False},
     "a prediction": {"temperature": 0.8, "prediction": "Fancy that"},

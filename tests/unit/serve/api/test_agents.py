@@ -212,7 +212,7 @@ def test_tokens_are_counted_beforehand_as_usage_counts_them(tokenizer: Tokenizer
         assert bytes(count.json()["tokens"]).decode() == prompt, body
     assert len(set(prompts)) == 5
     plain = {"messages": HI, "system": "s"}
-    messages = [plain, CLAUDE_CODE, plain | {"thinking": {"type": "enabled", "budget_tokens": 2000}}]
+    messages = [plain, CLAUDE_CODE, plain | {"thinking": {"type": "enabled", "budget_tokens": 8}}]
     counted, _ = post(tokenizer, "/messages/count_tokens", *messages)
     made, _ = post(tokenizer, "/messages", *({"max_tokens": 9, **body} for body in messages))
     assert [one.json()["input_tokens"] for one in counted] == [

@@ -50,6 +50,31 @@ def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(tokenizer: Tokeni
         assert held.preamble.startswith("preamble: close gap?"), form
 
 
+def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], int | None]] = [
+        ({}, 300),
+        ({"thinking_token_budget": 7}, 7),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}, "reasoning_effort": "low"}, 0),
+        ({"reasoning": {"max_tokens": 5}, "max_tokens": 6}, 5),
+        ({"reasoning_budget": 5, "tools": [{"type": "function", "function": {"name": "f"}}]}, 5),
+        ({"reasoning_effort": "none"}, 0),
+        ({"reasoning_effort": "low"}, 1024),
+        ({"reasoning_effort": "high"}, 300),
+        ({"chat_template_kwargs": {"closed": True}, "thinking_token_budget": 7}, None),
+    ]
+    for body, tokens in cases:
+        server = Asked(tokenizer, says("hm</think>Yes."), reasoning_budget=300)
+        assert ask(server, **body)["status"] == 200, body
+        bound = server.backend.works[0].params.thinking
+        assert (bound and bound.tokens) == tokens, body
+        if bound is not None:
+            assert (bound.started, bound.ending) == (True, tuple(b"</think>")), body
+    for most in ({"max_tokens": 7}, {"max_completion_tokens": 7, "max_tokens": 7}):
+        answer = ask(Asked(tokenizer, says("hm")), thinking_token_budget=7, **most)
+        assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
+
+
 def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:
     server = Asked(tokenizer, says('{"a": 1}'))
     closed = {"chat_template_kwargs": {"closed": True}}

@@ -29,7 +29,7 @@ WITHOUT_EFFECT: list[dict[str, Any]] = [
     {"tool_choice": {"type": "none"}, "tools": [TIME]},
     {"thinking": {"type": "disabled"}},
     {"thinking": {"type": "adaptive"}},
-    {"thinking": {"type": "enabled", "budget_tokens": 2048}},  # no thoughts keep that limit
+    {"thinking": {"type": "enabled", "budget_tokens": 4}},  # the model does not reason
     {"stop_sequences": []},
     {"stop_sequences": [""]},
     {"speed": "fast", "inference_geo": "us", "service_tier": "standard_only"},

@@ -150,7 +150,7 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
 
 def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer) -> None:
     cases: list[tuple[Any, str]] = [
-        ({"type": "enabled", "budget_tokens": 1024}, "<think>\n"),
+        ({"type": "enabled", "budget_tokens": 50}, "<think>\n"),
         ({"type": "disabled"}, "<think></think>"),
         ({"type": "adaptive"}, "assistant: "),
         (None, "assistant: "),
@@ -180,7 +180,7 @@ def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:
 def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says(" four."))
     begun = [*HI, {"role": "assistant", "content": "It is"}]
-    message = server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
+    message = server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 50})
     assert server.prompts[0].endswith("assistant: It is")
     assert message["content"] == [{"type": "text", "text": " four."}]
 
@@ -190,7 +190,7 @@ def test_thinking_has_no_effect_without_a_switch(tmp_path_factory: pytest.TempPa
     server = MessagesServer(
         byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), says("<think>Hm.</think>Four.")
     )
-    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
+    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 50}):
         content = server.message(thinking=thinking)["content"]
         assert [block["type"] for block in content] == ["thinking", "text"]
     assert server.prompts == ["Hi", "Hi"]

@@ -6,6 +6,7 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.processors.thinking import ThinkingState
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.dialect.call_format import CallFormat, ToolChoice, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
@@ -187,3 +188,18 @@ def test_gemma_4_reasons_in_a_channel_of_its_own():
         pieces = (thought + call)[:cut], (thought + call)[cut:]
         assert read(*pieces, dialect=dialect) == ("Hm.", "", [("get", json.dumps({"city": "Oslo"}))])
     assert dialect.reasoning.state(Rendered(f"<|turn>model\n{thought}")) == (False, True)
+
+
+def test_a_spent_budget_of_analysis_is_followed_by_the_final_message_or_by_a_call():
+    encode, prompt = FAMILY.tokenizer.encode, Rendered("")
+    for calls, tail in ((False, "<|channel|>final<|message|>"), (True, "")):
+        bound = DIALECT.reasoning.bound(5, prompt, FAMILY.tokenizer, calls=calls)
+        thinking = ThinkingState(bound, FAMILY.tokenizer.bytes_of)
+        thinking.commit(encode("<|channel|>analysis<|message|>Hm.", add_special=False))
+        thinking.commit(
+            encode(f"<|end|><|start|>assistant{NOTE}<|channel|>analysis<|message|>", add_special=False)
+        )
+        path = []
+        while (token := thinking.required((*encode("ab", add_special=False), *path))) is not None:
+            path.append(token)
+        assert path == encode(f"<|end|><|start|>assistant{tail}", add_special=False), calls

@@ -67,7 +67,7 @@ def test_null_and_neutral_values_have_no_effect() -> None:
         nothing = {name: one for name, one in nothing.items() if name not in PLAIN[kind]}
         assert read(kind, nothing, strict) == plain
         for name, values in REFUSED.items():
-            for value in [] if name in kind.model_fields else values:
+            for value in [] if name in {**kind.model_fields, **RENAMED} else values:
                 assert read(kind, {name: value}, strict) == plain, (kind, name)
 
 
@@ -272,8 +272,8 @@ OF_KIND: list[tuple[Any, dict[str, Any], str]] = [
     (ChatFields, {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
     (ChatFields, {"suffix": "b"}, "suffix"),
     (ChatFields, {"previous_response_id": "resp_1"}, "previous_response_id"),
-    (ChatFields, {"reasoning": {"max_tokens": 5}}, "reasoning"),
-    (ChatFields, {"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking"),
+    (ChatFields, {"reasoning": {"max_tokens": -2}}, "thinking_token_budget"),
+    (ChatFields, {"thinking": {"type": "enabled", "budget_tokens": "99 "}}, "thinking_token_budget"),
     (ChatFields, {"think": 5}, "think"),
     (ResponseFields, {"enable_thinking": [1]}, "enable_thinking"),
     (ChatFields, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -291,7 +291,9 @@ def test_fields_that_would_change_the_text_are_refused_by_name() -> None:
             error = refusal(kind, more)
             assert error["param"] == param, more
             assert expected in error["message"], more
-        for name in REFUSED.keys() - kind.model_fields.keys() - {"repeat_last_n", "documents"}:
+        for name in (
+            REFUSED.keys() - kind.model_fields.keys() - RENAMED.keys() - {"repeat_last_n", "documents"}
+        ):
             assert refusal(kind, {name: "odd"})["param"] == name
     for kind, more, param in OF_KIND:
         assert refusal(kind, more)["param"] == param, more
