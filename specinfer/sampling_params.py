@@ -118,6 +118,7 @@ class ThinkingBudget:
     started: bool = False  # the prompt has opened the thinking
     repeats: bool = False  # thinking may begin anywhere and again; one budget bounds all of it
 
+    @naming("thinking")
     def __post_init__(self) -> None:
         allowed = "an integer >= 0; 0 ends thinking at once"
         _number("thinking.tokens", self.tokens, int, 0, math.inf, allowed)
@@ -242,6 +243,10 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             raise RequestError(
                 "allowed_token_ids is empty; allowed: at least one token id, or None", "allowed_token_ids"
+            )
+        if self.thinking is not None and not isinstance(self.thinking, ThinkingBudget):
+            raise RequestError(
+                f"thinking is {self.thinking!r}; allowed: a ThinkingBudget, or None", "thinking"
             )
         if self.structured_output is not None and self.ignore_eos:
             raise RequestError(

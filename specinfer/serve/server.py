@@ -1,4 +1,4 @@
-"""The server process: starts the engine, listens, and drains on SIGTERM."""
+"""The server process: starts the engine, listens, drains on SIGTERM and hands over its port on SIGHUP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from specinfer.progress import Progress
 from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.config import ServeConfig, configure, is_loopback
+from specinfer.serve.handover import Inheritance, Successor, has_terminal
 from specinfer.serve.http.access import Hosts, Keys
 from specinfer.serve.startup import open_service
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ROLLING: Final = signal.SIGUSR1  # replaces the engines
+_CLOSING: Final = (b"connection", b"close")  # header of answers after which a connection ends
+_LINGER_SECONDS: Final = 1.0  # in which clients of a server that is replaced may close their connections
 _MAX_HEAD: Final = 32 << 10  # bytes of a request line and headers, or between two pieces of a body
 _UNREADY_SECONDS: Final = 0.2  # so that a load balancer sees that the server is not ready
 _CUT: Final = "the server shut down before the answer was complete; send the request again"
@@ -51,7 +54,8 @@ def serve(
     _LOG.info("starting: the engine's code, then the model %s", engine.model)
     signal.signal(_ROLLING, signal.SIG_IGN)  # until the engines run
     keys = Keys(read_keys(config))
-    with listen(config) as listener:
+    inherited = Inheritance.take()
+    with listen(config) if inherited is None else inherited.listener as listener:
         if not keys and not is_loopback(listener.getsockname()[0]):
             _LOG.warning(
                 "%s can be reached from other machines, and requests need no key: give --api-key",
@@ -67,15 +71,19 @@ def serve(
                 hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
                 server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                server.on_ready = lambda: _report_ready(ready, service, url)
+                server.on_ready = lambda: _report_ready(ready, service, url, inherited)
                 await server.serve(sockets=[listener])
 
         asyncio.run(run())
 
 
-def _report_ready(ready: Callable[[str], None], service: Service, url: str) -> None:
+def _report_ready(
+    ready: Callable[[str], None], service: Service, url: str, inherited: Inheritance | None
+) -> None:
     _LOG.info("ready: %s; %s; %s", service.models[0], service.facts.summary, url)
     ready(url)
+    if inherited is not None:
+        inherited.report_ready()
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -144,15 +152,21 @@ class _Server(uvicorn.Server):
         self._service = service
         self.on_ready: Callable[[], None] = lambda: None
         self._roll_requested = False  # SIGUSR1 was received and the engines are not replaced yet
+        self._hand_over_requested = False  # SIGHUP was received
+        self._replaced = False  # another process accepts connections
+        self._successor: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on SIGTERM, SIGINT and SIGHUP, and exit with status 0; uvicorn's version raises them again.
+        """Drain on SIGTERM and SIGINT, and exit with status 0; uvicorn's version raises them again.
 
+        SIGHUP does the same if the process has a terminal, which may be closing; else it hands over the port.
         A SIGHUP that nohup ignores stays ignored.
         """
         caught = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
         earlier = {number: signal.signal(number, self.handle_exit) for number in caught}
+        if signal.SIGHUP in caught and not has_terminal():
+            signal.signal(signal.SIGHUP, self._handle_hand_over)
         earlier[_ROLLING] = signal.signal(_ROLLING, self._handle_roll)
         try:
             yield
@@ -163,11 +177,38 @@ class _Server(uvicorn.Server):
     def _handle_roll(self, *_: object) -> None:
         self._roll_requested = True
 
+    def _handle_hand_over(self, *_: object) -> None:
+        self._hand_over_requested = True
+
+    async def _hand_over(self) -> None:
+        """Start this server again in a new process; once that is ready, end without refusing a request."""
+        successor = Successor(self.servers[0].sockets[0].fileno())
+        _LOG.info("SIGHUP: process %d starts with the same command, and takes over", successor.pid)
+        try:
+            status = await successor.failure()
+        except asyncio.CancelledError:
+            successor.cancel()
+            raise
+        if status is not None:
+            _LOG.error("process %d ended with status %d; this one goes on", successor.pid, status)
+            return
+        self._replaced = True
+        for server in self.servers:
+            server.close()
+        self.config.encoded_headers.append(_CLOSING)  # for the next answers; read once a second
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSING]
+        await asyncio.sleep(_LINGER_SECONDS)
+        self.should_exit = True
+
     async def on_tick(self, counter: int) -> bool:
         """Return True if the server is to exit; uvicorn calls this ten times a second."""
         if self._roll_requested:
             self._roll_requested = False
             self._service.backend.begin_roll()
+        if self._hand_over_requested:
+            self._hand_over_requested = False
+            if self._successor is None or self._successor.done():
+                self._successor = asyncio.ensure_future(self._hand_over())
         # uvicorn refuses requests of too many connections, but keeps those that send none.
         every, most = self.server_state.connections, self._service.config.max_connections
         for one in [one for one in every if _is_silent(one)][: max(0, len(every) - most)]:
@@ -180,8 +221,11 @@ class _Server(uvicorn.Server):
             self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.draining = True
-        await asyncio.sleep(_UNREADY_SECONDS)
+        if self._successor is not None:
+            self._successor.cancel()
+        if not self._replaced:
+            self._service.draining = True
+            await asyncio.sleep(_UNREADY_SECONDS)
         ending = asyncio.ensure_future(super().shutdown(sockets))
         done, _ = await asyncio.wait({ending}, timeout=self._service.config.grace)
         if not done:

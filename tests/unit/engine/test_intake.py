@@ -24,7 +24,7 @@ from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
 from specinfer.processors import changes
 from specinfer.request import LoRARequest
-from specinfer.sampling_params import SamplingParams
+from specinfer.sampling_params import SamplingParams, ThinkingBudget
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.prediction import MAX_DELETED, IndexedPrediction
@@ -177,6 +177,10 @@ def with_params(params: Any) -> Ask:
     return lambda intake: intake.prompts("a", params)
 
 
+def thinking(**more: Any) -> ThinkingBudget:
+    return ThinkingBudget(**{"tokens": 3, "open": "<", "close": ">", "ending": (1,), **more})
+
+
 REFUSALS: dict[str, list[Ask]] = {
     "prompt": [
         *map(prompt, ["", [""], [[]], None, 5.5, b"a", {"a": 1}, [None], [[1.5]], ["a", ["b"]], "\ud800"]),
@@ -208,6 +212,12 @@ REFUSALS: dict[str, list[Ask]] = {
     "bad_words": [prompt("a", bad_words=value) for value in ({"a": 1}, ["\ud800"])],
     "allowed_token_ids": [prompt("a", allowed_token_ids=[VOCAB])],
     "stop_token_ids": [prompt("a", stop_token_ids=[VOCAB])],
+    "thinking": [
+        prompt("a", thinking={"tokens": 1}),
+        lambda intake: thinking(tokens=-1),
+        lambda intake: thinking(ending=()),
+        prompt("a", thinking=thinking(ending=(VOCAB,))),
+    ],
     "visible_token_ids": [prompt("a", visible_token_ids=value) for value in ([-1], [VOCAB])],
     "prediction": [prompt("a", prediction=value) for value in ([VOCAB], "\ud800")],
     "response_format": [

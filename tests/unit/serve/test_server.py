@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import openai
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -57,8 +59,7 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
         until = time.monotonic() + 60
         while served.metric("request_prompt_tokens_count") < 64:
             assert time.monotonic() < until
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
-        served.process.send_signal(signal.SIGTERM if ignored else signal.SIGHUP)
+        served.process.send_signal(signal.SIGTERM)
         for one in asking:
             one.join(60)
         assert served.process.wait(60) == 0
@@ -235,7 +236,8 @@ def test_a_failed_start_is_explained_in_one_line(folder: Path, taken_port: int) 
         assert "Traceback" not in ended.stderr, flags
 
 
-def test_a_signal_ends_the_server_unless_nohup_ignores_it() -> None:
+def test_a_signal_ends_the_server_unless_nohup_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.serve.server.has_terminal", lambda: True)
     server = _Server(uvicorn.Config("none:app"), cast(Any, None))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         for before in (print, signal.SIG_IGN):  # a handler, so that a signal that is missed ends no test run
@@ -248,3 +250,48 @@ def test_a_signal_ends_the_server_unless_nohup_ignores_it() -> None:
                 assert signal.getsignal(number) is before
             finally:
                 signal.signal(number, earlier)
+
+
+@pytest.mark.slow
+def test_sighup_hands_the_port_over_without_a_refused_request(folder: Path) -> None:
+    """Requests come without pause while a restart fails and another one succeeds; no bit of a text changes."""
+    alone = partial(subprocess.Popen[str], start_new_session=True)  # without a terminal
+    body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 3}
+    kept, stop = httpx.Client(), threading.Event()
+    found: dict[str, set[str]] = {"new connections": set(), "one connection": set(), "streams": set()}
+
+    def ask(how: str) -> None:
+        client: Any = kept if how == "one connection" else httpx
+        asked = {**body, "stream": True, "max_tokens": 600} if how == "streams" else body
+        while not stop.is_set():
+            text = client.post(f"{served.url}/v1/completions", json=asked, timeout=60).text
+            found[how].add("".join(re.findall(r'"(?:text|finish_reason)":"((?:[^"\\]|\\.)*)', text)) or text)
+
+    with Served(folder, *FLAGS, "--grace", "60", popen=cast(Any, alone)) as served:
+        children = psutil.Process(served.process.pid).children
+
+        def restarted() -> psutil.Process:
+            before = children()
+            served.process.send_signal(signal.SIGHUP)
+            while not (new := [one for one in children() if one not in before]):
+                time.sleep(0.01)
+            return new[0]
+
+        asking = [threading.Thread(target=ask, args=(how,)) for how in found]
+        for one in asking:
+            one.start()
+        (broken := restarted()).kill()
+        while not any(f"process {broken.pid} ended with status -9" in line for line in served.log):
+            time.sleep(0.01)
+        new = restarted()
+        try:
+            assert served.process.wait(90) == 0
+            time.sleep(1)
+            assert new.is_running()
+        finally:
+            stop.set()
+            for one in asking:
+                one.join()
+            new.terminate()
+        assert {how: len(texts) for how, texts in found.items()} == dict.fromkeys(found, 1)
+        assert all(text.endswith("length") for texts in found.values() for text in texts), found
