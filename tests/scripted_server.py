@@ -15,14 +15,16 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.api.service import Service
 from specinfer.serve.app import build_app
 from specinfer.serve.backend.work import EngineInfo, Health, Observe, Work
-from specinfer.serve.config import ServeConfig
+from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.http.access import Keys
+from specinfer.serve.model_pool import ModelPool
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.serve.server import listen
 from specinfer.speculation_config import SpeculationConfig
@@ -183,7 +185,13 @@ def scripted_app(
 ) -> Starlette:
     """Return the server's application over that backend, with options of ServeConfig."""
     service = scripted_service(tokenizer, backend, observers, models, sampling, adapters, **options)
-    return build_app(service, Keys(list(keys)))
+    return build_app(scripted_pool(service), Keys(list(keys)))
+
+
+def scripted_pool(service: Service) -> ModelPool:
+    """Return the pool of the service's model."""
+    lora = tuple(f"{name}=folder" for name in service.adapters)
+    return ModelPool.of(service, ServedModel(service.models, EngineConfig(model=MODEL, lora=lora)))
 
 
 def scripted_service(

@@ -89,6 +89,8 @@ class Command(click.Command):
                 raise
             raise click.UsageError(f"{error.message}; put the prompt in quotes", ctx) from None
         word, prompted = ctx.params.pop(MODEL_WORD, None), "prompt" in ctx.params
+        if isinstance(word, tuple):
+            ctx.params["models"], word = word, next(iter(word), None)
         if word is None:
             return rest
         named = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
@@ -148,9 +150,15 @@ def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
     return decorated
 
 
-def model_named(default: str | None = DEFAULT_MODEL) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds the argument MODEL, and --model for the same."""
-    word = click.argument(MODEL_WORD, metavar="[MODEL]", required=False, shell_complete=complete_model)
+def model_named(
+    default: str | None = DEFAULT_MODEL, *, several: bool = False
+) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds the argument MODEL, and --model for the same.
+
+    With `several` the command gets all words, as `models`, too.
+    """
+    more: dict[str, Any] = {"metavar": "[MODEL]...", "nargs": -1} if several else {"metavar": "[MODEL]"}
+    word = click.argument(MODEL_WORD, required=False, shell_complete=complete_model, **more)
     option = click.option(
         "--model",
         "-m",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from specinfer.cli.options import DEFAULT_MODEL, DRAFT_ONLY, FILE, Command, engi
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
-from specinfer.serve.config import ServeConfig
+from specinfer.serve.config import ServeConfig, ServedModel, check_several
 
 if TYPE_CHECKING:
     from specinfer.serve.backend.engine_child import EngineChild
@@ -36,15 +36,16 @@ _METHODS: Final[Mapping[str, Mapping[str, str | None]]] = {
     "draft_model": {"model": "drafts", "quantization": "draft_quantization"},
 }
 OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
+_ALIAS: Final = replace(OPTIONS["served_model_name"], name="alias")
 
 
 @click.command(cls=Command)
-@model_named(None)
+@model_named(None, several=True)
 @click.option("--config", "file", type=FILE, metavar="FILE", help="Options in YAML; flags override it.")
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *_SERVER])
-def serve(model: str | None, file: Path | None, **given: Any) -> None:
-    """Serve MODEL (default: smollm2-135m) to OpenAI clients.
+def serve(model: str | None, models: tuple[str, ...], file: Path | None, **given: Any) -> None:
+    """Serve MODEL (default: smollm2-135m) to OpenAI clients. Several models start at their first requests.
 
     MODEL is a folder, a GGUF file, a catalogue name or a hub name: org/name, org/name:Q4_K_M.
     """
@@ -54,19 +55,18 @@ def serve(model: str | None, file: Path | None, **given: Any) -> None:
         if not key:
             raise ConfigError(f"{_KEY_VARIABLE} is empty; allowed: a key. Set one, or unset the variable")
         given["api_key"] = (key,)
-    options, config = configs({"model": model, **given}, file)
-    engine = _engine(options, config)
+    config, served = served_models({"model": model, **given}, models, file)
     # The engine's process imports torch while this process imports the server.
-    with _first_engine(config, engine) as child:
+    with nullcontext() if len(served) > 1 else _first_engine(config, served[0].engine) as child:
         with needs_serving():
             from specinfer.serve.server import serve as serve_forever
-        name = (*config.served_model_name, engine.model)[0]
-        printed = partial(_print_address, model=name, page=config.page)
-        serve_forever(config, engine, child, ProgressBar(), printed)
+        printed = partial(_print_address, models=[one.names[0] for one in served], page=config.page)
+        serve_forever(config, served, child, ProgressBar(), printed)
 
 
-def _print_address(url: str, *, model: str, page: bool) -> None:
-    click.echo(f"specinfer serves {url}/v1 with the model {model!r} (Ctrl-C ends it)", err=True)
+def _print_address(url: str, *, models: Sequence[str], page: bool) -> None:
+    names = f"the model{'s' * (len(models) > 1)} {', '.join(map(repr, models))}"
+    click.echo(f"specinfer serves {url}/v1 with {names} (Ctrl-C ends it)", err=True)
     if page:
         # A browser cannot open the wildcard address; the loopback address reaches the same server.
         local = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
@@ -165,12 +165,41 @@ def needs_serving() -> Iterator[None]:
         ) from None
 
 
-def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any], ServeConfig]:
-    """The engine's options and the server's config: flags override the file's keys, these the defaults.
+def served_models(
+    given: Mapping[str, Any], words: Sequence[str], file: Path | None
+) -> tuple[ServeConfig, list[ServedModel]]:
+    """The server's config, and its models: those of the command line, or the `models` of the file.
 
     Raises ConfigError.
     """
+    listed = [] if file is None else read_options(file).get("models", [])
+    if listed and given["model"] is not None:
+        raise ConfigError(f"{file} has models, and the command line has {given['model']!r}; give one of them")
+    if len(words) > 1:
+        given, listed = {**given, "model": None}, [{"model": word} for word in words]
+    if not listed:
+        options, config = configs(given, file)
+        return config, [ServedModel.of(config, _engine(options, config))]
+    served: list[ServedModel] = []
+    for one in listed:
+        _ALIAS.check(aliases := _several(one.pop("alias", ())))
+        options, config = configs(given, file, one)
+        served.append(ServedModel(aliases or (one["model"],), _engine(options, config)))
+    check_several(config, served)
+    return config, served
+
+
+def configs(
+    given: Mapping[str, Any], file: Path | None, own: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], ServeConfig]:
+    """The engine's options and the server's config: flags override the file's keys, these the defaults.
+
+    `own` are options of one of the file's `models`, which override those of all. Raises ConfigError.
+    """
     options = {} if file is None else read_options(file)
+    if options.pop("models", None) and own is None:
+        raise ConfigError(f"{file} has models; allowed here: one `model`")
+    options |= own or {}
     of_flags = {name: value for name, value in given.items() if value not in (None, ())}
     options["speculative_config"] = of_flags.pop("speculative_config", options.get("speculative_config"))
     if (vllm := options.pop("speculative_config")) is not None:
@@ -215,7 +244,26 @@ def read_options(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds {type(found).__name__}; allowed: options, like `port: 8000`")
-    known = {"model", *OPTIONS, "speculative_config"}
+    options = _checked(found, {"model", "models", *OPTIONS, "speculative_config"}, file)
+    if "models" in options:
+        if "model" in options:
+            raise ConfigError(f"{file} has model and models; give one of them")
+        options["models"] = _listed(options["models"], file)
+    return options
+
+
+def _listed(found: object, file: Path) -> list[dict[str, Any]]:
+    """The options of each of the file's `models`, with its `alias`."""
+    items = found if isinstance(found, list) else []
+    several = [{"model": one} if isinstance(one, str) else one for one in items]
+    if not several or not all(isinstance(one, dict) and isinstance(one.get("model"), str) for one in several):
+        raise ConfigError(f"{file} has models that are no list of names; allowed: items like `- model: NAME`")
+    known = {"model", "alias", "speculative_config", *(one.name for one in _ENGINE)} - {"memory"}
+    return [_checked(one, known, file) for one in several]
+
+
+def _checked(found: Mapping[Any, Any], known: set[str], file: Path) -> dict[str, Any]:
+    """Options under their names, without null ones; raises ConfigError for one that is not known."""
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")

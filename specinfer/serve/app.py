@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -32,11 +33,12 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.responses import Responses, ResponseStore
 from specinfer.serve.api.service import Service
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.body import Fields, parse
 from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
 from specinfer.serve.http.event_stream import EventStream, unless_disconnected
+from specinfer.serve.model_pool import ModelPool, PooledModel
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams
@@ -54,6 +56,12 @@ _PAGE_HEADERS: Final = {
 
 Handler = Callable[[Request], Awaitable[Response]]
 _Body = TypeVar("_Body", bound=BaseModel)
+
+
+class _ModelFields(Fields):
+    """The body of /models/load and /models/unload."""
+
+    model: str
 
 
 class _Paths:
@@ -96,12 +104,12 @@ class _Paths:
         }
 
 
-def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> Starlette:
+def build_app(pool: ModelPool, keys: Keys, hosts: Hosts | None = None) -> Starlette:
     """Build the server's application; `hosts` are the accepted Host headers, None for any."""
-    config, paths = service.config, _Paths()
-    _add_answers(paths, service)
-    _add_models(paths, service)
-    _add_server_paths(paths, service)
+    config, paths = pool.config, _Paths()
+    _add_answers(paths, pool)
+    _add_models(paths, pool)
+    _add_server_paths(paths, pool)
 
     async def document(_: Request) -> Response:
         return JSONResponse(paths.document())
@@ -132,16 +140,16 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> Starl
     return app
 
 
-def _add_answers(paths: _Paths, service: Service) -> None:
+def _add_answers(paths: _Paths, pool: ModelPool) -> None:
     """Add the POST paths; an answer is one JSON object, or a stream if the body sets `stream`."""
-    config = service.config
+    config = pool.config
 
     async def read(request: Request, kind: type[_Body]) -> _Body:
         """Read a request's body, which is in memory once and only until it is parsed."""
         body = BytesIO()
         async for piece in request.stream():
             body.write(piece)
-        return parse(kind, body.getvalue(), config.max_body, service.field_policy)
+        return parse(kind, body.getvalue(), config.max_body, pool.field_policy)
 
     def generated(
         path: str,
@@ -149,22 +157,36 @@ def _add_answers(paths: _Paths, service: Service) -> None:
         make: Callable[[Service, Any], EndpointAnswer[Any]],
         done: str = "",
     ) -> None:
+        def made(service: Service, fields: SamplingFields) -> EndpointAnswer[Any]:
+            return make(service, service.with_defaults(fields))
+
+        async def streamed(fields: SamplingFields) -> AsyncGenerator[str]:
+            async with pool.use(fields.model) as service, aclosing(made(service, fields).events()) as events:
+                async for one in events:
+                    yield one
+
+        async def whole(fields: SamplingFields) -> dict[str, Any]:
+            async with pool.use(fields.model) as service:
+                return await made(service, fields).whole()
+
         async def answer(request: Request) -> Response:
-            fields = service.with_defaults(await read(request, kind))
+            fields = await read(request, kind)
             fields.check()
-            made = make(service, fields)
-            if fields.stream:
-                events = made.events()
-                # An error before the first one sets the status.
+            if not fields.stream:
+                return JSONResponse(await unless_disconnected(request, whole(fields)))
+            events, first = streamed(fields), ""
+            if pool.find(fields.model).is_loaded:  # else the stream opens at once, for its pings
+                # An error before the first event sets the status.
                 first = await unless_disconnected(request, anext(events, ""))
-                return EventStream(events, first, done, config.ping_interval)
-            return JSONResponse(await unless_disconnected(request, made.whole()))
+            return EventStream(events, first, done, config.ping_interval)
 
         paths.add(path, answer, "POST", kind)
 
     def computed(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
         async def answer(request: Request) -> Response:
-            return JSONResponse(await make(service, await read(request, kind)))
+            fields = await read(request, kind)
+            async with pool.use(getattr(fields, "model", None)) as service:
+                return JSONResponse(await make(service, fields))
 
         paths.add(path, answer, "POST", kind)
 
@@ -181,37 +203,42 @@ def _add_answers(paths: _Paths, service: Service) -> None:
     computed("/v1/messages/count_tokens", MessageFields, count_tokens)
 
 
-def _add_models(paths: _Paths, service: Service) -> None:
-    created, facts = int(time.time()), service.facts
-    usual = facts.speculation
-    speculation = {  # settings that a request may change, and their defaults
-        "speculators": list(facts.speculators),
-        "max_nodes": usual.node_limit,
-        "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
-        "verifier": usual.verifier,
-    }
+def _add_models(paths: _Paths, pool: ModelPool) -> None:
+    created = int(time.time())
 
-    def card(name: str) -> dict[str, Any]:
-        parent = {"parent": service.models[0]} if name in service.adapters else {}
+    def card(name: str, model: PooledModel) -> dict[str, Any]:
+        service = model.service
+        failure = {"failure": model.failure} if model.failure else {}
+        parent = {"parent": model.names[0]} if name in model.served.engine.adapters else {}
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "specinfer",
-            "root": service.models[0],
+            "root": model.names[0],
             **parent,
-            "max_model_len": facts.max_context,
-            "quantization": facts.quantization,
-            "sampling_defaults": service.sampling,  # defaults of sampling fields
-            "speculation": speculation,
+            "status": {"value": model.status, **failure},
+            **(_facts(service) if service is not None else {}),
         }
 
     async def models(_: Request) -> Response:
-        cards = [card(name) for name in (*service.models, *service.adapters)]
+        cards = [card(name, one) for one in pool.models for name in one.names]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
-        return JSONResponse(card(service.check_model(request.path_params["name"], listed=True)))
+        name = request.path_params["name"]
+        return JSONResponse(card(name, pool.find(name, listed=True)))
+
+    async def load(request: Request) -> Response:
+        async with pool.use((await _named(request)).model):
+            return JSONResponse({"success": True})
+
+    async def unload(request: Request) -> Response:
+        await pool.unload((await _named(request)).model)
+        return JSONResponse({"success": True})
+
+    async def _named(request: Request) -> _ModelFields:
+        return parse(_ModelFields, await request.body(), pool.config.max_body, pool.field_policy)
 
     async def embeddings(_: Request) -> Response:
         raise ApiError(
@@ -222,7 +249,25 @@ def _add_models(paths: _Paths, service: Service) -> None:
 
     paths.add("/v1/models", models)
     paths.add("/v1/models/{name:path}", model)
+    paths.add("/models/load", load, "POST", _ModelFields)
+    paths.add("/models/unload", unload, "POST", _ModelFields)
     paths.add("/v1/embeddings", embeddings, "POST")
+
+
+def _facts(service: Service) -> dict[str, Any]:
+    """Return the limits of a loaded model, and the settings that a request may change."""
+    facts, usual = service.facts, service.facts.speculation
+    return {
+        "max_model_len": facts.max_context,
+        "quantization": facts.quantization,
+        "sampling_defaults": service.sampling,  # defaults of sampling fields
+        "speculation": {
+            "speculators": list(facts.speculators),
+            "max_nodes": usual.node_limit,
+            "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
+            "verifier": usual.verifier,
+        },
+    }
 
 
 def _add_stored_responses(paths: _Paths, store: ResponseStore) -> None:
@@ -253,26 +298,32 @@ def _add_stored_responses(paths: _Paths, store: ResponseStore) -> None:
     paths.add("/v1/responses/{name}/cancel", cancel, "POST")
 
 
-def _add_server_paths(paths: _Paths, service: Service) -> None:
+def _add_server_paths(paths: _Paths, pool: ModelPool) -> None:
     async def health(_: Request) -> Response:
         """Liveness: 200 while this process answers; restart it if it does not."""
         return JSONResponse({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        """Readiness: 503 while no engine accepts requests, or while the server drains."""
-        health = await service.backend.health()
-        trouble = "the server is shutting down" if service.draining else health.trouble
+        """Readiness: 503 while the server drains, or while the engines of its only model take no requests."""
+        found = await pool.health()
+        trouble = found[0].trouble if pool.is_fixed else ""
+        trouble = "the server is shutting down" if pool.draining else trouble
         if trouble:
             return ApiError(trouble, status=503, headers={"Retry-After": "5"}).response()
-        serving = sum(one.takes_work for one in health.replicas)
-        counts = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
+        replicas = [one for health in found for one in health.replicas]
+        serving = sum(one.takes_work for one in replicas)
+        counts = {
+            "replicas": len(replicas),
+            "serving": serving,
+            "restarts": sum(one.restarts for one in found),
+        }
         return JSONResponse({"status": "ready", **counts})
 
     async def version(_: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics.text(await service.backend.health()), media_type=CONTENT_TYPE_LATEST)
+        return Response(await pool.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     paths.add("/health", health)
     paths.add("/ready", ready)

@@ -28,11 +28,11 @@ from specinfer.files import NewFile
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.backend.engine_child import EngineChild
-from specinfer.serve.config import ServeConfig
+from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.fields.body import Fields, parse
 from specinfer.serve.http.access import Keys
 from specinfer.serve.http.api_error import ApiError
-from specinfer.serve.startup import open_service
+from specinfer.serve.startup import open_pool
 
 _OPEN_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
@@ -263,12 +263,12 @@ def run_batch(
     config = replace(config, max_waiting=at_once * config.max_n**2, max_wait=0.0, page=False)
 
     async def run() -> None:
-        async with open_service(config, engine, child, files) as service:
+        async with open_pool(config, [ServedModel.of(config, engine)], files, child) as pool:
             from specinfer.serve.app import build_app
 
             progress.start(source.count, "batch", "requests")
             progress.advance(len(answers))
-            await answer_all(build_app(service, Keys([])), source.left(answers), answers, at_once, progress)
+            await answer_all(build_app(pool, Keys([])), source.left(answers), answers, at_once, progress)
             progress.finish()
 
     asyncio.run(run())

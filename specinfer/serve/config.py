@@ -7,14 +7,15 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
-from specinfer.config import SpecialTokens
+from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.errors import ConfigError
-from specinfer.option import check_options, option
+from specinfer.option import check_options, option, options_of
+from specinfer.support import Feature
 
 # Attributes that a log record may carry, given as `extra`.
 _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
@@ -22,6 +23,15 @@ _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
 ANY_HOST: Final = "*"  # any Host header, or any proxy
 HOST_NAME: Final = re.compile(r"[0-9a-z._-]+", re.IGNORECASE)
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+_ALONE: Final = "leave it out, or start a server for each model"
+# Options of a server with a single model, and what to do with several.
+_OF_ONE_MODEL: Final = {
+    "served_model_name": "give each its `alias` in the `models` of a --config file",
+    "replicas": _ALONE,
+    "cluster": _ALONE,
+    "log_traffic": _ALONE,
+}
 
 UnknownFields = Literal["error", "ignore"]
 
@@ -108,6 +118,11 @@ class ServeConfig:
         of_batches=False,
     )
 
+    keep_alive: float = option(
+        600.0,
+        "Seconds after which an idle model is unloaded, if several are served; 0: never.",
+        of_batches=False,
+    )
     max_waiting: int = option(
         128, "Maximum of completions that wait for an engine; more get 429.", of_batches=False
     )
@@ -184,6 +199,50 @@ class ServeConfig:
             raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or none")
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model of a server: its names in requests, the default first, and its engine's options.
+
+    Raises ConfigError if a name is that of an adapter, too.
+    """
+
+    names: tuple[str, ...]
+    engine: EngineConfig
+
+    def __post_init__(self) -> None:
+        if both := self.engine.adapters.keys() & set(self.names):
+            raise ConfigError(f"{min(both)!r} names both the model and an adapter; rename the adapter")
+
+    @classmethod
+    def of(cls, config: ServeConfig, engine: EngineConfig) -> Self:
+        """Return the only model of a server, with its `served_model_name`."""
+        return cls(tuple(dict.fromkeys(config.served_model_name or (engine.model,))), engine)
+
+
+def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
+    """Raise ConfigError if two of several models have one name, or an option is for a single model only."""
+    for one in options_of(ServeConfig):
+        if one.name in _OF_ONE_MODEL and (value := getattr(config, one.attribute)) != one.default:
+            raise ConfigError(f"{one.name} is {value!r} with several models; {_OF_ONE_MODEL[one.name]}")
+    seen = set[str]()
+    for model in models:
+        engine = model.engine
+        if engine.ranks > 1:
+            ranks = engine.features[Feature.RANKS]
+            raise ConfigError(f"{model.names[0]} has {ranks}; each of several models has one process")
+        if engine.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"device is {engine.device!r} with several models, which run on the CPU; leave it out"
+            )
+        for name in (*model.names, *engine.adapters):
+            if name in seen:
+                raise ConfigError(
+                    f"two models have the name {name!r}; give them different ones: the `alias` of a file's "
+                    "`models`"
+                )
+            seen.add(name)
 
 
 def is_loopback(name: str) -> bool:

@@ -7,22 +7,21 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
-from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
-from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
-from specinfer.serve.config import ServeConfig, configure, is_loopback
+from specinfer.serve.config import ServeConfig, ServedModel, configure, is_loopback
 from specinfer.serve.handover import Inheritance, Successor, has_terminal
 from specinfer.serve.http.access import Hosts, Keys
-from specinfer.serve.startup import open_service
+from specinfer.serve.model_pool import ModelPool
+from specinfer.serve.startup import open_pool
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -40,18 +39,21 @@ _CUT_SECONDS: Final = 2.0  # for the error events of cut answers to be sent
 
 def serve(
     config: ServeConfig,
-    engine: EngineConfig,
-    child: EngineChild,
+    models: Sequence[ServedModel],
+    child: EngineChild | None,
     progress: Progress,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, with the first engine in `child`; calls `ready` with the URL.
+    """Serve until SIGTERM or SIGINT, one model with the first engine in `child`; calls `ready` with the URL.
 
-    Raises UserError, before the port opens, if the port is taken, the model is missing, or the engine cannot
-    start.
+    Raises UserError, before the port opens, if the port is taken, or if a single model is missing or its
+    engine cannot start. Several models start at their first requests.
     """
     configure(config.log_format, config.log_level, "server")
-    _LOG.info("starting: the engine's code, then the model %s", engine.model)
+    names = ", ".join(one.names[0] for one in models)
+    _LOG.info(
+        "starting: %s %s", "the models" if len(models) > 1 else "the engine's code, then the model", names
+    )
     signal.signal(_ROLLING, signal.SIG_IGN)  # until the engines run
     keys = Keys(read_keys(config))
     inherited = Inheritance.take()
@@ -61,26 +63,27 @@ def serve(
                 "%s can be reached from other machines, and requests need no key: give --api-key",
                 config.host,
             )
-        files = resolve(engine.model, progress=progress)
+        files = None if len(models) > 1 else resolve(models[0].engine.model, progress=progress)
 
         async def run() -> None:
-            async with open_service(config, engine, child, files) as service:
+            async with open_pool(config, models, files, child) as pool:
                 from specinfer.serve.app import build_app  # loaded while the engine started
 
                 host, port = listener.getsockname()[:2]
                 hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
-                server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
+                server = _Server(_uvicorn_config(config, build_app(pool, keys, hosts)), pool)
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                server.on_ready = lambda: _report_ready(ready, service, url, inherited)
+                server.on_ready = lambda: _report_ready(ready, pool, names, url, inherited)
                 await server.serve(sockets=[listener])
 
         asyncio.run(run())
 
 
 def _report_ready(
-    ready: Callable[[str], None], service: Service, url: str, inherited: Inheritance | None
+    ready: Callable[[str], None], pool: ModelPool, names: str, url: str, inherited: Inheritance | None
 ) -> None:
-    _LOG.info("ready: %s; %s; %s", service.models[0], service.facts.summary, url)
+    facts = "; ".join(one.facts.summary for one in pool.services) or "each starts at its first request"
+    _LOG.info("ready: %s; %s; %s", names, facts, url)
     ready(url)
     if inherited is not None:
         inherited.report_ready()
@@ -147,9 +150,9 @@ def _uvicorn_config(config: ServeConfig, app: Starlette) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn's server; at shutdown it first refuses new requests."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, pool: ModelPool) -> None:
         super().__init__(config)
-        self._service = service
+        self._pool = pool
         self.on_ready: Callable[[], None] = lambda: None
         self._roll_requested = False  # SIGUSR1 was received and the engines are not replaced yet
         self._hand_over_requested = False  # SIGHUP was received
@@ -204,13 +207,13 @@ class _Server(uvicorn.Server):
         """Return True if the server is to exit; uvicorn calls this ten times a second."""
         if self._roll_requested:
             self._roll_requested = False
-            self._service.backend.begin_roll()
+            self._pool.begin_roll()
         if self._hand_over_requested:
             self._hand_over_requested = False
             if self._successor is None or self._successor.done():
                 self._successor = asyncio.ensure_future(self._hand_over())
         # uvicorn refuses requests of too many connections, but keeps those that send none.
-        every, most = self.server_state.connections, self._service.config.max_connections
+        every, most = self.server_state.connections, self._pool.config.max_connections
         for one in [one for one in every if _is_silent(one)][: max(0, len(every) - most)]:
             one.transport.abort()
         return await super().on_tick(counter)
@@ -224,12 +227,12 @@ class _Server(uvicorn.Server):
         if self._successor is not None:
             self._successor.cancel()
         if not self._replaced:
-            self._service.draining = True
+            self._pool.drain()
             await asyncio.sleep(_UNREADY_SECONDS)
         ending = asyncio.ensure_future(super().shutdown(sockets))
-        done, _ = await asyncio.wait({ending}, timeout=self._service.config.grace)
+        done, _ = await asyncio.wait({ending}, timeout=self._pool.config.grace)
         if not done:
-            cut = self._service.backend.cut(_CUT)
+            cut = self._pool.cut(_CUT)
             await asyncio.wait({ending}, timeout=_CUT_SECONDS)
             # The clients of the open connections neither send their request nor read their answer.
             for connection in [*self.server_state.connections]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from functools import partial
 from typing import Final
 
-from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
 from specinfer.hub.model_files import ModelFiles, sampling_defaults
 from specinfer.sampling_params import usual_sampling
@@ -15,8 +15,9 @@ from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, Observe
-from specinfer.serve.config import ServeConfig
+from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.dialect.dialect import Dialect
+from specinfer.serve.model_pool import ModelPool
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.tokenizer import Tokenizer
 
@@ -25,16 +26,17 @@ _TRAFFIC_BYTES: Final = 256 << 20  # size at which the log of traffic is rotated
 
 @asynccontextmanager
 async def open_service(
-    config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
+    config: ServeConfig,
+    model: ServedModel,
+    files: ModelFiles,
+    metrics: Metrics,
+    child: EngineChild | None = None,
 ) -> AsyncIterator[Service]:
-    """Open a Service whose engines run until the block ends, the first one in `child`.
+    """Open the Service of a model whose engines run until the block ends, the first one in `child` if given.
 
-    `files` are the files of the engines' model. Raises UserError if the first engine cannot start.
+    `files` are the model's. Raises UserError if the first engine cannot start.
     """
-    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the default first
-    if both := engine.adapters.keys() & set(names):
-        raise ConfigError(f"{min(both)!r} names both the model and an adapter; rename the adapter")
-    metrics = Metrics(names[0])
+    engine = model.engine
     backend = ReplicaBackend(
         engine,
         config.replicas,
@@ -48,16 +50,17 @@ async def open_service(
         await asyncio.sleep(0)  # starting the engines takes seconds; the rest loads meanwhile
         import specinfer.serve.app  # noqa: F401 - callers build the application next
 
-        tokenizer = Tokenizer.load(files, engine.chat_template)
-        dialect = Dialect.of(tokenizer, config.call_format)
-        with observers(config, names[0], metrics, tokenizer) as observing:
+        # In threads, as other models answer meanwhile.
+        tokenizer = await asyncio.to_thread(Tokenizer.load, files, engine.chat_template)
+        dialect = await asyncio.to_thread(Dialect.of, tokenizer, config.call_format)
+        with observers(config, model.names[0], metrics, tokenizer) as observing:
             yield Service(
                 config,
                 backend,
                 tokenizer,
                 await starting,
                 dialect,
-                models=names,
+                models=model.names,
                 adapters=list(engine.adapters),
                 batch=engine.scheduler.max_batch_size * config.replicas,
                 metrics=metrics,
@@ -72,6 +75,32 @@ async def open_service(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await backend.close()
+
+
+@asynccontextmanager
+async def open_pool(
+    config: ServeConfig,
+    models: Sequence[ServedModel],
+    files: ModelFiles | None,
+    child: EngineChild | None,
+) -> AsyncIterator[ModelPool]:
+    """Open the models of a server until the block ends.
+
+    A single one, of these `files`, is loaded at once, with its first engine in `child`. Raises UserError if
+    it cannot start.
+    """
+    if files is not None:
+        [model] = models
+        async with open_service(config, model, files, Metrics(model.names[0]), child) as service:
+            yield ModelPool.of(service, model)
+        return
+    import specinfer.serve.app  # noqa: F401 - callers build the application next
+
+    pool = ModelPool.of_several(config, models, partial(open_service, config))
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
 @contextmanager

@@ -55,23 +55,26 @@ class EngineInfo:
     summary: str = ""  # blocks, drafts, context, threads, memory and KV cache, as one line
     quantization: str = ""  # of the target
     fingerprint: str = ""  # engines with equal ones produce the same text for a request
+    memory: int = 0  # bytes of its process with full caches
 
 
 def info_of(llm: LLM) -> EngineInfo:
     """Limits and identity of an engine."""
+    summary, memory = _summary(llm)
     return EngineInfo(
         llm.max_context,
         llm.intake.max_length,
         llm.intake.speculators,
         llm.config.speculation,
-        _summary(llm),
+        summary,
         llm.config.kind,
         fingerprint(llm),
+        memory,
     )
 
 
-def _summary(llm: LLM) -> str:
-    """One line with the choices that were made for the engine, and the memory that it takes."""
+def _summary(llm: LLM) -> tuple[str, int]:
+    """One line with the choices that were made for the engine and its memory, and this in bytes."""
     import torch
 
     from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
@@ -83,19 +86,20 @@ def _summary(llm: LLM) -> str:
     kinds = {"none": str(target.dtype).removeprefix("torch."), "gguf": "blocks of the file"}
     library = target.kernels.library
     caches = [(model.config, model.dtype) for model in (target, *models.drafts.values())]
+    process, cache = process_bytes(), positions * bytes_per_block(caches, 1)
     parts = [
         kinds.get(config.quantization, config.quantization),
         f"draft {drafts}" if drafts else "no draft",
         f"context {llm.max_context}",
         f"{torch.get_num_threads() if library is None else library.threads()} threads",
-        f"{format_bytes(process_bytes())} of memory",
-        f"KV cache of {positions} tokens, up to {format_bytes(positions * bytes_per_block(caches, 1))} more",
+        f"{format_bytes(process)} of memory",
+        f"KV cache of {positions} tokens, up to {format_bytes(cache)} more",
     ]
     states = llm.states
     if size := state_bytes(caches, states):
         counts = f"{states.slots} requests and {states.checkpoints} checkpoints"
         parts.append(f"states of {counts}, up to {format_bytes(size)} more")
-    return "; ".join(parts)
+    return "; ".join(parts), process + cache + size
 
 
 def fingerprint(llm: LLM) -> str:

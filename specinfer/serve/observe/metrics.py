@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
-from specinfer.serve.backend.work import CompletionObserver, Health, Work
+from specinfer.serve.backend.work import CompletionObserver, Health, ReplicaHealth, Work
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 # Each bound doubles, so the relative error of a quantile is the same on every machine.
@@ -71,16 +71,21 @@ _BY_LABEL: Final = (
 
 
 class Metrics:
-    """Metrics of one server, in a private registry."""
+    """Metrics of one model; those of a server's models are in one registry, apart by the label model_name."""
 
-    def __init__(self, model: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, model: str, beside: Metrics | None = None) -> None:
+        """`beside` has the registry of the server's other models."""
+        self.registry: CollectorRegistry = CollectorRegistry() if beside is None else beside.registry
+        self._made: dict[str, Any] = {} if beside is None else beside._made  # by name
         self.model = model  # value of the label model_name
         self._last: dict[int, Statistics] = {}  # by replica, at the last scrape
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
-            names = ["model_name", *labels]
-            return kind(f"specinfer:{name}", purpose, names, registry=self.registry, **more)
+            if name not in self._made:
+                names = ["model_name", *labels]
+                self._made[name] = kind(f"specinfer:{name}", purpose, names, registry=self.registry, **more)
+            found: _Kind = self._made[name]
+            return found
 
         # A metric without another label has one series; `labels` is called once here, not per update.
         def counter(name: str, purpose: str) -> Counter:
@@ -145,8 +150,21 @@ class Metrics:
         self.prompt_length.observe(prompt_tokens)
         return Observed(work, now, self)
 
-    def text(self, health: Health) -> bytes:
-        """The metrics in Prometheus' text format, updated from the engines' health."""
+    def text(self, health: Health | None = None) -> bytes:
+        """The metrics of all models in Prometheus' text format, updated from this one's `health`."""
+        if health is not None:
+            self.update(health)
+        return generate_latest(self.registry)
+
+    def reset(self) -> None:
+        """Set the gauges of engines that have been ended to 0."""
+        self._last.clear()
+        self.update(
+            Health(Statistics(), trouble="ended", replicas=(ReplicaHealth(Statistics(), trouble="ended"),))
+        )
+
+    def update(self, health: Health) -> None:
+        """Update the metrics from the health of the model's engines."""
         state = health.state
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
@@ -164,7 +182,6 @@ class Metrics:
                 gauge.labels(self.model, label).set(number)
         if state.prefix_queries:
             self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-        return generate_latest(self.registry)
 
 
 @dataclass(eq=False)

@@ -83,7 +83,7 @@ async function meet() {
     const chosen = model.value;
     model.replaceChildren(...cards.map(({ id }) => new Option(id, id)));
     if (cards.some(({ id }) => id === chosen)) model.value = chosen;
-    settings.offer(cards[0]);
+    settings.offer(cards.find(({ id }) => id === model.value));
     composer.settled();
   } catch (error) {
     const needsKey = error.status === 401;
@@ -249,6 +249,8 @@ at("file").addEventListener("change", async ({ target }) => {
   target.value = "";
 });
 marks.checked = localStorage.getItem(MARKS) === "on";
+model.addEventListener("change", () => (met = meet()));
+
 marks.addEventListener("change", () => {
   localStorage.setItem(MARKS, marks.checked ? "on" : "off");
   mark();

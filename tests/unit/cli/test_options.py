@@ -25,7 +25,7 @@ from specinfer.speculation_config import Lookup, SpeculationConfig
 FLAGS = """
 --allowed-host --api-key --api-key-file --call-format --chat-template --cluster --config
 --cors-origin --device --draft --draft-lora --draft-quantization --dtype --engine-timeout
---expansion --generation-config --grace --help --host --idle-timeout --kernels --key-file
+--expansion --generation-config --grace --help --host --idle-timeout --keep-alive --kernels --key-file
 --kv-cache-memory --local-ranks --log-format --log-level --log-traffic --lookup --lora --master
 --max-batch-size --max-body --max-connections --max-context --max-loras --max-n --max-nodes
 --max-step-tokens --max-wait --max-waiting --memory --model --model-impl --no-draft --no-lookup --no-page
@@ -253,7 +253,7 @@ def test_a_server_that_listens_names_the_api_and_the_page(capsys: pytest.Capture
         "http://[::]:9": ["http://[::1]:9/"],
         "http://127.0.0.1:8000": [],
     }.items():
-        _print_address(url, model="tiny", page=bool(page))
+        _print_address(url, models=["tiny"], page=bool(page))
         message = capsys.readouterr().err.splitlines()
         assert [re.findall(r"http\S+", line) for line in message] == [[one] for one in (f"{url}/v1", *page)]
         assert "the model 'tiny' " in message[0]

@@ -51,8 +51,8 @@ def run(test: Callable[[Callable[[], Awaitable[Client]], _Server], Awaitable[Non
     config = ServeConfig(port=0, grace=0.1, **options)
     listener = listen(config)
     made = _uvicorn_config(config, cast(Starlette, answer))
-    service = SimpleNamespace(config=config, draining=False, backend=SimpleNamespace(cut=lambda _: 0))
-    server = _Server(made, cast(Any, service))
+    pool = SimpleNamespace(config=config, drain=lambda: None, cut=lambda _: 0)
+    server = _Server(made, cast(Any, pool))
 
     async def connect() -> Client:
         return Client(*await asyncio.open_connection(*listener.getsockname()))

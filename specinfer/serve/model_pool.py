@@ -1,0 +1,354 @@
+"""ModelPool: the models of one server by name, each with an engine process of its own while it is loaded.
+
+a request for an unloaded model  waits until the pool has loaded it; models are loaded one after another
+memory does not suffice          the least recently used model is unloaded, an idle one before a busy one
+a busy model is unloaded         it ends after its last open answer; new requests for it wait
+a model is idle for keep_alive   it is unloaded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+import psutil
+
+from specinfer.config import EngineConfig
+from specinfer.errors import UserError
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.resolution import resolve
+from specinfer.kernels.machine import cgroup_free_memory
+from specinfer.serve.api.service import Service
+from specinfer.serve.backend.work import Health
+from specinfer.serve.config import ServeConfig, ServedModel
+from specinfer.serve.fields.body import FieldPolicy
+from specinfer.serve.http.api_error import ApiError, cut
+from specinfer.serve.observe.metrics import Metrics
+from specinfer.speculation_config import AUTO, OWN_HEAD, SELF
+
+_LOG = logging.getLogger(__name__)
+_CODE: Final = 1 << 29  # bytes of an engine process besides weights and caches
+_CACHES: Final = 1 << 29  # bytes for KV caches if `kv_cache_memory` is not given
+_PART_OF_FREE: Final = 0.9  # part of the free memory that models may take without `memory`
+_PATIENCE: Final = 600.0  # seconds that a request waits for its model without `max_wait`
+_RETRY_SECONDS: Final = 10.0  # between two starts of a model that fails
+
+# Opens the service of a model, whose metrics outlive it.
+Opener = Callable[[ServedModel, ModelFiles, Metrics], AbstractAsyncContextManager[Service]]
+
+
+@dataclass(eq=False, slots=True)
+class PooledModel:
+    """One model of a pool, which alone changes its attributes."""
+
+    served: ServedModel
+    metrics: Metrics
+    service: Service | None = None  # None: it is not loaded
+    failure: str = ""  # reason that its last start failed
+    failed_at: float = 0.0
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)  # closes the service
+    size: int = 0  # bytes of its engine with full caches
+    leaving: bool = False  # gets no new requests, and is unloaded after its open answers
+    users: int = 0  # requests that have its service
+    used_at: float = 0.0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)  # requests; a result is a use
+    loading: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names, the default first, and those of its adapters."""
+        return (*self.served.names, *self.served.engine.adapters)
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if it takes requests at once."""
+        return self.service is not None and not self.leaving
+
+    @property
+    def status(self) -> Literal["loaded", "loading", "unloaded"]:
+        """Its state in /v1/models."""
+        if self.is_loaded:
+            return "loaded"
+        return "unloaded" if self.loading is None or self.loading.done() else "loading"
+
+    def begin_use(self) -> None:
+        """Count a request that gets the service."""
+        self.users, self.used_at = self.users + 1, time.monotonic()
+        if self.expiry is not None:
+            self.expiry.cancel()
+
+
+class ModelPool:
+    """The models of one server. Belongs to one event loop.
+
+    Services are opened by `opener`, and take `memory` bytes at most in all; without an `opener` the only
+    model is loaded already, and stays so.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        models: Sequence[PooledModel],
+        opener: Opener | None = None,
+        memory: int = 0,
+    ) -> None:
+        self.config = config
+        self.models = tuple(models)  # the first is the default
+        self.is_fixed = opener is None
+        self.draining = False
+        self.field_policy = FieldPolicy(config.unknown_fields)
+        self._by_name = {name: one for one in models for name in one.names}
+        self._opener = opener
+        self._memory = memory
+        self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
+        self._tasks = set[asyncio.Task[None]]()
+
+    @classmethod
+    def of(cls, service: Service, model: ServedModel) -> ModelPool:
+        """Return the pool of a single model, which is loaded."""
+        pool = cls(service.config, [PooledModel(model, service.metrics, service)])
+        pool.field_policy = service.field_policy
+        return pool
+
+    @classmethod
+    def of_several(cls, config: ServeConfig, models: Sequence[ServedModel], opener: Opener) -> ModelPool:
+        """Return a pool that loads these models on request, within the `memory` of their engines' options."""
+        first = Metrics(models[0].names[0])
+        more = [Metrics(one.names[0], beside=first) for one in models[1:]]
+        if (memory := models[0].engine.memory) is not None:
+            memory = max(1, memory - psutil.Process().memory_info().rss)
+        else:
+            rooms = psutil.virtual_memory().available, cgroup_free_memory()
+            memory = int(_PART_OF_FREE * min(room for room in rooms if room is not None))
+        return cls(config, [*map(PooledModel, models, (first, *more))], opener, memory)
+
+    @property
+    def services(self) -> list[Service]:
+        """Services of the models that are loaded."""
+        return [one.service for one in self.models if one.service is not None]
+
+    def find(self, name: str | None, *, listed: bool = False) -> PooledModel:
+        """Return the model that answers requests for `name`; None is the first model.
+
+        Any name is that of a single model, unless it must be `listed`. Raises ApiError with status 404.
+        """
+        if self.is_fixed:
+            self.services[0].check_model(name, listed=listed)
+        if self.is_fixed or not name:
+            return self.models[0]
+        if (found := self._by_name.get(name)) is None:
+            raise ApiError(
+                f"the model {cut(name)!r} is not served here; allowed: {', '.join(self._by_name)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return found
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Service]:
+        """Load a model if necessary; its service stays open until the block ends.
+
+        Raises ApiError. Status 404: there is no such model. 500: it cannot be started. 503: it was not loaded
+        in time, or the server drains.
+        """
+        model = self.find(name)
+        if model.is_loaded:
+            model.begin_use()
+        else:
+            await self._wait(model)
+        try:
+            assert model.service is not None, "a model that is in use stays loaded"
+            yield model.service
+        finally:
+            self._end_use(model)
+
+    async def unload(self, name: str | None) -> None:
+        """Unload a model after its open answers; raises ApiError, also for the only model of a server."""
+        model = self.find(name)
+        if self.is_fixed:
+            raise ApiError("the only model of a server stays loaded; end the server", param="model")
+        await asyncio.shield(self._run(self._unload(model)))
+
+    async def health(self) -> list[Health]:
+        """Return the health of each loaded model, within a second even if engines hang."""
+        return await asyncio.gather(*(one.backend.health() for one in self.services))
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all models in Prometheus' text format."""
+        services = self.services
+        for one, health in zip(services, await self.health(), strict=True):
+            if one in self.services:  # it may have been unloaded meanwhile
+                one.metrics.update(health)
+        return self.models[0].metrics.text()
+
+    def begin_roll(self) -> None:
+        """Replace the engines of the loaded models; see ReplicaBackend."""
+        for one in self.services:
+            one.backend.begin_roll()
+
+    def drain(self) -> None:
+        """Refuse new requests, and those that wait for a model."""
+        self.draining = True
+        for one in self.services:
+            one.draining = True
+        for model in self.models:
+            self._refuse(model, _draining)
+
+    def cut(self, reason: str) -> int:
+        """Fail all open answers for this reason; returns their number."""
+        return sum(one.backend.cut(reason) for one in self.services)
+
+    async def close(self) -> None:
+        """End the engines of the models that the pool has loaded."""
+        self.drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for model in self.models:
+            await model.opened.aclose()
+
+    async def _wait(self, model: PooledModel) -> None:
+        """Wait until a model is loaded, and begin to use it."""
+        if self.draining:
+            raise _draining()
+        if model.failure and time.monotonic() < model.failed_at + _RETRY_SECONDS:
+            raise _failed(model)
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model.waiting.append(ticket)
+        if model.loading is None or model.loading.done():
+            model.loading = self._run(self._load(model))
+        seconds = self.config.max_wait or _PATIENCE
+        try:
+            async with asyncio.timeout(seconds):
+                await ticket
+        except BaseException as error:
+            if ticket in model.waiting:
+                model.waiting.remove(ticket)
+            elif not ticket.cancelled() and ticket.exception() is None:
+                self._end_use(model)  # the client left just when it got the model
+            if not isinstance(error, TimeoutError):
+                raise
+            busy = ", ".join(one.names[0] for one in self.models if one.users) or "none"
+            raise ApiError(
+                f"the model {model.names[0]!r} was not loaded within {seconds:g} seconds; models with open "
+                f"answers: {busy}; try again later",
+                status=503,
+                headers={"Retry-After": "5"},
+            ) from None
+
+    def _end_use(self, model: PooledModel) -> None:
+        model.users, model.used_at = model.users - 1, time.monotonic()
+        if model.users:
+            return
+        model.idle.set()
+        if not self.is_fixed and self.config.keep_alive:
+            loop, expire = asyncio.get_running_loop(), lambda: self._run(self._unload(model, only_idle=True))
+            model.expiry = loop.call_later(self.config.keep_alive, expire)
+
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run a task that does not end with the request that began it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _load(self, model: PooledModel) -> None:
+        """Load a model when its turn comes, and give it to the requests that wait for it."""
+        engine = model.served.engine
+        try:
+            files = await asyncio.to_thread(resolve, engine.model)
+            size = min(await asyncio.to_thread(needed_bytes, engine, files), self._memory)
+            async with self._turn:
+                if model.service is None:
+                    await self._make_room(size)
+                    await self._open(model, replace(model.served, engine=replace(engine, memory=size)), files)
+                model.begin_use()  # so that it expires if no request waits any more
+                for ticket in self._taken(model):
+                    model.begin_use()
+                    ticket.set_result(None)
+                self._end_use(model)
+        except Exception as error:  # no exception may end this task: requests wait for it
+            model.failure, model.failed_at = str(error) or repr(error), time.monotonic()
+            _LOG.error("%s cannot be started: %s", model.names[0], model.failure)
+            self._refuse(model, lambda: _failed(model))
+
+    async def _open(self, model: PooledModel, served: ServedModel, files: ModelFiles) -> None:
+        assert self._opener is not None, "a pool without an opener has its model loaded"
+        opened = AsyncExitStack()
+        service = await opened.enter_async_context(self._opener(served, files, model.metrics))
+        service.draining = self.draining
+        model.service, model.opened, model.failure = service, opened, ""
+        model.size = service.facts.memory
+        _LOG.info("loaded: %s; %s", model.names[0], service.facts.summary)
+
+    async def _make_room(self, size: int) -> None:
+        """Unload models until an engine of `size` bytes fits beside the others."""
+        while size > self._memory - sum(one.size for one in self.models):
+            loaded = [one for one in self.models if one.service is not None]
+            await self._end(min(loaded, key=lambda one: (one.users > 0, one.used_at)))
+
+    async def _unload(self, model: PooledModel, *, only_idle: bool = False) -> None:
+        async with self._turn:
+            if model.service is not None and not (only_idle and model.users):
+                await self._end(model)
+
+    async def _end(self, model: PooledModel) -> None:
+        """End a model's engine after its open answers."""
+        model.leaving = True
+        try:
+            while model.users:
+                model.idle.clear()
+                await model.idle.wait()
+            model.service, model.size = None, 0
+            await model.opened.aclose()
+            model.metrics.reset()
+            _LOG.info("unloaded: %s", model.names[0])
+        finally:
+            model.leaving = False
+
+    def _refuse(self, model: PooledModel, reason: Callable[[], ApiError]) -> None:
+        """Fail the requests that wait for a model."""
+        for ticket in self._taken(model):
+            ticket.set_exception(reason())
+
+    def _taken(self, model: PooledModel) -> list[asyncio.Future[None]]:
+        """Remove the requests that wait for a model; without those whose clients have left."""
+        taken, model.waiting = model.waiting, []
+        return [ticket for ticket in taken if not ticket.done()]
+
+
+def needed_bytes(engine: EngineConfig, files: ModelFiles) -> int:
+    """Return about the bytes that an engine takes: its weights as in their files, its caches and its code."""
+    weights = target = _size(files)
+    for draft in engine.speculation.drafts:
+        if draft == SELF:
+            weights += target // 2
+        elif draft not in (AUTO, OWN_HEAD):
+            with suppress(UserError, OSError):  # the engine reports it
+                weights += _size(resolve(draft))
+    return weights * 5 // 4 + (engine.cache.memory or _CACHES) + _CODE
+
+
+def _size(files: ModelFiles) -> int:
+    return sum(path.stat().st_size for path in files.weights)
+
+
+def _failed(model: PooledModel) -> ApiError:
+    return ApiError(
+        f"the model {model.names[0]!r} cannot be started: {model.failure}",
+        status=500,
+        code="model_failed",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _draining() -> ApiError:
+    return ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})

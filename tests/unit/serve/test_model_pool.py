@@ -1,0 +1,259 @@
+"""Several models behind one port: which are loaded, which wait, and which go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.errors import UserError
+from specinfer.hub.model_files import ModelFiles
+from specinfer.scheduler_config import CacheConfig
+from specinfer.serve.api.service import Service
+from specinfer.serve.app import build_app
+from specinfer.serve.config import ServeConfig, ServedModel
+from specinfer.serve.http.access import Keys
+from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.model_pool import ModelPool, needed_bytes
+from specinfer.serve.observe.metrics import Metrics
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import ScriptedBackend, says, scripted_service
+from tests.served import Served
+from tests.unit.serve.conftest import FLAGS
+
+NAMES = ("a", "b", "c")
+
+
+class Rig:
+    """A pool of the models a, b and c, of which `fit` fit into memory, and the log of their engines."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, fit: int = 2, **options: Any) -> None:
+        self.log: list[str] = []
+        self.broken = ""  # name of the model that cannot start
+        self.gate: asyncio.Event | None = None  # that starts wait for
+        self._tokenizer = tokenizer
+        config = ServeConfig(**{"keep_alive": 0.0, **options})
+        engine = EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
+        models = [ServedModel((name, f"{name}-alias"), engine) for name in NAMES]
+        self.pool = ModelPool.of_several(config, models, self._open)
+        files: Any = SimpleNamespace(weights=[folder / "model.safetensors"])
+        self.size = needed_bytes(engine, files)
+        self.pool._memory = fit * self.size  # of the machine it would be another number on each
+
+    @asynccontextmanager
+    async def _open(self, model: ServedModel, _: ModelFiles, metrics: Metrics) -> AsyncIterator[Service]:
+        [name, _alias] = model.names
+        assert model.engine.memory == self.size
+        self.log.append(f"+{name}")
+        if self.gate is not None:
+            await self.gate.wait()
+        if name == self.broken:
+            raise UserError("its weights are damaged")
+        backend = ScriptedBackend(says(f"I am {name}."))
+        service = scripted_service(self._tokenizer, backend, [metrics.observe], model.names)
+        service.facts = replace(service.facts, memory=self.size)
+        service.metrics = metrics
+        try:
+            yield service
+        finally:
+            self.log.append(f"-{name}")
+
+    async def get(self, name: str) -> asyncio.Task[AsyncExitStack]:
+        """Begin a request for a model; its task returns when the request has the service."""
+
+        async def enter() -> AsyncExitStack:
+            stack = AsyncExitStack()
+            await stack.enter_async_context(self.pool.use(name))
+            return stack
+
+        task = asyncio.create_task(enter())
+        await self.settle()
+        return task
+
+    async def settle(self) -> None:
+        """Wait until nothing changes; files are found in threads."""
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(build_app(self.pool, Keys([])))
+        return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+@pytest.fixture
+def rig(folder: Path, tokenizer: Tokenizer) -> Callable[..., Rig]:
+    return lambda **options: Rig(folder, tokenizer, **options)
+
+
+async def test_the_least_recently_used_model_goes(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    for name in ("a", "b", "a-alias", "c", "a", "b"):
+        async with made.pool.use(name) as service:
+            assert service.models[0] == name[0]
+    assert made.log == ["+a", "+b", "-b", "+c", "-c", "+b"]
+    await made.pool.close()
+    assert made.log[-2:] == ["-a", "-b"]
+
+
+async def test_no_model_goes_in_the_middle_of_an_answer(rig: Callable[..., Rig]) -> None:
+    made = rig(fit=1)
+    first = await (await made.get("a"))
+    second = await made.get("b")  # waits for the answer of a
+    third = await made.get("a")  # waits for b, which came before it
+    assert (second.done(), third.done(), made.log) == (False, False, ["+a"])
+    await first.aclose()
+    await made.settle()
+    assert (second.done(), third.done(), made.log) == (True, False, ["+a", "-a", "+b"])
+    await (await second).aclose()
+    await (await third).aclose()
+    assert made.log == ["+a", "-a", "+b", "-b", "+a"]
+
+
+async def test_a_request_waits_for_a_bounded_time(rig: Callable[..., Rig]) -> None:
+    made = rig(fit=1, max_wait=0.05)
+    first = await (await made.get("a"))
+    with pytest.raises(ApiError, match=r"'b' was not loaded within 0.05 seconds; .*answers: a; try") as error:
+        await (await made.get("b"))
+    assert error.value.status == 503
+    await first.aclose()
+    async with made.pool.use("a"):
+        assert made.log[-1] == "+a", "b was loaded for later, and a is loaded again"
+
+
+async def test_requests_that_leave_hold_nothing(rig: Callable[..., Rig]) -> None:
+    made = rig(fit=1)
+    made.gate = asyncio.Event()
+    waiting = [await made.get("a") for _ in range(3)]
+    waiting[0].cancel()  # while it waits
+    await made.settle()
+    made.gate.set()
+    while not waiting[1].done():
+        await asyncio.sleep(0)
+        waiting[2].cancel()  # at some time around its turn
+    await asyncio.gather(waiting[0], waiting[2], return_exceptions=True)
+    await (await waiting[1]).aclose()
+    if not waiting[2].cancelled():
+        await waiting[2].result().aclose()
+    async with made.pool.use("b"):
+        assert made.log == ["+a", "-a", "+b"]
+
+
+async def test_an_idle_model_is_unloaded(rig: Callable[..., Rig]) -> None:
+    made = rig(keep_alive=0.05)
+    held = await (await made.get("a"))
+    async with made.pool.use("b"):
+        pass
+    await asyncio.sleep(0.2)
+    assert made.log == ["+a", "+b", "-b"], "a has an open answer"
+    await held.aclose()
+    await asyncio.sleep(0.2)
+    assert made.log[-1] == "-a"
+
+
+async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.broken = "b"
+    async with made.client() as client:
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
+            assert answer.status_code == 500
+            assert (
+                answer.json()["error"]["message"]
+                == "the model 'b' cannot be started: its weights are damaged"
+            )
+            assert made.log == ["+b"], "it is not started again at once"
+        fine = await client.post("/v1/completions", json={"model": "a", "prompt": "x"})
+        assert fine.json()["choices"][0]["text"] == "I am a."
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert cards[2]["status"] == {"value": "unloaded", "failure": "its weights are damaged"}
+
+
+async def test_the_paths_of_several_models(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    async with made.client() as client:
+
+        async def states() -> list[str]:
+            cards = (await client.get("/v1/models")).json()["data"]
+            return [f"{card['id']}={card['status']['value']}" for card in cards if "-" not in card["id"]]
+
+        assert (await client.get("/ready")).json()["status"] == "ready"
+        assert await states() == ["a=unloaded", "b=unloaded", "c=unloaded"]
+        for path, body, status in (
+            ("/models/load", {"model": "b-alias"}, 200),
+            ("/models/load", {"model": "d"}, 404),
+            ("/models/load", {}, 400),
+            ("/v1/chat/completions", {"model": "d", "messages": [{"role": "user", "content": "x"}]}, 404),
+            ("/v1/completions", {"model": "c", "prompt": "x", "stream": True}, 200),
+            ("/models/unload", {"model": "b"}, 200),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == status, (path, body, answer.text)
+            if status == 404:
+                assert "'d' is not served here; allowed: a, a-alias, b, b-alias, c, c-alias" in answer.text
+        assert await states() == ["a=unloaded", "b=unloaded", "c=loaded"]
+        assert (await client.get("/v1/models/c-alias")).json()["max_model_len"] == 100_000
+        answer = await client.post("/infill", json={"input_prefix": "x", "input_suffix": ""})
+        assert answer.status_code in (200, 400)
+        assert made.log[-1] == "+a", "a request without a name is for the first model"
+        text = (await client.get("/metrics")).text
+        for name, count in (("a", 0.0), ("c", 1.0)):
+            found = f'specinfer:request_success_total{{finished_reason="stop",model_name="{name}"}} {count}'
+            assert (found in text) == bool(count), name
+        assert text.count("# HELP specinfer:generation_tokens_total") == 1
+
+
+async def test_a_server_that_ends_refuses_requests_that_wait(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.gate = asyncio.Event()
+    waiting = await made.get("a")
+    made.pool.drain()
+    for request in (waiting, await made.get("b")):
+        with pytest.raises(ApiError, match="the server is shutting down"):
+            await request
+    await made.pool.close()
+    assert made.log == ["+a"]
+
+
+def test_the_only_model_of_a_server_stays(folder: Path, tokenizer: Tokenizer) -> None:
+    from tests.unit.serve.asked import Asked
+
+    answer = Asked(tokenizer).http.post("http://server/models/unload", json={"model": "any"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, forked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("several") / "models.yaml"
+    models = "".join(f"- {{model: {folder}, alias: {name}}}\n" for name in NAMES[:2])
+    file.write_text(f"models:\n{models}- {{model: {folder}/none, alias: none}}\nping_interval: 0.05\n")
+    with Served(f"--config={file}", *FLAGS[: FLAGS.index("--config")], "--memory", "1900MB") as server:
+        yield server
+
+
+@pytest.mark.few(2)
+def test_engines_of_several_models(both: Served, served: Served) -> None:
+    """A stream of one goes on while another starts; the texts are those of a server with one model."""
+    body = {"prompt": "x" * 9, "max_tokens": 400, "seed": 5, "ignore_eos": True}
+    alone = served.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert both.engine_pid is None
+    with httpx.stream(
+        "POST", f"{both.url}/v1/completions", json={**body, "model": "a", "stream": True}, timeout=120
+    ) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == ": ping", "the stream is open while its model starts"
+        second = both.post("/v1/completions", {**body, "model": "b"})
+        rest = [line for line in lines if line.startswith("data: {")]
+    assert second.json()["choices"][0]["text"] == alone
+    texts = [httpx.Response(200, text=line[6:]).json()["choices"][0]["text"] for line in rest]
+    assert "".join(texts) == alone
+    missing = both.post("/v1/completions", {**body, "model": "none"})
+    assert missing.status_code == 500
+    assert "there is no file or folder" in missing.json()["error"]["message"]
