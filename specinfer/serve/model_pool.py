@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Literal
 
 import psutil
 
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
+from specinfer.hub.known_drafts import local_drafts
 from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.kernels.machine import cgroup_free_memory
@@ -38,8 +40,9 @@ _PART_OF_FREE: Final = 0.9  # part of the free memory that models may take witho
 _PATIENCE: Final = 600.0  # seconds that a request waits for its model without `max_wait`
 _RETRY_SECONDS: Final = 10.0  # between two starts of a model that fails
 
-# Opens the service of a model, whose metrics outlive it.
-Opener = Callable[[ServedModel, ModelFiles, Metrics], AbstractAsyncContextManager[Service]]
+MakeRoom = Callable[[], Awaitable[None]]
+# Opens the service of a model, whose metrics outlive it; it makes room before the engine loads weights.
+Opener = Callable[[ServedModel, ModelFiles, Metrics, MakeRoom], AbstractAsyncContextManager[Service]]
 
 
 @dataclass(eq=False, slots=True)
@@ -266,10 +269,10 @@ class ModelPool:
         try:
             files = await asyncio.to_thread(resolve, engine.model)
             size = min(await asyncio.to_thread(needed_bytes, engine, files), self._memory)
+            engine = replace(engine, device="cpu", memory=size)
             async with self._turn:
                 if model.service is None:
-                    await self._make_room(size)
-                    await self._open(model, replace(model.served, engine=replace(engine, memory=size)), files)
+                    await self._open(model, replace(model.served, engine=engine), files)
                 model.begin_use()  # so that it expires if no request waits any more
                 for ticket in self._taken(model):
                     model.begin_use()
@@ -283,7 +286,9 @@ class ModelPool:
     async def _open(self, model: PooledModel, served: ServedModel, files: ModelFiles) -> None:
         assert self._opener is not None, "a pool without an opener has its model loaded"
         opened = AsyncExitStack()
-        service = await opened.enter_async_context(self._opener(served, files, model.metrics))
+        make_room = partial(self._make_room, served.engine.memory or 0)
+        opening = self._opener(served, files, model.metrics, make_room)
+        service = await opened.enter_async_context(opening)
         service.draining = self.draining
         model.service, model.opened, model.failure = service, opened, ""
         model.size = service.facts.memory
@@ -331,7 +336,9 @@ def needed_bytes(engine: EngineConfig, files: ModelFiles) -> int:
     for draft in engine.speculation.drafts:
         if draft == SELF:
             weights += target // 2
-        elif draft not in (AUTO, OWN_HEAD):
+        elif draft == AUTO:  # the engine takes the first that fits, if any
+            weights += next((one.bytes for one in local_drafts(files)), 0)
+        elif draft != OWN_HEAD:
             with suppress(UserError, OSError):  # the engine reports it
                 weights += _size(resolve(draft))
     return weights * 5 // 4 + (engine.cache.memory or _CACHES) + _CODE

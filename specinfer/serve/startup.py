@@ -14,10 +14,10 @@ from specinfer.sampling_params import usual_sampling
 from specinfer.serve.api.service import Service
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
-from specinfer.serve.backend.work import BackendError, Observe
+from specinfer.serve.backend.work import BackendError, EngineInfo, Observe
 from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.dialect.dialect import Dialect
-from specinfer.serve.model_pool import ModelPool
+from specinfer.serve.model_pool import MakeRoom, ModelPool
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.tokenizer import Tokenizer
 
@@ -30,51 +30,55 @@ async def open_service(
     model: ServedModel,
     files: ModelFiles,
     metrics: Metrics,
+    make_room: MakeRoom | None = None,
     child: EngineChild | None = None,
 ) -> AsyncIterator[Service]:
     """Open the Service of a model whose engines run until the block ends, the first one in `child` if given.
 
-    `files` are the model's. Raises UserError if the first engine cannot start.
+    `files` are the model's. `make_room` is awaited before an engine loads them. Raises UserError if the first
+    engine cannot start.
     """
-    engine = model.engine
-    backend = ReplicaBackend(
-        engine,
-        config.replicas,
-        (config.log_level, config.log_format),
-        child,
-        max_wait=config.max_wait,
-        timeout=config.engine_timeout,
-    )
-    starting = asyncio.ensure_future(backend.start())
-    try:
-        await asyncio.sleep(0)  # starting the engines takes seconds; the rest loads meanwhile
-        import specinfer.serve.app  # noqa: F401 - callers build the application next
+    engine, log = model.engine, (config.log_level, config.log_format)
+    with child or EngineChild(log) as first:  # it imports the engine's code while room is made
+        backend = ReplicaBackend(
+            engine, config.replicas, log, first, max_wait=config.max_wait, timeout=config.engine_timeout
+        )
+        starting = asyncio.ensure_future(_start(backend, make_room))
+        try:
+            await asyncio.sleep(0)  # starting the engines takes seconds; the rest loads meanwhile
+            import specinfer.serve.app  # noqa: F401 - callers build the application next
 
-        # In threads, as other models answer meanwhile.
-        tokenizer = await asyncio.to_thread(Tokenizer.load, files, engine.chat_template)
-        dialect = await asyncio.to_thread(Dialect.of, tokenizer, config.call_format)
-        with observers(config, model.names[0], metrics, tokenizer) as observing:
-            yield Service(
-                config,
-                backend,
-                tokenizer,
-                await starting,
-                dialect,
-                models=model.names,
-                adapters=list(engine.adapters),
-                batch=engine.scheduler.max_batch_size * config.replicas,
-                metrics=metrics,
-                observers=observing,
-                sampling=usual_sampling(
-                    sampling_defaults(files) if engine.generation_config == "auto" else {}
-                ),
-            )
-    except BackendError as error:
-        raise UserError(str(error)) from None
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await backend.close()
+            # In threads, as other models answer meanwhile.
+            tokenizer = await asyncio.to_thread(Tokenizer.load, files, engine.chat_template)
+            dialect = await asyncio.to_thread(Dialect.of, tokenizer, config.call_format)
+            with observers(config, model.names[0], metrics, tokenizer) as observing:
+                yield Service(
+                    config,
+                    backend,
+                    tokenizer,
+                    await starting,
+                    dialect,
+                    models=model.names,
+                    adapters=list(engine.adapters),
+                    batch=engine.scheduler.max_batch_size * config.replicas,
+                    metrics=metrics,
+                    observers=observing,
+                    sampling=usual_sampling(
+                        sampling_defaults(files) if engine.generation_config == "auto" else {}
+                    ),
+                )
+        except BackendError as error:
+            raise UserError(str(error)) from None
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await backend.close()
+
+
+async def _start(backend: ReplicaBackend, make_room: MakeRoom | None) -> EngineInfo:
+    if make_room is not None:
+        await make_room()
+    return await backend.start()
 
 
 @asynccontextmanager
@@ -91,7 +95,7 @@ async def open_pool(
     """
     if files is not None:
         [model] = models
-        async with open_service(config, model, files, Metrics(model.names[0]), child) as service:
+        async with open_service(config, model, files, Metrics(model.names[0]), child=child) as service:
             yield ModelPool.of(service, model)
         return
     import specinfer.serve.app  # noqa: F401 - callers build the application next

@@ -22,7 +22,7 @@ from specinfer.serve.app import build_app
 from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.http.access import Keys
 from specinfer.serve.http.api_error import ApiError
-from specinfer.serve.model_pool import ModelPool, needed_bytes
+from specinfer.serve.model_pool import MakeRoom, ModelPool, needed_bytes
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, says, scripted_service
@@ -49,9 +49,12 @@ class Rig:
         self.pool._memory = fit * self.size  # of the machine it would be another number on each
 
     @asynccontextmanager
-    async def _open(self, model: ServedModel, _: ModelFiles, metrics: Metrics) -> AsyncIterator[Service]:
+    async def _open(
+        self, model: ServedModel, _: ModelFiles, metrics: Metrics, make_room: MakeRoom
+    ) -> AsyncIterator[Service]:
         [name, _alias] = model.names
-        assert model.engine.memory == self.size
+        assert (model.engine.device, model.engine.memory) == ("cpu", self.size)
+        await make_room()
         self.log.append(f"+{name}")
         if self.gate is not None:
             await self.gate.wait()
