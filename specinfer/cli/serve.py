@@ -257,7 +257,7 @@ def _listed(found: object, file: Path) -> list[dict[str, Any]]:
     items = found if isinstance(found, list) else []
     several = [{"model": one} if isinstance(one, str) else one for one in items]
     if not several or not all(isinstance(one, dict) and isinstance(one.get("model"), str) for one in several):
-        raise ConfigError(f"{file} has models that are no list of names; allowed: items like `- model: NAME`")
+        raise ConfigError(f"{file} has a wrong list of models; allowed: items like `- model: NAME`")
     known = {"model", "alias", "speculative_config", *(one.name for one in _ENGINE)} - {"memory"}
     return [_checked(one, known, file) for one in several]
 

@@ -24,14 +24,7 @@ ANY_HOST: Final = "*"  # any Host header, or any proxy
 HOST_NAME: Final = re.compile(r"[0-9a-z._-]+", re.IGNORECASE)
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
-_ALONE: Final = "leave it out, or start a server for each model"
-# Options of a server with a single model, and what to do with several.
-_OF_ONE_MODEL: Final = {
-    "served_model_name": "give each its `alias` in the `models` of a --config file",
-    "replicas": _ALONE,
-    "cluster": _ALONE,
-    "log_traffic": _ALONE,
-}
+_OF_ONE_MODEL: Final = ("served_model_name", "replicas", "cluster", "log_traffic")  # options
 
 UnknownFields = Literal["error", "ignore"]
 
@@ -225,7 +218,9 @@ def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
     """Raise ConfigError if two of several models have one name, or an option is for a single model only."""
     for one in options_of(ServeConfig):
         if one.name in _OF_ONE_MODEL and (value := getattr(config, one.attribute)) != one.default:
-            raise ConfigError(f"{one.name} is {value!r} with several models; {_OF_ONE_MODEL[one.name]}")
+            raise ConfigError(
+                f"{one.name} is {value!r} with several models; leave it out, or start a server for each"
+            )
     seen = set[str]()
     for model in models:
         engine = model.engine
@@ -233,14 +228,11 @@ def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
             ranks = engine.features[Feature.RANKS]
             raise ConfigError(f"{model.names[0]} has {ranks}; each of several models has one process")
         if engine.device not in ("auto", "cpu"):
-            raise ConfigError(
-                f"device is {engine.device!r} with several models, which run on the CPU; leave it out"
-            )
+            raise ConfigError(f"device is {engine.device!r} with several models; allowed there: cpu")
         for name in (*model.names, *engine.adapters):
             if name in seen:
                 raise ConfigError(
-                    f"two models have the name {name!r}; give them different ones: the `alias` of a file's "
-                    "`models`"
+                    f"two models have the name {name!r}; give one an `alias` in a --config file"
                 )
             seen.add(name)
 

@@ -1,9 +1,8 @@
 """ModelPool: the models of one server by name, each with an engine process of its own while it is loaded.
 
-a request for an unloaded model  waits until the pool has loaded it; models are loaded one after another
-memory does not suffice          the least recently used model is unloaded, an idle one before a busy one
-a busy model is unloaded         it ends after its last open answer; new requests for it wait
-a model is idle for keep_alive   it is unloaded
+A request for an unloaded model waits until the pool has loaded it; models are loaded one after another. If
+memory does not suffice, the least recently used model is unloaded, an idle one before a busy one. A busy one
+ends after its last open answer, and new requests for it wait. A model that is idle for `keep_alive` ends.
 """
 
 from __future__ import annotations
@@ -287,8 +286,7 @@ class ModelPool:
         assert self._opener is not None, "a pool without an opener has its model loaded"
         opened = AsyncExitStack()
         make_room = partial(self._make_room, served.engine.memory or 0)
-        opening = self._opener(served, files, model.metrics, make_room)
-        service = await opened.enter_async_context(opening)
+        service = await opened.enter_async_context(self._opener(served, files, model.metrics, make_room))
         service.draining = self.draining
         model.service, model.opened, model.failure = service, opened, ""
         model.size = service.facts.memory

@@ -13,7 +13,15 @@ import pytest
 from click.testing import CliRunner
 
 from specinfer.cli.options import engine_config, flags, sampling_fields, sampling_options
-from specinfer.cli.serve import OPTIONS, _print_address, configs, read_options, serve, speculative_config
+from specinfer.cli.serve import (
+    OPTIONS,
+    _print_address,
+    configs,
+    read_options,
+    serve,
+    served_models,
+    speculative_config,
+)
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of
@@ -161,6 +169,47 @@ def test_a_file_that_is_wrong(tmp_path: Path) -> None:
         read_options(tmp_path / "none")
     file.write_text("")
     assert read_options(file) == {}
+
+
+def test_the_models_of_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+
+    def served(text: str, *words: str, **given: Any) -> list[tuple[tuple[str, ...], EngineConfig]]:
+        file.write_text(text)
+        options = {"model": next(iter(words), None), **given}
+        return [(one.names, one.engine) for one in served_models(options, words, file if text else None)[1]]
+
+    [(names, first), (_, second)] = served("", "a.gguf", "b.gguf", memory="8GB")
+    assert (names, first.model, second.model, first.memory) == (("a.gguf",), "a.gguf", "b.gguf", 8 << 30)
+    listed = "models:\n- {model: a.gguf, alias: [small, tiny], draft: [c], kv-cache-memory: 1GB}\n- b.gguf\n"
+    [(names, first), (others, second)] = served(
+        f"{listed}dtype: float32\nquantization: int8\n", dtype="bfloat16"
+    )
+    assert (names, others, first.speculation.drafts) == (("small", "tiny"), ("b.gguf",), ("c",))
+    assert (first.cache.memory, second.cache.memory) == (1 << 30, None)
+    assert (first.dtype, second.quantization) == ("bfloat16", "int8"), "flags override the file"
+    assert served("models: [a]\n")[0][0] == served("", "a")[0][0] == ("a",)
+    for text, words, given, message in (
+        ("", ("a", "a"), {}, "two models have the name 'a'"),
+        ("models: [{model: a, alias: x}, {model: b, alias: x}]", (), {}, "two models have the name 'x'"),
+        ("models: [a, b]", ("c",), {}, "has models, and the command line has 'c'"),
+        ("models: [a, b]\nmodel: c", (), {}, "has model and models"),
+        ("models: []", (), {}, "a wrong list of models"),
+        ("models: [{alias: x}]", (), {}, "a wrong list of models"),
+        ("models: [{model: a, alias: 7}, b]", (), {}, "alias has a value that is no text"),
+        ("models: [{model: a, memory: 8GB}, b]", (), {}, "unknown option 'memory'"),
+        ("models: [{model: a, port: 80}, b]", (), {}, "unknown option 'port'"),
+        ("models: [{model: a, tensor_parallel: 2}, b]", (), {}, "a has tensor_parallel 2; each of several"),
+        ("", ("a", "b"), {"device": "cuda"}, "device is 'cuda' with several models"),
+        ("", ("a", "b"), {"replicas": 2}, "replicas is 2 with several models; leave it out"),
+        ("", ("a", "b"), {"log_traffic": "x"}, "log_traffic is 'x' with several"),
+        ("", ("a", "b"), {"served_model_name": ("x",)}, "served_model_name is ('x',) with several"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            pytest.fail(f"{text} {words} {given} is {served(text, *words, **given)}")
+    file.write_text("models: [a, b]")
+    with pytest.raises(ConfigError, match="has models; allowed here: one `model`"):
+        configs({}, file)
 
 
 def test_an_option_out_of_range() -> None:

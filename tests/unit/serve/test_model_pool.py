@@ -33,7 +33,7 @@ NAMES = ("a", "b", "c")
 
 
 class Rig:
-    """A pool of the models a, b and c, of which `fit` fit into memory, and the log of their engines."""
+    """A pool of the models a, b and c, with memory for `fit` of them, and the log of their engines."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, fit: int = 2, **options: Any) -> None:
         self.log: list[str] = []
@@ -46,7 +46,7 @@ class Rig:
         self.pool = ModelPool.of_several(config, models, self._open)
         files: Any = SimpleNamespace(weights=[folder / "model.safetensors"])
         self.size = needed_bytes(engine, files)
-        self.pool._memory = fit * self.size  # of the machine it would be another number on each
+        self.pool._memory = fit * self.size  # the same on every machine
 
     @asynccontextmanager
     async def _open(
