@@ -225,8 +225,9 @@ def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
     for model in models:
         engine = model.engine
         if engine.ranks > 1:
-            ranks = engine.features[Feature.RANKS]
-            raise ConfigError(f"{model.names[0]} has {ranks}; each of several models has one process")
+            raise ConfigError(
+                f"{engine.features[Feature.RANKS]} with several models; allowed there: a process for each"
+            )
         if engine.device not in ("auto", "cpu"):
             raise ConfigError(f"device is {engine.device!r} with several models; allowed there: cpu")
         for name in (*model.names, *engine.adapters):

@@ -174,10 +174,9 @@ class ModelPool:
 
     async def unload(self, name: str | None) -> None:
         """Unload a model after its open answers; raises ApiError, also for the only model of a server."""
-        model = self.find(name)
         if self.is_fixed:
             raise ApiError("the only model of a server stays loaded; end the server", param="model")
-        await asyncio.shield(self._run(self._unload(model)))
+        await asyncio.shield(self._run(self._unload(self.find(name))))
 
     async def health(self) -> list[Health]:
         """Return the health of each loaded model, within a second even if engines hang."""

@@ -83,10 +83,7 @@ async def _start(backend: ReplicaBackend, make_room: MakeRoom | None) -> EngineI
 
 @asynccontextmanager
 async def open_pool(
-    config: ServeConfig,
-    models: Sequence[ServedModel],
-    files: ModelFiles | None,
-    child: EngineChild | None,
+    config: ServeConfig, models: Sequence[ServedModel], files: ModelFiles | None, child: EngineChild | None
 ) -> AsyncIterator[ModelPool]:
     """Open the models of a server until the block ends.
 

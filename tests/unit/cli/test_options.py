@@ -199,7 +199,12 @@ def test_the_models_of_a_server(tmp_path: Path) -> None:
         ("models: [{model: a, alias: 7}, b]", (), {}, "alias has a value that is no text"),
         ("models: [{model: a, memory: 8GB}, b]", (), {}, "unknown option 'memory'"),
         ("models: [{model: a, port: 80}, b]", (), {}, "unknown option 'port'"),
-        ("models: [{model: a, tensor_parallel: 2}, b]", (), {}, "a has tensor_parallel 2; each of several"),
+        (
+            "models: [{model: a, tensor_parallel: 2}, b]",
+            (),
+            {},
+            "tensor_parallel 2 with several models; allowed",
+        ),
         ("", ("a", "b"), {"device": "cuda"}, "device is 'cuda' with several models"),
         ("", ("a", "b"), {"replicas": 2}, "replicas is 2 with several models; leave it out"),
         ("", ("a", "b"), {"log_traffic": "x"}, "log_traffic is 'x' with several"),
@@ -207,6 +212,7 @@ def test_the_models_of_a_server(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             pytest.fail(f"{text} {words} {given} is {served(text, *words, **given)}")
+    assert "two models have the name 'a'" in str(CliRunner().invoke(serve, ["a", "b", "a"]).exception)
     file.write_text("models: [a, b]")
     with pytest.raises(ConfigError, match="has models; allowed here: one `model`"):
         configs({}, file)
