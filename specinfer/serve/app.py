@@ -161,6 +161,8 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
             return make(service, service.with_defaults(fields))
 
         async def streamed(fields: SamplingFields) -> AsyncGenerator[str]:
+            if not pool.is_ready(fields.model):
+                yield ""  # opens the stream, which sends pings while it waits
             async with pool.use(fields.model) as service, aclosing(made(service, fields).events()) as events:
                 async for one in events:
                     yield one
@@ -174,10 +176,9 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
             fields.check()
             if not fields.stream:
                 return JSONResponse(await unless_disconnected(request, whole(fields)))
-            events, first = streamed(fields), ""
-            if pool.find(fields.model).is_loaded:  # else the stream opens at once, for its pings
-                # An error before the first event sets the status.
-                first = await unless_disconnected(request, anext(events, ""))
+            events = streamed(fields)
+            # An error before the first event sets the status.
+            first = await unless_disconnected(request, anext(events, ""))
             return EventStream(events, first, done, config.ping_interval)
 
         paths.add(path, answer, "POST", kind)

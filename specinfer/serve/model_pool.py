@@ -154,15 +154,33 @@ class ModelPool:
             )
         return found
 
+    def is_ready(self, name: str | None) -> bool:
+        """Return whether a model is loaded, so that its requests need not wait.
+
+        Raises ApiError. Status 404: there is no such model. 429: too many requests wait for it. 500: it could
+        not be started a moment ago. 503: the server drains.
+        """
+        model = self.find(name)
+        if model.is_loaded:
+            return True
+        if self.draining:
+            raise _draining()
+        if model.failure and time.monotonic() < model.failed_at + _RETRY_SECONDS:
+            raise _failed(model)
+        limit = model.served.engine.scheduler.max_batch_size + self.config.max_waiting
+        if len(model.waiting) >= limit:
+            text = f"{limit} requests wait for the model {model.names[0]!r}; try again soon"
+            raise ApiError(text, status=429, headers={"Retry-After": "1"})
+        return False
+
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Service]:
         """Load a model if necessary; its service stays open until the block ends.
 
-        Raises ApiError. Status 404: there is no such model. 500: it cannot be started. 503: it was not loaded
-        in time, or the server drains.
+        Raises ApiError as `is_ready`. Status 500: the model cannot start. 503: it was not loaded in time.
         """
         model = self.find(name)
-        if model.is_loaded:
+        if self.is_ready(name):
             model.begin_use()
         else:
             await self._wait(model)
@@ -218,10 +236,6 @@ class ModelPool:
 
     async def _wait(self, model: PooledModel) -> None:
         """Wait until a model is loaded, and begin to use it."""
-        if self.draining:
-            raise _draining()
-        if model.failure and time.monotonic() < model.failed_at + _RETRY_SECONDS:
-            raise _failed(model)
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model.waiting.append(ticket)
         if model.loading is None or model.loading.done():

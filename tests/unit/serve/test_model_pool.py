@@ -149,6 +149,20 @@ async def test_requests_that_leave_hold_nothing(rig: Callable[..., Rig]) -> None
         assert made.log == ["+a", "-a", "+b"]
 
 
+async def test_requests_beyond_the_queue_are_refused(rig: Callable[..., Rig]) -> None:
+    made = rig(max_waiting=4)
+    limit = made.pool.models[0].served.engine.scheduler.max_batch_size + 4
+    made.gate, body = asyncio.Event(), {"model": "a", "prompt": "x"}
+    async with made.client() as client:
+        first = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(limit)]
+        await made.settle()
+        for stream in (False, True):
+            answer = await client.post("/v1/completions", json={**body, "stream": stream})
+            assert answer.status_code == 429, stream
+        made.gate.set()
+        assert {(await one).json()["choices"][0]["text"] for one in first} == {"I am a."}
+
+
 async def test_an_idle_model_is_unloaded(rig: Callable[..., Rig]) -> None:
     made = rig(keep_alive=0.05)
     held = await (await made.get("a"))
@@ -173,6 +187,8 @@ async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
                 == "the model 'b' cannot be started: its weights are damaged"
             )
             assert made.log == ["+b"], "it is not started again at once"
+        streamed = await client.post("/v1/completions", json={"model": "b", "prompt": "x", "stream": True})
+        assert streamed.status_code == 500
         fine = await client.post("/v1/completions", json={"model": "a", "prompt": "x"})
         assert fine.json()["choices"][0]["text"] == "I am a."
         cards = (await client.get("/v1/models")).json()["data"]
