@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.attention.cached_rows import Scales
+
 
 @dataclass(frozen=True, slots=True)
 class Paths:
@@ -181,6 +183,9 @@ class CacheAttention(Protocol):
 class AttentionBackend(Protocol):
     """Computes attention along paths."""
 
-    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheAttention:
-        """Return the attention over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Scales = ()) -> CacheAttention:
+        """Return the attention over a cache: per layer K and V, [P, K, H], in the activations' dtype.
+
+        With `scales` they are int8.
+        """
         ...

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Paths, Rotation
+from specinfer.attention.cached_rows import CachedRows, Scales, cached_rows
 
 PAD = 512  # the block of keys in torch's CPU kernel
 # The smallest of the kernel's query block sizes (32, 64, 256), which divides the others.
@@ -45,12 +46,12 @@ class _Segment:
 class SdpaCache:
     """Keys and values of one cache."""
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    keys: Sequence[CachedRows]
+    values: Sequence[CachedRows]
 
     def bind(self, paths: Paths) -> Attend:
         """Return the attention of one pass; masks are made once for all layers."""
-        by_paths = self.keys[0].device.type == "cpu"
+        by_paths = self.keys[0].rows_PKH.device.type == "cpu"
         return _Bound(paths, list(_segments(paths, by_paths=by_paths)), self.keys, self.values)
 
 
@@ -59,21 +60,25 @@ class SdpaAttention:
 
     __slots__ = ()
 
-    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> SdpaCache:
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Scales = ()) -> SdpaCache:
         """Return the attention over a cache of any dtype, on any device."""
-        return SdpaCache(keys, values)
+        return SdpaCache(*cached_rows(keys, values, scales))
 
 
 class _Bound:
     """Attention of one pass over one cache."""
 
     def __init__(
-        self, paths: Paths, segments: list[_Segment], keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        paths: Paths,
+        segments: list[_Segment],
+        keys: Sequence[CachedRows],
+        values: Sequence[CachedRows],
     ) -> None:
         self._segments = segments
         self._keys = keys
         self._values = values
-        device = keys[0].device
+        device = keys[0].rows_PKH.device
         written = [
             paths.slots(request)[first - end :]
             for request, (first, end, _, _) in enumerate(paths.requests_R4.tolist())
@@ -90,10 +95,11 @@ class _Bound:
         keys, values = self._keys[heads.layer], self._values[heads.layer]
         whole, size = heads.whole_norms, (heads.head_dim,)
         if heads.kv_matrices:
-            keys[self._write_slots] = rotated(k_TKH, heads.k_norm, heads.norm_eps, rotation, whole=whole)
+            k_TKH = rotated(k_TKH, heads.k_norm, heads.norm_eps, rotation, whole=whole)
+            keys.write(self._write_slots, k_TKH)
             if heads.value_norm:
                 v_TKH = F.rms_norm(v_TKH.float(), size, None, heads.norm_eps).to(v_TKH.dtype)
-            values[self._write_slots] = v_TKH
+            values.write(self._write_slots, v_TKH)
         q_TNH = rotated(q_TNH, heads.q_norm, heads.norm_eps, rotation, whole=whole)
         out_TNH = torch.empty_like(q_TNH)
         if not heads.plain:
@@ -102,13 +108,13 @@ class _Bound:
             return out_TNH.flatten(1)
         masks = self._masks_for(heads.window, qkv_TC.dtype)
         for where, slots, mask in zip(self._rows, self._slots, masks, strict=True):
-            k_SKH, v_SKH = keys.index_select(0, slots), values.index_select(0, slots)
+            k_SKH, v_SKH = (kind.read(slots, qkv_TC.dtype) for kind in (keys, values))
             out_TNH[where] = attended(q_TNH[where], k_SKH, v_SKH, mask, heads.scale)
         return out_TNH.flatten(1)
 
     def _masks_for(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         if window not in self._masks:
-            device = self._keys[0].device
+            device = self._keys[0].rows_PKH.device
             self._masks[window] = [_mask(s.sees_TS, window, dtype).to(device) for s in self._segments]
         return self._masks[window]
 
@@ -158,8 +164,8 @@ def _attend_otherwise(
     heads: AttentionSpec,
     segment: _Segment,
     q_TNH: Tensor,
-    keys_PKH: Tensor,
-    values_PKH: Tensor,
+    keys: CachedRows,
+    values: CachedRows,
     out_TNH: Tensor,
 ) -> None:
     """Write attention with caps, biases or sinks of a segment's rows to `out_TNH`, in float32.
@@ -173,14 +179,14 @@ def _attend_otherwise(
         slots = torch.from_numpy(segment.slots_S[window_S])
         length = int(sees_S.sum())
         places = torch.arange(length - len(slots), length)[None]
-        k_SKH, v_SKH = keys_PKH.index_select(0, slots), values_PKH.index_select(0, slots)
+        k_SKH, v_SKH = (kind.read(slots, q_TNH.dtype) for kind in (keys, values))
         out_TNH[row] = weighed(heads, q_TNH[row : row + 1], k_SKH, v_SKH, places, torch.tensor([[length]]))[0]
     if alone:
         return
     slots, rows = (torch.from_numpy(x).to(device) for x in (segment.slots_S, segment.rows))
     sees = torch.from_numpy(sees_TS).to(device)
     out_TNH[rows] = weighed(
-        *(heads, q_TNH[rows], keys_PKH.index_select(0, slots), values_PKH.index_select(0, slots)),
+        *(heads, q_TNH[rows], keys.read(slots, q_TNH.dtype), values.read(slots, q_TNH.dtype)),
         *(sees.cumsum(1) - 1, sees.sum(1, keepdim=True)),
         torch.from_numpy(window).to(device),
     )

@@ -190,6 +190,9 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
         norm_eps=1e-5,
     )
     attend = kernels.attention.over([keys], [values]).bind(paths)
+    of_int8 = [torch.zeros(rows, kv_heads, head, dtype=torch.int8) for _ in "kv"]
+    scales = [torch.zeros(rows, kv_heads, dtype=torch.bfloat16) for _ in "kv"]
+    attend_int8 = kernels.attention.over(of_int8[:1], of_int8[1:], [(scales[0], scales[1])]).bind(paths)
     qkv = random(rows, (heads + 2 * kv_heads) * head)
     turns = Rotation(angles.cos(), angles.sin())
     slopes = AlibiSpec(torch.arange(1, heads + 1) / 8, rounded=False)
@@ -205,6 +208,7 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
         "an embedding": ops.embed(torch.arange(rows), x, 2.0),
         "attention": attend(spec, qkv, turns),
         "attention with a cap, biases and sinks": attend(otherwise, qkv, turns),
+        "attention over int8": attend_int8(spec, qkv, None),
     }
 
 

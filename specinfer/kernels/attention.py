@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
+from specinfer.attention.cached_rows import Scales
 from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, check_rows, check_tensor
-from specinfer.kernels.structures import CachesArgs, HeadsArgs, PathsArgs
+from specinfer.kernels.structures import CachesArgs, HeadsArgs, LayerCacheArgs, PathsArgs
 
 _MAX_ELEMENTS: Final = 512  # of a head
 _MAX_GROUP: Final = 96  # query heads that share a key-value head
@@ -68,12 +69,11 @@ def _address(tensor: Tensor | None) -> int | None:
 class NativeCache:
     """A cache with the library's arguments for it."""
 
-    __slots__ = (
-        *("_kept", "args", "checked", "dtype", "library"),
-        *("key_addresses", "shapes", "slots", "value_addresses"),
-    )
+    __slots__ = (*("_kept", "_scaled", "args", "checked", "dtype", "layers", "library", "shapes", "slots"),)
 
-    def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Scales = ()
+    ) -> None:
         """Hold the caches of all layers; raises ValueError if they differ in anything but their heads.
 
         The caches of a layer without attention are empty.
@@ -82,27 +82,30 @@ class NativeCache:
         alike = {(len(t), t.dim(), t.dtype, t.is_contiguous(), t.device.type) for t in both}
         self.slots, self.dtype = len(both[0]), both[0].dtype
         self.shapes = [k.shape for k in keys]
+        scaled = [(k.shape[:2], torch.bfloat16, True) for k in keys for _ in "kv"] if scales else []
         if (
             alike != {(self.slots, 3, self.dtype, True, "cpu")}
-            or self.dtype not in FLOATS
+            or (self.dtype is not torch.int8 if scales else self.dtype not in FLOATS)
             or self.shapes != [v.shape for v in values]
+            or [(s.shape, s.dtype, s.is_contiguous()) for both in scales for s in both] != scaled
         ):
             found = {(tuple(t.shape), t.dtype, t.is_contiguous(), t.device.type) for t in both}
             raise ValueError(
-                "the caches must be contiguous [P, K, H] of bfloat16 or float32 on the CPU, all alike, got "
-                f"{sorted(found, key=str)}"
+                "the caches must be contiguous [P, K, H] of bfloat16 or float32 on the CPU, or of int8 with "
+                f"scales [P, K] of bfloat16, all alike, got {sorted(found, key=str)}"
             )
         self.library = library
-        self._kept = both
+        self._kept, self._scaled = (both, scales), bool(scales)
         self.checked: object = None  # the layers that were last checked against it
-        self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
-        self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
-        addresses = map(ctypes.addressof, (self.key_addresses, self.value_addresses))
-        self.args = CachesArgs(*addresses, self.slots)
+        rows = [(k.data_ptr(), v.data_ptr()) for k, v in zip(keys, values, strict=True)]
+        factors = [(k.data_ptr(), v.data_ptr()) for k, v in scales] or [(0, 0)] * len(keys)
+        layers = (LayerCacheArgs(*both, *own) for both, own in zip(rows, factors, strict=True))
+        self.layers = (LayerCacheArgs * len(keys))(*layers)
+        self.args = CachesArgs(self.layers, self.slots)
 
     def check(self, dtype: torch.dtype, heads: AttentionSpec) -> None:
         """Raise ValueError if the heads or the dtype do not fit the cache."""
-        (_, kv_heads, head), cached = self.shapes[heads.layer], self.dtype
+        (_, kv_heads, head), cached = self.shapes[heads.layer], dtype if self._scaled else self.dtype
         if (kv_heads, head, cached) != (heads.num_kv_heads, heads.head_dim, dtype):
             raise ValueError(
                 f"rows of {dtype} for {heads.num_kv_heads} heads of {heads.head_dim}; the caches have "
@@ -176,11 +179,11 @@ class NativeAttend:
         args, paths = ctypes.byref(heads_args(heads)), ctypes.byref(self.paths)
         rope = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())
         library = self.cache.library
-        cache = self.cache.key_addresses[heads.layer], self.cache.value_addresses[heads.layer]
+        cache = ctypes.byref(self.cache.layers[heads.layer])
         q_TC = qkv_TC.new_empty(rows, heads.num_heads * head)
         out_TC = torch.empty_like(q_TC)
-        library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *rope, *cache, q_TC.data_ptr())
-        library.tree_attention(code, args, paths, q_TC.data_ptr(), *cache, out_TC.data_ptr())
+        library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *rope, cache, q_TC.data_ptr())
+        library.tree_attention(code, args, paths, q_TC.data_ptr(), cache, out_TC.data_ptr())
         return out_TC
 
 
@@ -192,6 +195,6 @@ class NativeAttention:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeCache:
-        """Return the attention over a cache of bfloat16 or float32."""
-        return NativeCache(self._library, keys, values)
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Scales = ()) -> NativeCache:
+        """Return the attention over a cache of bfloat16, float32, or int8 with scales."""
+        return NativeCache(self._library, keys, values, scales)

@@ -87,8 +87,8 @@ class NativeLayers:
         if cache.checked is self:
             return
         layers = len(self.args)
-        if len(cache.key_addresses) != layers:
-            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
+        if len(cache.shapes) != layers:
+            raise ValueError(f"caches of {len(cache.shapes)} layers for a model of {layers}")
         attending = [layer.heads for layer in self._kept if layer.heads is not None]
         for heads in {(one.num_kv_heads, one.head_dim): one for one in attending}.values():
             cache.check(dtype, heads)
@@ -334,8 +334,7 @@ class NativeDecoder:
                 args.embedding, args.tokens = embedding_ND.data_ptr(), len(embedding_ND)
             fault: int = self._library.decode(
                 *(ctypes.byref(args), ctypes.byref(rows), ctypes.byref(attend.paths)),
-                *(attend.cache.key_addresses, attend.cache.value_addresses),
-                *(ctypes.byref(tapping), read_RD.data_ptr()),
+                *(attend.cache.layers, ctypes.byref(tapping), read_RD.data_ptr()),
                 None if logits_RV is None else logits_RV.data_ptr(),
             )
             return fault

@@ -300,11 +300,17 @@ class BlockStepArgs(ctypes.Structure):
     )
 
 
+class LayerCacheArgs(ctypes.Structure):
+    """K and V of one layer, as in cpu/layer_ops.h."""
+
+    _fields_ = _alike(c_void_p, "keys", "values", "key_scales", "value_scales")
+
+
 class CachesArgs(ctypes.Structure):
     """Caches of all layers, as in cpu/block_head.h."""
 
     _fields_ = (
-        *_alike(c_void_p, "keys", "values"),
+        ("layers", POINTER(LayerCacheArgs)),
         ("slots", c_int64),
     )
 

@@ -96,12 +96,12 @@ inline Requests some_requests(int32_t block_size, Chance& chance) {
 }
 
 template <typename T>
-void prove_attention(const Library& library, int64_t head, int64_t window, int32_t block_size, bool plain,
+void prove_attention(const Library& library, int64_t head, int64_t window, int32_t block_size, bool plain, bool int8,
                      Chance& chance) {
   constexpr int64_t kHeads = 6, kKvHeads = 2;
   const std::string name = std::string("attention of heads of ") + std::to_string(head) + " " + kName<T> +
                            ", window " + std::to_string(window) + ", blocks of " + std::to_string(block_size) +
-                           (plain ? ": " : ", with a cap, biases and sinks: ");
+                           (plain ? "" : ", with a cap, biases and sinks") + (int8 ? ", of int8: " : ": ");
   const Requests all = some_requests(block_size, chance);
   Heads heads{};
   heads.heads = kHeads;
@@ -119,13 +119,29 @@ void prove_attention(const Library& library, int64_t head, int64_t window, int32
   }
   const int64_t width = kHeads * head, stride = kKvHeads * head;
   const auto q = chance.normals<T>(all.rows() * width, 2);
-  const auto k = chance.normals<T>(kSlots * stride), v = chance.normals<T>(kSlots * stride);
+  std::vector<T> k = chance.normals<T>(kSlots * stride), v = chance.normals<T>(kSlots * stride);
+  std::vector<int8_t> bytes[2];
+  std::vector<BFloat16> scales[2];
+  const auto to_int8 = [&](std::vector<T>& rows, int n) {  // with powers of two, so that `rows` have the same numbers
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const float scale = i / head % 3 == 0 ? 0.0625f : 0.03125f;
+      bytes[n].push_back(static_cast<int8_t>(std::clamp(std::round(widen(rows[i]) / scale), -127.0f, 127.0f)));
+      rows[i] = narrow<T>(bytes[n].back() * scale);
+      if (i % head == 0) scales[n].push_back(narrow<BFloat16>(scale));
+    }
+  };
+  LayerCache cache{k.data(), v.data(), nullptr, nullptr};
+  if (int8) {
+    to_int8(k, 0);
+    to_int8(v, 1);
+    cache = {bytes[0].data(), bytes[1].data(), scales[0].data(), scales[1].data()};
+  }
   const auto attend = [&](const Requests& some, const T* queries) {
     std::vector<T> out(some.rows() * width);
     const Paths paths = some.paths();
     check(library.fault_of_paths(&paths, kSlots) == 0, name + "paths are refused");
     check(library.fault_of_paths(&paths, 0) != 0, name + "paths out of the cache are not refused");
-    library.tree_attention(kType<T>, &heads, &paths, queries, k.data(), v.data(), out.data());
+    library.tree_attention(kType<T>, &heads, &paths, queries, &cache, out.data());
     return out;
   };
   const auto whole = attend(all, q.data());
@@ -171,7 +187,7 @@ void prove_attention(const Library& library, int64_t head, int64_t window, int32
             name + "row " + std::to_string(r) + (&alone == &node ? "" : " alone") + " is not what it is among all");
     }
   }
-  check(near(whole, want), name + "results are off");
+  check(near(whole, want, int8 ? std::max(1e-3, double{kNear<T>}) : kNear<T>), name + "results are off");
 }
 
 template <typename T>
@@ -196,7 +212,8 @@ void prove_rope(const Library& library, int64_t head, bool normed, bool whole, C
     sin.push_back(static_cast<float>(std::sin(angle)));
   }
   std::vector<T> k(kSlots * kKvHeads * head), v(k.size()), q(rows * kHeads * head), got;
-  library.rope_and_store(kType<T>, &heads, &paths, qkv.data(), cos.data(), sin.data(), k.data(), v.data(), q.data());
+  const LayerCache cache{k.data(), v.data(), nullptr, nullptr};
+  library.rope_and_store(kType<T>, &heads, &paths, qkv.data(), cos.data(), sin.data(), &cache, q.data());
   std::vector<double> want;
   bool copied = true;
   for (int64_t r = 0; r < rows; ++r) {

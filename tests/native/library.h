@@ -25,9 +25,9 @@ struct Library {
   void (*activate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
   int32_t (*embed)(int32_t, const void*, int64_t, const int64_t*, float, void*, int64_t, int64_t);
   int32_t (*fault_of_paths)(const Paths*, int64_t);
-  void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*, void*, void*,
-                         void*);
-  void (*tree_attention)(int32_t, const Heads*, const Paths*, const void*, const void*, const void*, void*);
+  void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*,
+                         const LayerCache*, void*);
+  void (*tree_attention)(int32_t, const Heads*, const Paths*, const void*, const LayerCache*, void*);
   int64_t (*most_likely)(const float*, int64_t, int64_t, int64_t*);
   double (*mass)(const float*, int64_t, double, double);
   int64_t (*racers)(const float*, int64_t, const int64_t*, int64_t, double, uint64_t, int64_t*);

@@ -25,8 +25,9 @@ void prove_rows(const Library& library, Chance& chance) {
   prove_rows_of_logits<T>(library, chance);
   for (const int64_t head : {40, 64}) {
     for (const bool plain : {true, false}) {
-      prove_attention<T>(library, head, 0, head == 40 ? 1 : 16, plain, chance);
-      prove_attention<T>(library, head, 50, head == 40 ? 7 : 100, plain, chance);
+      prove_attention<T>(library, head, 0, head == 40 ? 1 : 16, plain, false, chance);
+      prove_attention<T>(library, head, 50, head == 40 ? 7 : 100, plain, false, chance);
+      prove_attention<T>(library, head, 50, 16, plain, true, chance);
     }
     prove_rope<T>(library, head, head == 40, false, chance);
   }

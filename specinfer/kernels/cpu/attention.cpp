@@ -21,7 +21,8 @@
 #include <memory>
 #include <vector>
 
-#include "attention_blocks.h"
+#include "attention_bytes.h"
+#include "attention_way.h"
 #include "attention_weights.h"
 #include "flushing.h"
 #include "scratch.h"
@@ -37,34 +38,6 @@ struct Shape : CacheShape {
   int64_t heads, kv_heads, group, words;  // words of a head
 };
 
-// The rows' paths.
-struct Way {
-  const Paths& paths;
-
-  int64_t tail(int64_t row) const { return paths.tail_ends[row + 1] - paths.tail_ends[row]; }
-  int64_t shared(int64_t row) const { return paths.shared[row]; }
-  int64_t length(int64_t row) const { return shared(row) + tail(row); }
-
-  bool alike(int64_t a, int64_t b) const {
-    return tail(a) == 0 ? tail(b) == 0 : tail(b) > 0 && shared(a) == shared(b);
-  }
-
-  // The positions of the row's request that are keys first..last of its path.
-  void read(int64_t row, int64_t first, int64_t last, int32_t* to) const {
-    const int32_t* const own = paths.tails + paths.tail_ends[row] - shared(row);
-    for (int64_t i = first; i < last; ++i) *to++ = i < shared(row) ? static_cast<int32_t>(i) : own[i];
-  }
-
-  // End of the positions on these rows' paths, which ascend.
-  int64_t end(int64_t first, int64_t last) const {
-    int64_t end = 0;
-    for (int64_t row = first; row < last; ++row) {
-      end = std::max<int64_t>(end, tail(row) == 0 ? shared(row) : paths.tails[paths.tail_ends[row + 1] - 1] + 1);
-    }
-    return end;
-  }
-};
-
 // Work of one thread: some rows of one request, for one key-value head. Either no row has a tail, or all rows have
 // tails and the same number of shared positions.
 struct Task {
@@ -75,38 +48,42 @@ struct Task {
   int64_t parting(const Way& way) const { return way.shared(first) / kKeys * kKeys; }
 };
 
-// `Plain` attention is the softmax of scaled scores; otherwise with caps, ALiBi biases, or sinks.
-template <typename T, bool Plain>
+// Attention of rows of T over a cache of rows of C, which is T or int8. `Plain` attention is the softmax of scaled
+// scores; otherwise with caps, ALiBi biases, or sinks.
+template <typename T, typename C, bool Plain>
 class Worker {
  public:
   // parted: maximum number of keys of a task from its parting on.
-  Worker(const Shape& shape, const Way& way, const Heads& heads, const T* q, const T* k, const T* v, T* out,
+  Worker(const Shape& shape, const Way& way, const Heads& heads, const T* q, const LayerCache& cache, T* out,
          int64_t parted)
       : shape_(shape),
         way_(way),
         heads_(heads),
         q_(q),
-        k_(k),
-        v_(v),
+        cache_(cache),
         out_(out),
         scale_(heads.scale * kLog<T>),
         window_(heads.window),
         parted_stride_(round_up(parted, kKeys)),
         keys_(take<uint32_t>(shape.steps * kKeys)),
-        values_(take<uint32_t>(kKeys / kPerWord<T> * shape.padded)),
-        queries_(take<uint32_t>(kMostQueries * shape.steps)),
+        values_(take<uint32_t>(kKeys / kPerWord<C> * shape.padded)),
+        queries_(take<uint32_t>(kMostQueries * kParts * shape.steps)),
         sums_(take<float>(kMostQueries * shape.padded)),
         scores_(take<float>(kMostQueries * kKeys)),
         parted_scores_(take<float>(kMostQueries * parted_stride_)),
         parted_slots_(take<int32_t>(parted_stride_)),
-        weights_(take<T>(kMostQueries * kKeys)) {}
+        weights_(take<Weight>(kMostQueries * kKeys)),
+        bytes_(kInt8 ? kMostQueries : 0, shape, shape.kv_heads) {}
 
   void run(const Task& task) {
     const Flushing flushing;
     start(task);
     const int64_t queries = (task.last - task.first) * shape_.group;
-    const T* const k = k_ + task.kv_head * shape_.head;
-    const T* const v = v_ + task.kv_head * shape_.head;
+    const auto of_head = [&](const void* rows, const BFloat16* scales) {
+      return HeadRows{static_cast<const C*>(rows) + task.kv_head * shape_.head,
+                      kInt8 ? scales + task.kv_head : nullptr};
+    };
+    const HeadRows k = of_head(cache_.keys, cache_.key_scales), v = of_head(cache_.values, cache_.value_scales);
     int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
     for (int64_t row = task.first; row < task.last; ++row) {
       begin = std::min(begin, seen_from(row) / kKeys * kKeys);
@@ -118,10 +95,11 @@ class Worker {
     const auto look_up = [&](int64_t block, int32_t* to) {
       const int64_t count = std::clamp<int64_t>(together - block, 0, kKeys);
       way_.paths.slots(task.table, block, count, to);
-      fetch(k, v, to, count);
+      ahead_ = ahead(k, v, to, count);
     };
     look_up(begin, slots[0]);
     for (int64_t block = begin, at = 0; block < together; block += kKeys, at ^= 1) {
+      ahead_.rest();
       look_up(block + kKeys, slots[at ^ 1]);
       attend(task, queries, k, v, slots[at], block, std::min<int64_t>(kKeys, together - block));
     }
@@ -130,21 +108,25 @@ class Worker {
   }
 
  private:
+  static constexpr bool kInt8 = !std::is_same_v<T, C>;
+  static constexpr int kParts = kInt8 ? kPartsOfRow : 1;  // rows of words of a query
+  using Weight = std::conditional_t<kInt8, float, T>;
+
+  // K or V of one head, by slot.
+  struct HeadRows {
+    const C* rows;
+    const BFloat16* scales;
+  };
+
   template <typename U>
   static U* take(int64_t count) {
     return Scratch::get().take<U>(count);
   }
 
-  // Prefetch keys and values that are read next: the products of the pass have evicted them.
-  void fetch(const T* k, const T* v, const int32_t* slots, int64_t count) const {
-    constexpr int64_t line = 64 / sizeof(T);
-    for (int64_t n = 0; n < count; ++n) {
-      const int64_t at = slots[n] * shape_.stride;
-      for (int64_t i = 0; i < shape_.head; i += line) {
-        __builtin_prefetch(k + at + i);
-        __builtin_prefetch(v + at + i);
-      }
-    }
+  Ahead ahead(const HeadRows& k, const HeadRows& v, const int32_t* slots, int64_t count) const {
+    constexpr int64_t size = sizeof(C);
+    return {reinterpret_cast<const char*>(k.rows), reinterpret_cast<const char*>(v.rows), shape_.stride * size,
+            shape_.head * size, slots, count};
   }
 
   int64_t seen_from(int64_t row) const {
@@ -156,9 +138,14 @@ class Worker {
     const int64_t group = shape_.group, count = (task.last - task.first) * group;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t head = (task.first + i / group) * shape_.heads + task.kv_head * group + i % group;
-      uint32_t* const words = queries_ + i * shape_.steps;
-      std::memset(words + shape_.words, 0, (shape_.steps - shape_.words) * sizeof(uint32_t));
-      std::memcpy(words, q_ + head * shape_.head, shape_.head * sizeof(T));
+      const T* const query = q_ + head * shape_.head;
+      uint32_t* const words = queries_ + i * kParts * shape_.steps;
+      std::memset(words, 0, kParts * shape_.steps * sizeof(uint32_t));
+      if constexpr (kInt8) {
+        bytes_.take_query(i, query, words);
+      } else {
+        std::memcpy(words, query, shape_.head * sizeof(T));
+      }
       highest_[i] = kMinusInfinity;
       total_[i] = 0.0f;
       if constexpr (!Plain) begin(i, head % shape_.heads);
@@ -175,36 +162,58 @@ class Worker {
   }
 
   // All queries attend to `count` keys, which start at `block` in every path.
-  void attend(const Task& task, int64_t queries, const T* k, const T* v, const int32_t* slots, int64_t block,
-              int64_t count) {
-    const int64_t columns = round_up(count, kLanes);
-    lay_out_keys(shape_, k, slots, count, keys_);
-    lay_out_values(shape_, v, slots, count, values_);
+  void attend(const Task& task, int64_t queries, const HeadRows& k, const HeadRows& v, const int32_t* slots,
+              int64_t block, int64_t count) {
+    lay_out_keys(shape_, k.rows, slots, count, keys_);
+    lay_out_values(shape_, v.rows, slots, count, values_);
+    bytes_.read_key_scales(k.scales, slots, count);
+    bytes_.read_value_scales(v.scales, slots, count);
     for (int64_t first = 0; first < queries; first += kQueriesAtOnce) {
       const int64_t some = std::min<int64_t>(kQueriesAtOnce, queries - first);
-      multiply_block<T, true>(some, queries_ + first * shape_.steps, shape_.steps, keys_, kKeys, scores_, kKeys,
-                              shape_.words, columns);
+      score(first, some, count, scores_, kKeys);
       for (int64_t i = 0; i < some; ++i) {
         const int64_t row = task.first + (first + i) / shape_.group;
         weigh(first + i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block,
               block);
       }
-      multiply_block<T, false>(some, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
-                               shape_.padded, sums_ + first * shape_.padded, shape_.padded,
-                               (count + kPerWord<T> - 1) / kPerWord<T>, shape_.padded);
+      add_values(first, some, count, weights_);
+    }
+  }
+
+  // Scores of some queries and the `count` keys that are laid out; rows of `to` are `stride` apart.
+  void score(int64_t first, int64_t some, int64_t count, float* to, int64_t stride) {
+    const int64_t columns = round_up(count, kLanes);
+    const uint32_t* const words = queries_ + first * kParts * shape_.steps;
+    if constexpr (kInt8) {
+      bytes_.score(first, some, words, keys_, columns, to, stride, ahead_);
+    } else {
+      multiply_block<T, true>(some, words, shape_.steps, keys_, kKeys, to, stride, shape_.words, columns, ahead_);
+    }
+  }
+
+  // Adds the `count` values that are laid out, times weights, to the sums of some queries.
+  void add_values(int64_t first, int64_t some, int64_t count, const Weight* weights) {
+    const int64_t steps = (count + kPerWord<C> - 1) / kPerWord<C>, padded = shape_.padded;
+    float* const sums = sums_ + first * padded;
+    if constexpr (kInt8) {
+      bytes_.add_values(some, weights, values_, steps, sums, ahead_);
+    } else {
+      multiply_block<T, false>(some, reinterpret_cast<const uint32_t*>(weights), kKeys / kPerWord<T>, values_, padded,
+                               sums, padded, steps, padded, ahead_);
     }
   }
 
   // Each row attends to the keys of its own path from `parting` on.
-  void attend_apart(const Task& task, int64_t queries, const T* k, const T* v, int64_t parting) {
+  void attend_apart(const Task& task, int64_t queries, const HeadRows& k, const HeadRows& v, int64_t parting) {
     const int64_t end = way_.end(task.first, task.last);
     way_.paths.slots(task.table, parting, end - parting, parted_slots_);
-    fetch(k, v, parted_slots_, end - parting);
+    ahead_ = ahead(k, v, parted_slots_, end - parting);
+    ahead_.rest();
     for (int64_t block = parting; block < end; block += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, end - block);
-      lay_out_keys(shape_, k, parted_slots_ + block - parting, count, keys_);
-      multiply_block<T, true>(queries, queries_, shape_.steps, keys_, kKeys, parted_scores_ + block - parting,
-                              parted_stride_, shape_.words, round_up(count, kLanes));
+      lay_out_keys(shape_, k.rows, parted_slots_ + block - parting, count, keys_);
+      bytes_.read_key_scales(k.scales, parted_slots_ + block - parting, count);
+      score(0, queries, count, parted_scores_ + block - parting, parted_stride_);
     }
     for (int64_t row = task.first; row < task.last; ++row) {
       const int64_t length = way_.length(row), from = seen_from(row), first = (row - task.first) * shape_.group;
@@ -224,34 +233,40 @@ class Worker {
     }
   }
 
-  void add_in_place(int64_t first, const T* v, const int32_t* slots, int64_t count) {
-    const auto add = [&](auto rows, int64_t i) {
-      multiply_in_place<T, rows>(weights_ + i * kKeys, kKeys, v, slots, shape_.stride, count, shape_.head,
-                                 sums_ + i * shape_.padded, shape_.padded);
-    };
-    int64_t i = first;
-    const int64_t last = first + shape_.group;
-    for (; i + kInPlaceRows <= last; i += kInPlaceRows) add(std::integral_constant<int, kInPlaceRows>{}, i);
-    for (; i + 3 <= last; i += 3) add(std::integral_constant<int, 3>{}, i);
-    for (; i < last; ++i) add(std::integral_constant<int, 1>{}, i);
+  void add_in_place(int64_t first, const HeadRows& v, const int32_t* slots, int64_t count) {
+    if constexpr (kInt8) {
+      lay_out_values(shape_, v.rows, slots, count, values_);
+      bytes_.read_value_scales(v.scales, slots, count);
+      add_values(first, shape_.group, count, weights_ + first * kKeys);
+    } else {
+      const auto add = [&](auto rows, int64_t i) {
+        multiply_in_place<T, rows>(weights_ + i * kKeys, kKeys, v.rows, slots, shape_.stride, count, shape_.head,
+                                   sums_ + i * shape_.padded, shape_.padded);
+      };
+      int64_t i = first;
+      const int64_t last = first + shape_.group;
+      for (; i + kInPlaceRows <= last; i += kInPlaceRows) add(std::integral_constant<int, kInPlaceRows>{}, i);
+      for (; i + 3 <= last; i += 3) add(std::integral_constant<int, 3>{}, i);
+      for (; i < last; ++i) add(std::integral_constant<int, 1>{}, i);
+    }
   }
 
   // Scores -> weights of keys from..to of the block at `block`; earlier sums are rescaled to the new maximum score.
-  void weigh(int64_t i, const float* scores, T* weights, int64_t from, int64_t to, int64_t block) {
+  void weigh(int64_t i, const float* scores, Weight* weights, int64_t from, int64_t to, int64_t block) {
     if (from >= kKeys || to <= 0) {
-      std::memset(weights, 0, kKeys * sizeof(T));
+      std::memset(weights, 0, kKeys * sizeof(Weight));
       return;
     }
     if (from <= 0 && to >= kKeys) return weigh_vectors<kKeyVectors, true>(i, scores, weights, from, to, block);
     const int64_t vectors = (std::min<int64_t>(to, kKeys) + kLanes - 1) / kLanes;
-    std::memset(weights + vectors * kLanes, 0, (kKeyVectors - vectors) * kLanes * sizeof(T));
+    std::memset(weights + vectors * kLanes, 0, (kKeyVectors - vectors) * kLanes * sizeof(Weight));
     each<kKeyVectors>([&](auto n) {
       if (vectors == n + 1) weigh_vectors<n + 1, false>(i, scores, weights, from, to, block);
     });
   }
 
   template <int Vectors, bool All>
-  void weigh_vectors(int64_t i, const float* scores, T* weights, int64_t from, int64_t to, int64_t block) {
+  void weigh_vectors(int64_t i, const float* scores, Weight* weights, int64_t from, int64_t to, int64_t block) {
     const Ints low = static_cast<int32_t>(std::max<int64_t>(from, 0));
     const Ints high = static_cast<int32_t>(std::min<int64_t>(to, kKeys));
     const auto sees = [&](int n) {
@@ -302,14 +317,17 @@ class Worker {
   const Shape shape_;
   const Way way_;
   const Heads heads_;
-  const T *const q_, *const k_, *const v_;
+  const T* const q_;
+  const LayerCache cache_;
   T* const out_;
+  Ahead ahead_{};
   const float scale_;
   const int64_t window_, parted_stride_;
   uint32_t *const keys_, *const values_, *const queries_;
   float *const sums_, *const scores_, *const parted_scores_;
   int32_t* const parted_slots_;
-  T* const weights_;
+  Weight* const weights_;
+  ByteProducts bytes_;
   float highest_[kMostQueries], total_[kMostQueries], slopes_[Plain ? 1 : kMostQueries];
 };
 
@@ -340,7 +358,7 @@ std::vector<Task> make_tasks(const Shape& shape, const Way& way, int64_t window)
 
 }  // namespace
 
-void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q, const void* k, const void* v,
+void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q, const LayerCache& cache,
                     void* out) {
   const Way way{paths};
   Shape shape{};
@@ -348,7 +366,9 @@ void tree_attention(Type type, const Heads& heads, const Paths& paths, const voi
   shape.kv_heads = heads.kv_heads;
   shape.group = heads.heads / heads.kv_heads;
   shape.head = heads.head;
-  shape.words = type == Type::kBFloat16 ? heads.head / 2 : heads.head;
+  const bool int8 = cache.key_scales != nullptr;
+  const int64_t element = int8 ? 1 : type == Type::kBFloat16 ? 2 : 4;
+  shape.words = (heads.head * element + 3) / 4;
   shape.steps = round_up(shape.words, kStepsAtOnce);
   shape.padded = round_up(heads.head, kLanes);
   shape.stride = heads.kv_heads * heads.head;
@@ -362,14 +382,14 @@ void tree_attention(Type type, const Heads& heads, const Paths& paths, const voi
   }
   const auto pieces = std::clamp<int64_t>(static_cast<int64_t>(work / kPieceWork), 1,
                                           std::min<int64_t>(Pool::get().threads(), tasks.size()));
-  const auto attend = [&](auto element, auto plain) {
-    using T = decltype(element);
-    using Mine = Worker<T, plain>;
+  const auto attend = [&](auto of_rows, auto of_cache, auto plain) {
+    using T = decltype(of_rows);
+    using Mine = Worker<T, decltype(of_cache), plain>;
     const Scratch::Mark mark;
     std::vector<std::unique_ptr<Mine>> workers;
     for (int64_t i = 0; i < pieces; ++i) {
-      workers.push_back(std::make_unique<Mine>(shape, way, heads, static_cast<const T*>(q), static_cast<const T*>(k),
-                                              static_cast<const T*>(v), static_cast<T*>(out), parted));
+      workers.push_back(std::make_unique<Mine>(shape, way, heads, static_cast<const T*>(q), cache,
+                                              static_cast<T*>(out), parted));
     }
     std::atomic<size_t> next{0};
     Pool::get().run(pieces, [&](int64_t i) {
@@ -377,8 +397,11 @@ void tree_attention(Type type, const Heads& heads, const Paths& paths, const voi
     });
   };
   const bool plain = heads.softcap == 0.0f && heads.slopes == nullptr && heads.sinks == nullptr;
-  by_type(type, [&](auto element) {
-    plain ? attend(element, std::true_type{}) : attend(element, std::false_type{});
+  by_type(type, [&](auto number) {
+    const auto over = [&](auto of_cache) {
+      plain ? attend(number, of_cache, std::true_type{}) : attend(number, of_cache, std::false_type{});
+    };
+    int8 ? over(int8_t{}) : over(number);
   });
 }
 

@@ -1,7 +1,7 @@
 // The two products of attention, over laid-out blocks of 64 keys.
 //
 // Both are the same loop, C[query, column] += A[query, step] * B[step, column], where a step is a 32-bit word:
-// one float, or two bfloat16. With `Anew` C is overwritten.
+// one float, two bfloat16, or four int8, whose C is int32. With `Anew` C is overwritten.
 //
 //   scores   A = queries,  step = word of the head,  B = keys transposed,  column = key
 //   values   A = weights,  step = keys of a word,    B = values,           column = element of the head
@@ -14,6 +14,7 @@
 #include <array>
 #include <cstring>
 
+#include "byte_products.h"
 #include "layer_ops.h"
 #include "tiles.h"
 
@@ -28,11 +29,41 @@ constexpr int kQueriesAtOnce = 96;            // queries at once: their scores a
 template <typename T>
 constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
 
+template <typename T>
+using SumOf = std::conditional_t<kPerWord<T> == 4, int32_t, float>;
+
+// Keys and values that are read next, of one head and by slot. They are prefetched line by line during the products: a
+// CPU waits for a few dozen lines at once, and stalls if it is told of more.
+struct Ahead {
+  const char *k, *v;
+  int64_t stride, head;  // bytes
+  const int32_t* slots;
+  int64_t count;
+  int64_t at = 0;
+
+  void line() {
+    if (count == 0) return;
+    __builtin_prefetch(k + *slots * stride + at);
+    __builtin_prefetch(v + *slots * stride + at);
+    at += 64;
+    if (at < head) return;
+    at = 0;
+    ++slots;
+    --count;
+  }
+
+  void rest() {
+    while (count > 0) line();
+  }
+};
+
 // ---- on vectors ----
 
 template <typename T>
-[[gnu::always_inline]] inline Floats multiply_words(uint32_t a, Words b, Floats sum) {
-  if constexpr (kPerWord<T> == 1) {
+[[gnu::always_inline]] inline Vector<SumOf<T>> multiply_words(uint32_t a, Words b, Vector<SumOf<T>> sum) {
+  if constexpr (kPerWord<T> == 4) {
+    return add_products(sum, multiplicand(std::bit_cast<Bytes>(b)), reinterpret_cast<const int8_t*>(&a));
+  } else if constexpr (kPerWord<T> == 1) {
     return fma(Floats(std::bit_cast<float>(a)), bits_as<float>(b), sum);
   } else {
 #if defined(__AVX512BF16__)
@@ -50,13 +81,15 @@ template <typename T>
 
 // C[R, N vectors] += A[R, steps] * B[steps, N vectors]; strides in words.
 template <typename T, bool Anew, int R, int N>
-void vector_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                 int64_t c_stride, int64_t steps) {
-  Floats sums[R][N];
+void vector_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, SumOf<T>* c,
+                 int64_t c_stride, int64_t steps, Ahead& ahead) {
+  using Sum = Vector<SumOf<T>>;
+  Sum sums[R][N];
   each<R>([&](auto r) {
-    each<N>([&](auto n) { sums[r][n] = Anew ? Floats(0.0f) : load(c + r * c_stride + n * kLanes); });
+    each<N>([&](auto n) { sums[r][n] = Anew ? Sum(0) : load_vector<SumOf<T>>(c + r * c_stride + n * kLanes); });
   });
   for (int64_t s = 0; s < steps; ++s) {
+    ahead.line();
     Words words[N];
     each<N>([&](auto n) { words[n] = load_vector<uint32_t>(b + s * b_stride + n * kLanes); });
     each<R>([&](auto r) {
@@ -64,34 +97,34 @@ void vector_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t
       each<N>([&](auto n) { sums[r][n] = multiply_words<T>(word, words[n], sums[r][n]); });
     });
   }
-  each<R>([&](auto r) { each<N>([&](auto n) { store(c + r * c_stride + n * kLanes, sums[r][n]); }); });
+  each<R>([&](auto r) { each<N>([&](auto n) { store_vector(c + r * c_stride + n * kLanes, sums[r][n]); }); });
 }
 
 constexpr int kVectorRows = kRegister == 64 ? 6 : kRegister == 32 ? 2 : 4;
 constexpr int kVectorColumns = kRegister == 64 ? 4 : kRegister == 32 ? 2 : 1;  // vectors
 
 template <typename T, bool Anew, int R>
-void vector_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                 int64_t c_stride, int64_t steps, int64_t columns) {
+void vector_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, SumOf<T>* c,
+                 int64_t c_stride, int64_t steps, int64_t columns, Ahead& ahead) {
   int64_t n = 0;
   for (; n + kVectorColumns * kLanes <= columns; n += kVectorColumns * kLanes) {
-    vector_tile<T, Anew, R, kVectorColumns>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
+    vector_tile<T, Anew, R, kVectorColumns>(a, a_stride, b + n, b_stride, c + n, c_stride, steps, ahead);
   }
   for (; n < columns; n += kLanes) {
-    vector_tile<T, Anew, R, 1>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
+    vector_tile<T, Anew, R, 1>(a, a_stride, b + n, b_stride, c + n, c_stride, steps, ahead);
   }
 }
 
 template <typename T, bool Anew>
 void multiply_on_vectors(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                         float* c, int64_t c_stride, int64_t steps, int64_t columns) {
+                         SumOf<T>* c, int64_t c_stride, int64_t steps, int64_t columns, Ahead& ahead) {
   using Rows = decltype(&vector_rows<T, Anew, 1>);
   static constexpr auto by_rows = []<size_t... R>(std::index_sequence<R...>) {
     return std::array<Rows, sizeof...(R)>{vector_rows<T, Anew, static_cast<int>(R) + 1>...};
   }(std::make_index_sequence<kVectorRows>{});
   for (int64_t r = 0; r < rows; r += kVectorRows) {
     const int64_t n = std::min<int64_t>(kVectorRows, rows - r);
-    by_rows[n - 1](a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, steps, columns);
+    by_rows[n - 1](a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, steps, columns, ahead);
   }
 }
 
@@ -157,7 +190,7 @@ constexpr bool kOnTiles =
 // C += A * B; `columns` is a multiple of kLanes. A and B are padded with zeros to whole kStepsAtOnce.
 template <typename T, bool Anew>
 void multiply_block(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                    float* c, int64_t c_stride, int64_t steps, int64_t columns) {
+                    SumOf<T>* c, int64_t c_stride, int64_t steps, int64_t columns, Ahead& ahead) {
 #if defined(SPECINFER_TILED)
   if constexpr (kOnTiles<T>) {
     multiply_on_tiles<Anew>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
@@ -165,7 +198,7 @@ void multiply_block(int64_t rows, const uint32_t* a, int64_t a_stride, const uin
   } else
 #endif
   {
-    multiply_on_vectors<T, Anew>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
+    multiply_on_vectors<T, Anew>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns, ahead);
   }
 }
 
@@ -220,6 +253,9 @@ void multiply_in_place(const T* weights, int64_t weights_stride, const T* v, con
 
 // ---- layout ----
 
+// Bytes of weights as products take them.
+inline Words unsigned_bytes(Words v) { return v ^ 0x80808080u; }
+
 struct CacheShape {
   int64_t head;
   int64_t steps;   // words of a query or key head, padded
@@ -230,12 +266,12 @@ struct CacheShape {
 // keys[step, key of 64] of `count` slots, with zeros after the head.
 template <typename T>
 void lay_out_keys(const CacheShape& shape, const T* k, const int32_t* slots, int64_t count, uint32_t* keys) {
-  const int64_t words = (shape.head + kPerWord<T> - 1) / kPerWord<T>;
+  const int64_t size = shape.head * static_cast<int64_t>(sizeof(T));
   for (int64_t first = 0; first < count; first += kLanes) {
     const T* rows[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) rows[i] = k + slots[std::min(first + i, count - 1)] * shape.stride;
     for (int64_t step = 0; step < shape.steps; step += kLanes) {
-      const int64_t bytes = std::clamp<int64_t>(words - step, 0, kLanes) * sizeof(uint32_t);
+      const int64_t bytes = std::clamp<int64_t>(size - step * sizeof(uint32_t), 0, sizeof(Words));
       Words v[kLanes];
       if (bytes == sizeof(Words)) {
         each<kLanes>([&](auto i) { v[i] = load_vector<uint32_t>(rows[i] + step * kPerWord<T>); });
@@ -246,7 +282,30 @@ void lay_out_keys(const CacheShape& shape, const T* k, const int32_t* slots, int
         });
       }
       transpose(v);
-      each<kLanes>([&](auto i) { store_vector(keys + (step + i) * kKeys + first, v[i]); });
+      each<kLanes>([&](auto i) {
+        store_vector(keys + (step + i) * kKeys + first, kPerWord<T> == 4 ? unsigned_bytes(v[i]) : v[i]);
+      });
+    }
+  }
+}
+
+// values[four keys, element] of int8 rows. Keys beyond the last are repeated, and have weights 0.
+inline void lay_out_values(const CacheShape& shape, const int8_t* v, const int32_t* slots, int64_t count,
+                           uint32_t* values) {
+  for (int64_t key = 0; key < count; key += 4, values += shape.padded) {
+    const uint8_t* rows[4];
+    each<4>([&](auto n) {
+      rows[n] = reinterpret_cast<const uint8_t*>(v + slots[std::min<int64_t>(key + n, count - 1)] * shape.stride);
+    });
+    for (int64_t i = 0; i < shape.padded; i += kLanes) {
+      Words word = 0u;
+      each<4>([&](auto n) {
+        uint8_t rest[kLanes] = {};
+        const bool whole = i + kLanes <= shape.head;
+        if (!whole) std::memcpy(rest, rows[n] + i, shape.head - i);
+        word = word | (widened(whole ? rows[n] + i : rest) << (8 * n));
+      });
+      store_vector(values + i, unsigned_bytes(word));
     }
   }
 }

@@ -50,7 +50,7 @@ inline void store_weights(BFloat16* to, Floats weights) {
 inline Floats tanh(Floats x) { return Floats(1.0f) - Floats(2.0f) / (exp(x + x) + 1.0f); }
 
 // Round to bfloat16, ties to even; for finite numbers.
-inline Floats rounded(Floats v) {
+inline Floats to_bfloat16(Floats v) {
   const Words bits = bits_as<uint32_t>(v);
   return bits_as<float>(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) << 16);
 }
@@ -63,8 +63,8 @@ Floats changed(const Heads& heads, Floats scores, float slope, int64_t first, in
   if (heads.softcap > 0.0f) scores = tanh(scores / heads.softcap) * heads.softcap;
   if (heads.slopes == nullptr) return scores * kLog<T>;
   if (heads.rounded != 0) {
-    const Floats at = rounded(to_floats(lane_numbers() + static_cast<int32_t>(first)));
-    return (scores + rounded(at * slope) * heads.scale) * kLog<T>;
+    const Floats at = to_bfloat16(to_floats(lane_numbers() + static_cast<int32_t>(first)));
+    return (scores + to_bfloat16(at * slope) * heads.scale) * kLog<T>;
   }
   return (scores + to_floats(lane_numbers() + static_cast<int32_t>(first - length + 1)) * slope) * kLog<T>;
 }

@@ -84,7 +84,7 @@ void read_texts(const BlockHead& head, const BlockStep& step, const Caches& cach
     const Timed timed(Stage::kRope);
     for (int64_t i = 0; i < head.num_layers; ++i) {
       store_keys_and_values(head.type, head.layers[i].heads, both, i, head.num_layers, slots, rows, rope.cos,
-                            rope.sin, const_cast<void*>(caches.keys[i]), const_cast<void*>(caches.values[i]));
+                            rope.sin, caches.layers[i].keys, caches.layers[i].values);
     }
   }
   row = 0;
@@ -194,8 +194,8 @@ bool step_blocks(const BlockHead& head, const BlockStep& step, const Caches& cac
   void* const y = room(head, rows * size);
   const Rope rope = rope_of(head, blocks.positions, rows);
   const Rope ropes[3] = {rope, rope, {}};
-  const Left left = run_layers(head.layers, head.num_layers, head.type, blocks.paths, ropes, caches.keys, caches.values,
-                               x, y, {nullptr, 0, nullptr});
+  const Left left = run_layers(head.layers, head.num_layers, head.type, blocks.paths, ropes, caches.layers, x, y,
+                               {nullptr, 0, nullptr});
   normed(head, x, left.added, head.norm, blocks.chosen, blocks.num_chosen, size, read);
   times(head, head.output, read, blocks.num_chosen, logits);
   return true;

@@ -27,10 +27,10 @@ struct BlockHead {
   int64_t tokens, mask;   // and the mask token
 };
 
-// The caches of each layer, [P, K, H].
+// The caches of each layer, with P slots.
 struct Caches {
-  const void *const *keys, *const *values;
-  int64_t slots;  // P
+  const LayerCache* layers;
+  int64_t slots;
 };
 
 // One request. Cache positions count from the start of its table, which is position `shift` of the text.

@@ -6,8 +6,8 @@
 
 namespace specinfer {
 
-Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
-                  const void* const* values, const Taps& taps, void* read, void* logits) {
+Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const LayerCache* caches,
+                  const Taps& taps, void* read, void* logits) {
   const int64_t count = paths.rows, size = decoder.layers[0].size();
   const auto [lowest, highest] = std::minmax_element(rows.positions, rows.positions + count);
   if (*lowest < 0) return Fault::kPosition;
@@ -42,7 +42,7 @@ Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& 
   } else if (decoder.num_rotations > 0) {
     ropes[0] = ropes[1] = decoder.rotations[0].of(rows.positions, count, std::max(half[0], half[1]));
   }
-  const Left left = run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, keys, values, x, y, taps,
+  const Left left = run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, caches, x, y, taps,
                                rows.adapted, rows.states, rows.per_layer);
   if (left.lost) return Fault::kLost;
   {

@@ -41,7 +41,7 @@ enum class Fault : int32_t { kNone, kToken, kPosition, kLost };
 // Writes K and V of all rows, the inputs of the output layer for the chosen rows to `read`, [R, D], and their logits
 // to `logits`, [R, V], unless null. Does nothing if a token is outside the table or a position has no rotation or
 // place, and stops if a rank is lost; the fault says which.
-Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
-                  const void* const* values, const Taps& taps, void* read, void* logits);
+Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const LayerCache* caches,
+                  const Taps& taps, void* read, void* logits);
 
 }  // namespace specinfer

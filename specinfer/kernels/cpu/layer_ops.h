@@ -91,10 +91,17 @@ struct Heads {
   int32_t value_norm;  // values become v / rms(v)
 };
 
+// K and V of a layer, [P, K, H], as in kernels/structures.py: of the type of activations; or int8, with the scale of
+// each row and head, [P, K].
+struct LayerCache {
+  void *keys, *values;
+  BFloat16 *key_scales, *value_scales;  // null unless int8
+};
+
 // Normalizes and rotates query and key heads, writes K and V to the rows' slots and queries to q_TNH. cos, sin:
 // float32 [T, H / 2], or null.
 void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
-                    const float* sin, void* k_cache_PKH, void* v_cache_PKH, void* q_TNH);
+                    const float* sin, const LayerCache& cache, void* q_TNH);
 
 // Normalizes and rotates the keys of a text's rows, and writes them and values to their slots, for layer `layer`. A
 // row of `made` has keys, then values, for each of `layers` layers.
@@ -102,8 +109,8 @@ void store_keys_and_values(Type type, const Heads& heads, const void* made, int6
                            const int64_t* slots, int64_t rows, const float* cos, const float* sin, void* k_cache_PKH,
                            void* v_cache_PKH);
 
-void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q_TNH, const void* k_cache_PKH,
-                    const void* v_cache_PKH, void* out_TNH);
+void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q_TNH, const LayerCache& cache,
+                    void* out_TNH);
 
 constexpr int64_t kMostHead = 512;  // maximum elements of a head
 

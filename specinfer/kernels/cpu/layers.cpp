@@ -32,7 +32,7 @@ int64_t Layer::size() const {
 }
 
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
-                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
+                const LayerCache* caches, void* x, void* y, const Taps& taps,
                 const AdaptedRows* adapted, const States* states, const PerLayerInputs& per_layer) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].size(), element = type == Type::kBFloat16 ? 2 : 4;
@@ -93,18 +93,16 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
   };
   const auto attend = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
-    auto* const k = const_cast<void*>(keys[i]);
-    auto* const v = const_cast<void*>(values[i]);
     times(layer.qkv, 4 * i, from, product);
     {
       const Timed timed(Stage::kRope);
       const Rope& own = ropes[layer.rope];
       if (layer.clip > 0.0f) clip_rows(type, product, layer.clip, rows, layer.qkv.channels);
-      rope_and_store(type, layer.heads, paths, product, own.cos, own.sin, k, v, queries);
+      rope_and_store(type, layer.heads, paths, product, own.cos, own.sin, caches[i], queries);
     }
     {
       const Timed timed(Stage::kAttention);
-      tree_attention(type, layer.heads, paths, queries, k, v, inner);
+      tree_attention(type, layer.heads, paths, queries, caches[i], inner);
       if (layer.heads.gated != 0) {
         const int64_t width = layer.qkv.channels, own = layer.o.inner;
         open_values(type, static_cast<char*>(product) + (width - own) * element, width, inner, rows, own);

@@ -73,12 +73,12 @@ struct Left {
   bool lost;  // a rank was lost, and the results are invalid
 };
 
-// Runs `count` layers. ropes: by number; keys, values: caches [P, K, H] of each layer with attention. x [T, D] is the
-// residual stream; the term still to be added to it is in y [T, D]. adapted: rows with adapters, where layer i's products
-// have numbers from 4 i on, and those of a recurrence without attention the numbers of qkv and o; null: no row has one.
-// states: of the layers with a recurrence, if there are any.
+// Runs `count` layers. ropes: by number; caches: of each layer. x [T, D] is the residual stream; the term still to be
+// added to it is in y [T, D]. adapted: rows with adapters, where layer i's products have numbers from 4 i on, and those of
+// a recurrence without attention the numbers of qkv and o; null: no row has one. states: of the layers with a recurrence,
+// if there are any.
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
-                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
+                const LayerCache* caches, void* x, void* y, const Taps& taps,
                 const AdaptedRows* adapted = nullptr, const States* states = nullptr,
                 const PerLayerInputs& per_layer = {});
 

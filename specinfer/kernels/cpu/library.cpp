@@ -173,17 +173,17 @@ int32_t specinfer_embed(int32_t type, const void* table, int64_t entries, const 
 int32_t specinfer_fault_of_paths(const Paths* paths, int64_t num_slots) { return fault_of(*paths, num_slots); }
 
 void specinfer_rope_and_store(int32_t type, const Heads* heads, const Paths* paths, const void* qkv,
-                              const float* cos, const float* sin, void* k_cache, void* v_cache, void* q) {
+                              const float* cos, const float* sin, const LayerCache* cache, void* q) {
   const Claim claim;
   const Timed timed(Stage::kRope);
-  rope_and_store(static_cast<Type>(type), *heads, *paths, qkv, cos, sin, k_cache, v_cache, q);
+  rope_and_store(static_cast<Type>(type), *heads, *paths, qkv, cos, sin, *cache, q);
 }
 
 void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* paths, const void* q,
-                              const void* k_cache, const void* v_cache, void* out) {
+                              const LayerCache* cache, void* out) {
   const Claim claim;
   const Timed timed(Stage::kAttention);
-  tree_attention(static_cast<Type>(type), *heads, *paths, q, k_cache, v_cache, out);
+  tree_attention(static_cast<Type>(type), *heads, *paths, q, *cache, out);
 }
 
 int32_t specinfer_fault_of_states(const States* states, int64_t rows) { return fault_of(*states, rows); }
@@ -217,10 +217,10 @@ void specinfer_open_values(int32_t type, const void* gates, int64_t stride, void
   open_values(static_cast<Type>(type), gates, stride, values, rows, size);
 }
 
-int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const void* const* keys,
-                         const void* const* values, const Taps* taps, void* read, void* logits) {
+int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const LayerCache* caches,
+                         const Taps* taps, void* read, void* logits) {
   const Claim claim;
-  return static_cast<int32_t>(run_decoder(*decoder, *rows, *paths, keys, values, *taps, read, logits));
+  return static_cast<int32_t>(run_decoder(*decoder, *rows, *paths, caches, *taps, read, logits));
 }
 
 int64_t specinfer_most_likely(const float* logits, int64_t size, int64_t n, int64_t* ids) {

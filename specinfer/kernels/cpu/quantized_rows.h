@@ -70,6 +70,24 @@ inline Ints rounded(Floats x) {
   return to_ints((x + magic) - magic);
 }
 
+// Writes a head of n elements as int8 and returns the factor of these, which is rounded before the elements are: the
+// largest is below 127.5. attention/cached_rows.py has the same with the same bits.
+template <typename T>
+inline BFloat16 quantize_head(const T* x, int64_t n, int8_t* to) {
+  Ints most = 0;
+  for (int64_t i = 0; i < n; i += kLanes) most = larger(most, load(x + i, n - i));
+  const bool none = largest(most) < 1e-30f;
+  BFloat16 scales[kLanes];
+  store(scales, Floats(none ? 0.0f : int8_scale(largest(most))));
+  const Floats scale = none ? Floats(1.0f) : load(scales);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    int8_t bytes[kLanes];
+    store_bytes(bytes, rounded(load(x + i, n - i) / scale));
+    std::memcpy(to + i, bytes, std::min<int64_t>(kLanes, n - i));
+  }
+  return scales[0];
+}
+
 // Writes the values of a group and returns their sum per lane.
 inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   const Ints low = rounded(x.low * inverse), high = rounded(x.high * inverse);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "layer_ops.h"
+#include "quantized_rows.h"
 
 namespace specinfer {
 namespace {
@@ -77,10 +78,19 @@ void store_value(const T* from, bool norm, float eps, int64_t head, T* to) {
   for (int64_t i = 0; i < head; i += kLanes) store(to + i, load(from + i, head - i) * root, head - i);
 }
 
+// Head `n` of a cache = what `write` writes, as int8 if there are scales.
+template <typename T, typename F>
+void keep(void* heads, BFloat16* scales, int64_t n, int64_t head, const F& write) {
+  if (scales == nullptr) return write(static_cast<T*>(heads) + n * head);
+  T exact[kMostHead];
+  write(exact);
+  scales[n] = quantize_head(exact, head, static_cast<int8_t*>(heads) + n * head);
+}
+
 }  // namespace
 
 void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
-                    const float* sin, void* k_cache, void* v_cache, void* q) {
+                    const float* sin, const LayerCache& cache, void* q) {
   const int64_t head = heads.head;
   const int64_t width = heads.heads * (heads.gated != 0 ? 2 : 1) + heads.kv_matrices * heads.kv_heads;
   const Rotation rotation{cos, sin, heads.eps};
@@ -90,21 +100,26 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
       for (int64_t r = begin, request = 0; r < end; ++r) {
         while (paths.requests[request].end <= r) ++request;
         const T* x = static_cast<const T*>(qkv) + r * width * head;
-        const auto rotate = [&](int64_t count, const void* norm, T* to) {
+        const auto rotate = [&](int64_t count, const void* norm, const auto& put) {
           const float root = heads.whole_norms != 0 ? root_of(x, count * head, heads.eps) : 0.0f;
           const auto* weight = static_cast<const T*>(norm);
           for (int64_t n = 0; n < count; ++n, x += head) {
-            rotate_head(x, weight, root, rotation, r, head, to + n * head);
+            put(n, [&](T* to) { rotate_head(x, weight, root, rotation, r, head, to); });
             if (heads.whole_norms != 0) weight += head;
           }
         };
-        rotate(heads.heads, heads.q_norm, static_cast<T*>(q) + r * heads.heads * head);
+        rotate(heads.heads, heads.q_norm, [&](int64_t n, const auto& write) {
+          write(static_cast<T*>(q) + (r * heads.heads + n) * head);
+        });
         if (heads.kv_matrices == 0) continue;
-        const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads * head;
+        const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads;
         const T* v = heads.kv_matrices == 1 ? x : x + heads.kv_heads * head;
-        rotate(heads.kv_heads, heads.k_norm, static_cast<T*>(k_cache) + at);
+        rotate(heads.kv_heads, heads.k_norm, [&](int64_t n, const auto& write) {
+          keep<T>(cache.keys, cache.key_scales, at + n, head, write);
+        });
         for (int64_t n = 0; n < heads.kv_heads; ++n, v += head) {
-          store_value(v, heads.value_norm != 0, heads.eps, head, static_cast<T*>(v_cache) + at + n * head);
+          keep<T>(cache.values, cache.value_scales, at + n, head,
+                  [&](T* to) { store_value(v, heads.value_norm != 0, heads.eps, head, to); });
         }
       }
     });

@@ -324,7 +324,8 @@ class HostedModel(LanguageModel):
         config = self.config
         shape = (-(-positions // _BLOCK) * _BLOCK, config.num_kv_heads, config.head_dim)
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
-        return self.kernels.attention.over(*([zeros() for _ in range(config.num_layers)] for _ in range(2)))
+        keys, values = ([zeros() for _ in range(config.num_layers)] for _ in range(2))
+        return self.kernels.attention.over(keys, values)
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,12 @@ def written(paths: Paths) -> Tensor:
     return torch.from_numpy(np.concatenate(own)).long()
 
 
+def in_int8(x_PKH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows as int8, and the scale of each row and head, bfloat16."""
+    scales_PK = (x_PKH.float().abs().amax(2) / 127).bfloat16()
+    return torch.round(x_PKH.float() / scales_PK.float().unsqueeze(2)).to(torch.int8), scales_PK
+
+
 @dataclass
 class Layer:
     """One attention layer with random weights, caches and inputs; every call starts with the same cache."""
@@ -55,6 +62,8 @@ class Layer:
     alibi: bool = False
     rounded: bool = False  # biases in bfloat16, as in Falcon
     sinks: bool = False
+    int8: bool = False  # the caches; `scales` are those of the last ones
+    scales: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def heads(self) -> AttentionSpec:
@@ -80,9 +89,12 @@ class Layer:
 
     def caches(self) -> tuple[Tensor, Tensor]:
         shape = (BLOCKS * BLOCK, self.num_kv_heads, self.head_dim)
-        return random(*shape, seed=1).to(self.dtype, copy=True), random(*shape, seed=2).to(
-            self.dtype, copy=True
-        )
+        k, v = (random(*shape, seed=seed).to(self.dtype, copy=True) for seed in (1, 2))
+        if not self.int8:
+            return k, v
+        (k, of_k), (v, of_v) = in_int8(k), in_int8(v)
+        self.scales = [(of_k, of_v)]
+        return k, v
 
     def inputs(self, paths: Paths) -> tuple[Tensor, Rotation | None]:
         """Return inputs that depend only on the slots, so that the same row can be in several batches."""
@@ -96,12 +108,15 @@ class Layer:
         """Return the attention output [T, N, H] and the caches afterwards."""
         k, v = self.caches()
         qkv, rotation = self.inputs(paths)
-        out = backend.over([k], [v]).bind(paths)(self.heads, qkv, rotation)
+        out = backend.over([k], [v], self.scales).bind(paths)(self.heads, qkv, rotation)
         return out.view(len(qkv), self.num_heads, self.head_dim), k, v
 
     def oracle(self, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the same row by row in float64."""
-        k, v = (cache.double() for cache in self.caches())
+        k, v = self.caches()
+        if self.int8:
+            k, v = (x.float() * s.unsqueeze(-1) for x, s in zip((k, v), self.scales[0], strict=True))
+        k, v = k.double(), v.double()
         qkv, rotation = self.inputs(paths)
         n, kv = self.num_heads, self.num_kv_heads
         heads = qkv.double().view(len(qkv), n + 2 * kv, self.head_dim).clone()
@@ -109,6 +124,9 @@ class Layer:
         heads[:, n : n + kv] = self._rotated(heads[:, n : n + kv], self.heads.k_norm, rotation)
         slots = written(paths)
         k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
+        for cache in (k, v) if self.int8 else ():
+            rounded, scales = in_int8(cache[slots])
+            cache[slots] = rounded.double() * scales.double().unsqueeze(-1)
         out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
         for request, (first, end, _, _) in enumerate(paths.requests_R4.tolist()):
             slots = paths.slots(request)

@@ -92,6 +92,26 @@ def test_caps_biases_and_sinks(backend: AttentionBackend, extras: dict[str, Any]
         check(backend, Layer(6, 2, 16, window=window, **extras), name)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_int8(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    """Attention over rounded rows; and the bits of those that were written."""
+    layers = [Layer(*heads, dtype, int8=True) for heads in HEADS]
+    layers += [
+        Layer(6, 2, 16, dtype, window=window, int8=True, **extras)
+        for window, extras in ((3, {}), (100, OTHERWISE[-1]))
+    ]
+    near = {torch.float32: 1e-3, torch.bfloat16: 3e-2}[dtype]
+    for layer in layers:
+        for name, rows in BATCHES.items():
+            paths = paths_of(*rows)
+            out, *written = layer.run(backend, paths)
+            rounded = [x.float() * s.unsqueeze(-1) for x, s in zip(written, layer.scales[0], strict=True)]
+            want, *caches = layer.oracle(paths)
+            assert torch.allclose(out.double(), want, atol=near, rtol=near), (name, layer)
+            for got, exact in zip(rounded, caches, strict=True):
+                assert torch.equal(got.double(), exact), (name, layer)
+
+
 @pytest.mark.parametrize("extras", OTHERWISE, ids=str)
 def test_rows_together_under_a_mask_find_what_each_finds_alone(extras: dict[str, Any]) -> None:
     """As other devices than a CPU compute it."""

@@ -21,6 +21,7 @@ MIDDLE = [0, 1, 2, 4, 7, 10]
 TABLE = scattered(0, 20)
 USUAL: dict[str, Any] = {}
 OTHERWISE: dict[str, Any] = {"softcap": 3.0, "alibi": True, "sinks": True, "whole_norms": True}
+INT8: dict[str, Any] = {"int8": True}
 STARTS = [0, 1, 13, 57, 60, 63, 64, 121, 127, 190, 250]
 
 
@@ -31,8 +32,11 @@ STARTS = [0, 1, 13, 57, 60, 63, 64, 121, 127, 190, 250]
         ("torch", torch.bfloat16, USUAL),
         ("native", torch.bfloat16, OTHERWISE),
         ("torch", torch.float32, OTHERWISE),
+        ("native", torch.bfloat16, INT8),
+        ("native", torch.float32, INT8 | OTHERWISE),
+        ("torch", torch.bfloat16, INT8),
     ],
-    ids=["native-bfloat16", "native-float32", "torch-bfloat16", "native-otherwise", "torch-otherwise"],
+    ids=lambda given: "-".join([given[0], str(given[1]).removeprefix("torch."), *given[2]]),
 )
 def both(request: pytest.FixtureRequest) -> tuple[AttentionBackend, Layer]:
     name, dtype, extras = request.param
@@ -64,7 +68,9 @@ def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
     for first in range(0, 300, step):
         paths = paths_of(Rows([1] * min(step, 300 - first), first, TABLE, 0))
         qkv, rotation = layer.inputs(paths)
-        chunk = backend.over([k], [v]).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        chunk = (
+            backend.over([k], [v], layer.scales).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        )
         count = min(step, 300 - first)
         assert torch.equal(chunk[:count], whole[first : first + count]), first
 
@@ -76,10 +82,11 @@ def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
     chain = paths_of(Rows([1] * 6, start, TABLE, 0))
     in_tree, k, v = layer.run(backend, tree)
     moved, there = written(tree)[MIDDLE], written(chain)
-    k[there], v[there] = k[moved], v[moved]
+    for cache in (k, v, *(one for both in layer.scales for one in both)):
+        cache[there] = cache[moved]
     qkv, rotation = layer.inputs(tree)
     turns = type(rotation)(rotation.cos[MIDDLE].contiguous(), rotation.sin[MIDDLE].contiguous())
-    as_chain = backend.over([k], [v]).bind(chain)(layer.heads, qkv[MIDDLE].contiguous(), turns)
+    as_chain = backend.over([k], [v], layer.scales).bind(chain)(layer.heads, qkv[MIDDLE].contiguous(), turns)
     assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
 
 
@@ -91,7 +98,9 @@ def test_a_tree_level_by_level_and_at_once(backend, layer, start):
     for first, last in ((0, 1), (1, 2), (2, 3), (3, 6), (6, 9), (9, 12)):
         paths = paths_of(Rows([1] * (last - first), start + first, TABLE, 0, PARENTS[:last]))
         qkv, rotation = layer.inputs(paths)
-        level = backend.over([k], [v]).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        level = (
+            backend.over([k], [v], layer.scales).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        )
         assert torch.equal(level[: last - first], at_once[first:last])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, CacheAttention, Paths
+from specinfer.attention.cached_rows import Scales
 from specinfer.kernels.attention import NativeAttend, NativeAttention
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
@@ -44,8 +45,8 @@ TREE = Rows([54, 7, 20, 8, 8, 30, 31], 12, [6, 2, 9, 1, 5], 0, [-1, 0, 0, 1, 2, 
 class OpByOp(NativeAttention):
     """Native attention that no other op can look into."""
 
-    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheAttention:
-        return Hidden(super().over(keys, values))
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Scales = ()) -> CacheAttention:
+        return Hidden(super().over(keys, values, scales))
 
 
 @dataclass(frozen=True)
