@@ -20,6 +20,7 @@ from specinfer.speculation_config import (
 from specinfer.support import Feature, check_support
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+CacheDtype = Literal["auto", "int8"]
 KernelChoice = Literal["auto", "native", "torch"]
 GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "special"]  # how names of special tokens in messages are encoded
@@ -43,6 +44,13 @@ class EngineConfig:
         "auto",
         "Data type of weights that are not quantized.",
         more="`auto`: bfloat16 with native kernels and on GPUs, else float32.",
+    )
+    kv_cache_dtype: CacheDtype = option(
+        "auto",
+        "Data type of the target's KV cache: auto, the activations', or int8.",
+        more="`int8` has a scale for each row and head. It takes about half of the memory, and passes over "
+        "long texts take less time. The text differs from that of `auto`, and is the same with and without "
+        "guesses, alone and in a batch. Caches of drafts stay exact. CPU only.",
     )
     device: str = option(
         "auto",
@@ -243,6 +251,7 @@ class EngineConfig:
             (Feature.SUM_PARTS, (self.sum_parts or 1) > 1, self.sum_parts),
             (Feature.QUANTIZED, kind not in ("auto", "none"), kind),
             (Feature.GGUF, kind == "gguf", kind),
+            (Feature.INT8_CACHE, self.kv_cache_dtype != "auto", self.kv_cache_dtype),
             (Feature.MEMORY, self.memory is not None, self.memory),
             (Feature.OFFLOAD, self.offload != "never", self.offload),
             (Feature.NOT_PREPARED, not self.prepared, self.prepared),

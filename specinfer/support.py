@@ -24,6 +24,7 @@ class Feature(StrEnum):
     SUM_PARTS = "`sum_parts`"
     QUANTIZED = "`int8`, `int4` or `gguf` weights"
     GGUF = "`gguf` weights"
+    INT8_CACHE = "`kv_cache_dtype` int8"
     FEW_BITS = "weights of as few bits as `self`"
     HOSTED = "a model through transformers"
     LORA = "`lora`"
@@ -78,6 +79,7 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     (Feature.DRAFT_QUANTIZED, Feature.GPU): (
         f"draft_quantization is {{0!r}} on device {{1}}; {_PRODUCTS} draft_quantization none"
     ),
+    (Feature.INT8_CACHE, Feature.GPU): "kv_cache_dtype is {0!r} on device {1}; allowed there: auto",
     (Feature.TENSOR, Feature.GPU): "tensor_parallel is {0} on device {1}; allowed there: 1",
     (Feature.PIPELINE, Feature.GPU): "pipeline_parallel is {0} on device {1}; allowed there: 1",
     (Feature.SUM_PARTS, Feature.GPU): "sum_parts is {0} on device {1}; allowed there: 1",

@@ -10,7 +10,7 @@ finished rows, so an interrupted run continues.
     ... --model MODEL.gguf --quantizations gguf,gguf@float32 --llama-cpp
 
 compares with llama.cpp over the same file and token ids (`make peers-env` installs it). A kind with @float32
-has activations in float32, as llama.cpp has.
+has activations in float32, as llama.cpp has; one with /int8, like none/int8, has its KV cache in int8.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ def main() -> None:
 
 
 def _load(model: str, kind: str) -> Models:
-    quantization, _, dtype = kind.partition("@")
+    weights, _, cache = kind.partition("/")
+    quantization, _, dtype = weights.partition("@")
     options = {"dtype": dtype or "bfloat16", "device": "cpu", "quantization": quantization}
+    options["kv_cache_dtype"] = cache or "auto"
     return load_models(EngineConfig.from_options(model, options), ProgressBar())
 
 

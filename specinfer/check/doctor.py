@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import psutil
+import torch
 from torch import Tensor
 
 from specinfer.check.kernel_faults import kernel_fault
@@ -47,7 +49,7 @@ from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.progress import Progress
 from specinfer.report.provenance import versions
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
+from specinfer.runtime.kv_cache import SHARE_OF_FREE, bytes_per_block, free_bytes, gib, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.state_cache import state_bytes
 from specinfer.speculation_config import Quantization
@@ -57,6 +59,7 @@ PASSES: Final = 9  # timed passes; the median is reported
 BLOCK: Final = 16  # cache positions
 TRIAL: Final = 256_000_000  # min bytes of the file that a disk is timed with
 _WRITE: Final = 1 << 24  # bytes per write
+_GAIN: Final = 0.1  # min part of a pass's bytes that an int8 KV cache saves
 # they determine the kernels and the number of threads
 VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")
 
@@ -132,6 +135,7 @@ class PassCost:
     # in a mixture: experts read per node and layer, experts per layer
     experts: tuple[int, int] | None
     times_floor: float | None  # multiple of the time to stream the bytes; None if the bandwidth is unknown
+    int8_cache_pays: tuple[str, ...]  # when `kv_cache_dtype` int8 would pay
 
 
 def find_kernels(progress: Progress | None = None) -> FoundKernels:
@@ -267,7 +271,21 @@ def pass_cost(
         bytes=size,
         experts=None if mixture is None else (mixture.per_token, mixture.count),
         times_floor=times,
+        int8_cache_pays=tuple(int8_cache_pays(target, size, free_bytes(target.device))),
     )
+
+
+def int8_cache_pays(model: LanguageModel, read: int, free: int) -> Iterator[str]:
+    """Yield when a KV cache in int8 pays: for long texts, and if memory is short for one of the longest.
+
+    `read` are the bytes of a pass over a short text; int8 pays if it saves a tenth of a pass's bytes.
+    """
+    longest = model.config.max_context
+    exact, rounded = (bytes_per_block([(model.config, kind)], 1) for kind in (model.dtype, torch.int8))
+    if (gain := exact - rounded - _GAIN * exact) > 0 and (least := math.ceil(_GAIN * read / gain)) <= longest:
+        yield f"for texts of {least} tokens or more"
+    if exact * longest > SHARE_OF_FREE * free:
+        yield f"as a text of {longest} tokens takes {gib(exact * longest)} of {gib(free)} of free memory"
 
 
 def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:
@@ -285,7 +303,7 @@ def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, tex
     if (experts := config.experts) is not None:
         left = experts.count - experts.per_token
         size -= expert_bytes(opened, model.dtype, quantization) * left // experts.count
-    models = [(config, model.dtype)]
+    models = [(config, model.kernels.kv_dtype(model.dtype))]
     return size + bytes_per_block(models, text) + state_bytes(models, StateCounts(0, 2))
 
 

@@ -160,10 +160,12 @@ def _pass_line(cost: PassCost) -> str:
     floor = "" if cost.times_floor is None else f", {cost.times_floor:.2f} times the floor of its bytes"
     experts = "" if cost.experts is None else ", of {} experts of {} a layer".format(*cost.experts)
     attention = "" if cost.attention == "native" else ", with PyTorch's attention"
+    pays = " and ".join(cost.int8_cache_pays)
     return (
         f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass after {cost.text} tokens "
         f"({cost.bytes / 1e6:.1f} MB{experts}{floor}), first token in {cost.prompt_milliseconds:.0f} ms, "
         f"{cost.memory / 1e6:.0f} MB of memory{attention}"
+        + (f"; --kv-cache-dtype int8 would pay {pays}" if pays else "")
     )
 
 

@@ -33,7 +33,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _MODEL: Final = (
     *("model_impl", "trust_remote_code", "dtype", "quantization", "device", "threads", "tensor_parallel"),
     *("pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
-    *("kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
+    *("kv_cache_dtype", "kv_cache_memory", "offload", "offload_folder", "prepared", "max_context"),
 )
 _DRAFT: Final = ("draft_quantization", "draft_lora")
 DRAFT_ONLY: Final = (*_DRAFT, "expansion", "draw")  # options that a named draft needs

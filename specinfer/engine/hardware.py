@@ -6,6 +6,7 @@ The option "auto" of a quantization takes the form that loses least and fits.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import psutil
@@ -43,6 +44,7 @@ class Hardware(NamedTuple):
         device = pick_device(config.device)
         check_support(config.features | ({} if device.type == "cpu" else {Feature.GPU: device}))
         kernels, lacking = choose_kernels(config.kernels, device, progress)
+        kernels = replace(kernels, int8_cache=config.kv_cache_dtype == "int8")
         if device.type == "cpu" and kernels.library is None:
             check_support(config.features | {Feature.TORCH: lacking or f"kernels is {config.kernels!r}"})
         return cls(device, pick_dtype(config.dtype, device, kernels), kernels, lacking)

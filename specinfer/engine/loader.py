@@ -152,6 +152,7 @@ class Loader:
             native=kernels.library is not None,
             native_attention=native_attention,
             nontemporal=nontemporal,
+            int8_cache=kernels.int8_cache,
             keep=self.config.prepared,
         )
         loaded: dict[str, LanguageModel] = {}

@@ -151,6 +151,11 @@ class MemoryNeeds:
         return size
 
     @property
+    def cache(self) -> tuple[ModelConfig, torch.dtype]:
+        """The target, with the dtype of its KV cache."""
+        return self.target.config, self.hardware.kernels.kv_dtype(self.hardware.dtype)
+
+    @property
     def _table_bytes(self) -> int:
         return table_bytes(self.target.model, self.hardware.dtype, "none")
 
@@ -223,7 +228,7 @@ class MemoryNeeds:
                 if fits and limits is STREAM_LIMITS[-1]:
                     break
                 limits = limits._replace(rows=max(rows, limits.rows))
-                models = [(self.target.config, self.hardware.dtype), *drafts.caches]
+                models = [self.cache, *drafts.caches]
                 caches = config.cache.memory or cache_bytes(models, limits.positions, speculation)
                 parts = {
                     **fixed,
@@ -274,7 +279,7 @@ def plan_memory(needs: MemoryNeeds, config: EngineConfig, progress: Progress) ->
         return None
     limits = STREAM_LIMITS[2]  # for one or two requests
     model = needs.target.config, dtype
-    models = [model, *(needs.draft_sets[0].caches if speculation.drafts else ())]
+    models = [needs.cache, *(needs.draft_sets[0].caches if speculation.drafts else ())]
     caches = config.cache.memory or cache_bytes(models, limits.positions, speculation)
     if total + caches + activation_bytes(*model, limits.rows) <= free:
         return None
@@ -317,7 +322,7 @@ def _lack_of_memory(needs: MemoryNeeds, config: EngineConfig, memory: int, free:
         parts["adapters"] = needs.adapters
     if config.memory is not None:
         model, (positions, rows, _) = (target.config, dtype), STREAM_LIMITS[-1]
-        models = [model, *(needs.draft_sets[0].caches if needs.draft_sets else ())]
+        models = [needs.cache, *(needs.draft_sets[0].caches if needs.draft_sets else ())]
         caches = cache_bytes(models, positions, config.speculation)
         parts["this process"] = memory - free
         parts["a small context"] = activation_bytes(*model, rows) + 2 * caches

@@ -64,7 +64,8 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         assert target is not None, "an assistant has its target's cache"
         layers = [layer or 0 for layer in self.head.sources(self._target.config)]
         keys, values = ([kind[layer] for layer in layers] for kind in (target.keys, target.values))
-        return HeadCache(block_size, target, self.kernels.attention.over(keys, values))
+        scales = [target.scales[layer] for layer in layers] if target.scales else ()
+        return HeadCache(block_size, target, self.kernels.attention.over(keys, values, scales))
 
     def batch(self, texts: Sequence[EagleText], block_size: int) -> ModelBatch:
         """See RecursiveModel. All rows have the root's position, and attend to the text before it."""

@@ -30,11 +30,16 @@ class Kernels:
     attention: AttentionBackend
     products: Products
     library: Library | None = None  # None: PyTorch's
+    int8_cache: bool = False  # K and V are stored in int8, else unchanged
 
     @property
     def scan(self) -> Scan:
         """Scans of logits in host memory, wherever they were computed."""
         return NUMPY if self.library is None else NativeScan(self.library)
+
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a KV cache of a model with activations of `dtype`."""
+        return torch.int8 if self.int8_cache else dtype
 
 
 TORCH: Final = Kernels(Ops(), SdpaAttention(), Products())
@@ -67,8 +72,11 @@ def native_kernels(library: Library) -> Kernels:
 
 
 def draft_kernels(kernels: Kernels) -> Kernels:
-    """Kernels for a draft: a row's result may depend on the number of rows, which is faster."""
-    return replace(kernels, products=kernels.products.but(loose=True))
+    """Kernels for a draft: a row's result may depend on the number of rows, which is faster.
+
+    Its cache is exact.
+    """
+    return replace(kernels, products=kernels.products.but(loose=True), int8_cache=False)
 
 
 def streaming_kernels(kernels: Kernels, weights: int) -> Kernels:

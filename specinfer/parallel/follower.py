@@ -94,6 +94,7 @@ class Settings:
     native: bool  # use the native kernels
     native_attention: bool
     nontemporal: bool  # products read weights with nontemporal loads
+    int8_cache: bool  # of K and V
     keep: bool  # write prepared files
     threads: int | None  # None: an equal share of the host's cores
     max_context: int | None  # tokens of the longest text; None: the model's limit
@@ -136,7 +137,7 @@ class Settings:
             kernels.library.set_threads(self.cores)
         native = self.native_attention and all(draft.native_attention for draft in self.drafts)
         torch.set_num_threads(1 if native else self.cores)
-        return kernels
+        return replace(kernels, int8_cache=self.int8_cache)
 
     def fitting(self, kernels: Kernels, native_attention: bool, nontemporal: bool) -> Kernels:
         """Adapt kernels to a model as rank 0 has chosen."""

@@ -288,6 +288,7 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
     return {
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
         "dtype": str(model.dtype),
+        "KV cache": str(kernels.kv_dtype(model.dtype)),
         "variant": variant,
         "logits": "all" if every_row else "likeliest",
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),

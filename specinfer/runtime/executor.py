@@ -86,7 +86,7 @@ class Executor:
         released. Without `limit`, the caches take at most the `planned` bytes of a memory plan, or the free
         memory if that is less. Raises CapacityError if not even `needed_positions` fit.
         """
-        models = [(model.config, model.dtype) for model in (target, *drafts)]
+        models = [(model.config, model.kernels.kv_dtype(model.dtype)) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
         missing, where = 0 if adapters is None else adapters.missing_bytes(), str(target.device)
         if missing:
@@ -96,7 +96,7 @@ class Executor:
             limit = min(planned, free)
 
         def of_ranks(host: Host) -> list[tuple[ModelConfig, torch.dtype]]:
-            return [(part, target.dtype) for part in host.parts]
+            return [(part, target.kernels.kv_dtype(target.dtype)) for part in host.parts]
 
         places = [([*models, *of_ranks(here)], free, where)]
         places += [(of_ranks(host), host.free, host.address) for host in others]

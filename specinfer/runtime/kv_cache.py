@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from specinfer.attention.cached_rows import Scales
 from specinfer.errors import CapacityError, ensure
 from specinfer.kernels.machine import cgroup_free_memory
 from specinfer.models.config import ModelConfig
@@ -21,21 +22,33 @@ class KvCache:
     """The KV cache of one model, with num_slots positions; layers without attention have none.
 
     One tensor holds all layers with the same heads, so that moving an accepted path is one gather and one
-    scatter. A layer that uses the keys and values of another has that layer's.
+    scatter; with `dtype` int8 another one holds their scales. A layer that uses the keys and values of
+    another has that layer's.
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._kv_2LPKH: list[Tensor] = []
+        self._kv_2LPKH: list[Tensor] = []  # and scales, [2, L, P, K]
         # K and V of a layer, [num_slots, K, H]; empty without attention
         places: dict[int, tuple[Tensor, Tensor]] = {}
+        scaled: dict[int, tuple[Tensor, Tensor]] = {}
         for (kv_heads, head_dim), layers in _layers_by_heads(config).items():
             kv_2LPKH = zeros((2, len(layers), num_slots, kv_heads, head_dim), dtype, device)
             self._kv_2LPKH.append(kv_2LPKH)
             places |= zip(layers, zip(*kv_2LPKH, strict=True), strict=True)
+            if dtype is torch.int8:
+                scales_2LPK = zeros((2, len(layers), num_slots, kv_heads), torch.bfloat16, device)
+                self._kv_2LPKH.append(scales_2LPK)
+                scaled |= zip(layers, zip(*scales_2LPK, strict=True), strict=True)
         none = self._kv_2LPKH[0].new_empty(0, config.num_kv_heads, config.head_dim)
         each = [places.get(config.cache_of(layer), (none, none)) for layer in range(config.num_layers)]
         self.keys: tuple[Tensor, ...] = tuple(k for k, _ in each)
         self.values: tuple[Tensor, ...] = tuple(v for _, v in each)
+        no_scales = none.new_empty(none.shape[:2], dtype=torch.bfloat16)
+        # K's and V's for each layer, [num_slots, K]; none unless rows are int8
+        self.scales: Scales = tuple(
+            scaled.get(config.cache_of(layer), (no_scales, no_scales))
+            for layer in range(config.num_layers if scaled else 0)
+        )
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots `sources` to slots `targets` in every layer; all are read before any is written."""
@@ -155,7 +168,7 @@ def cache_budget(limit: int | None, free: int, where: str) -> int:
 def bytes_per_block(configs: Sequence[tuple[ModelConfig, torch.dtype]], block_size: int) -> int:
     """Return the bytes of one block in the caches of all these models together: K and V of all layers."""
     return block_size * sum(
-        2 * len(layers) * kv_heads * head_dim * dtype.itemsize
+        2 * len(layers) * kv_heads * (head_dim * dtype.itemsize + (2 if dtype is torch.int8 else 0))
         for config, dtype in configs
         for (kv_heads, head_dim), layers in _layers_by_heads(config).items()
     )

@@ -54,8 +54,9 @@ class ModelRunner:
         self.model = model
         self._adapters = adapters
         self.block_size = block_size
-        self.cache = KvCache(model.config, num_blocks * block_size, model.dtype, model.device)
-        self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+        kind = model.kernels.kv_dtype(model.dtype)
+        self.cache = KvCache(model.config, num_blocks * block_size, kind, model.device)
+        self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values, self.cache.scales)
         self.states: StateCache | None = None
         if model.config.recurrence is not None:
             self.states = StateCache(model.config, states, model.device)

@@ -386,6 +386,7 @@ def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> di
         "model file": hash_of(path),
         "quantization": kind,
         "dtype": str(model.dtype),
+        "KV cache": str(model.kernels.kv_dtype(model.dtype)),
         "number of ranks": str(group.size),
         "layers of its stages": str(list(group.bounds)),
         "sum_parts": str([one and one.shares for one in (model.config.part.o, model.config.part.down)]),

@@ -103,3 +103,18 @@ def test_ranks_and_stages_say_what_one_process_says(
             for name, asked in params.items():
                 assert texts(llm, asked, together=True) == expected[name], (tensor, stages, name)
                 assert texts(llm, asked, together=False) == expected[name], (tensor, stages, name)
+
+
+def test_a_needle_is_found_in_an_int8_cache_with_and_without_speculation() -> None:
+    filler = "The river runs past the mill and the old bridge. " * 60
+    for place, number in ((0, "48213"), (30, "71904"), (60, "35586")):
+        at = place * len(filler) // 60
+        text = f"{filler[:at]}The secret number is {number}. {filler[at:]}"
+        chat = [{"role": "user", "content": f"{text}\nWhat is the secret number? Repeat it."}]
+        options: dict[str, Any] = {"max_context": 2048, "kv_cache_dtype": "int8"}
+        found = []
+        for lookup in (True, False):
+            with LLM(smollm2(), lookup=lookup, **options) as llm:
+                found += [output.text for output in llm.chat(chat, SAMPLING["greedy"])]
+        assert found[0] == found[1]
+        assert number in found[0], (place, found)

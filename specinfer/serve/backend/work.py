@@ -85,7 +85,8 @@ def _summary(llm: LLM) -> tuple[str, int]:
     drafts = ", ".join(Path(draft).name for draft in config.speculation.drafts)
     kinds = {"none": str(target.dtype).removeprefix("torch."), "gguf": "blocks of the file"}
     library = target.kernels.library
-    caches = [(model.config, model.dtype) for model in (target, *models.drafts.values())]
+    kind = "int8 KV cache" if target.kernels.int8_cache else "KV cache"
+    caches = [(m.config, m.kernels.kv_dtype(m.dtype)) for m in (target, *models.drafts.values())]
     process, cache = process_bytes(), positions * bytes_per_block(caches, 1)
     parts = [
         kinds.get(config.quantization, config.quantization),
@@ -93,7 +94,7 @@ def _summary(llm: LLM) -> tuple[str, int]:
         f"context {llm.max_context}",
         f"{torch.get_num_threads() if library is None else library.threads()} threads",
         f"{format_bytes(process)} of memory",
-        f"KV cache of {positions} tokens, up to {format_bytes(cache)} more",
+        f"{kind} of {positions} tokens, up to {format_bytes(cache)} more",
     ]
     states = llm.states
     if size := state_bytes(caches, states):

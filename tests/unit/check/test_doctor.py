@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specinfer.check import doctor
-from specinfer.check.doctor import level_facts, pass_bytes, pass_cost, tree_pass
+from specinfer.check.doctor import int8_cache_pays, level_facts, pass_bytes, pass_cost, tree_pass
 from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.disk import Bandwidth
@@ -22,9 +22,11 @@ from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.library import RefusedLevel
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.models.open_model import open_model
+from specinfer.runtime.kv_cache import bytes_per_block
 from specinfer.speculation_config import Quantization
 from tests.recurrent import CountingModel
 from tests.streaming import Streaming
+from tests.switched import PLAIN
 from tests.tiny_models import write_tiny_llama
 
 LEVEL = {level.name: level for level in LEVELS}
@@ -83,8 +85,8 @@ def test_the_output_layer_is_read_once_and_the_embeddings_are_not(tmp_path: Path
     }
     for tied, library in product((True, False), (object(), None)):
         folder = write_tiny_llama(tmp_path / f"{tied}", num_layers=1, tie_embeddings=tied)
-        config, kernels = open_model(folder).config, SimpleNamespace(library=library)
-        model: Any = SimpleNamespace(config=config, dtype=torch.float32, kernels=kernels)
+        kernels = SimpleNamespace(library=library, kv_dtype=lambda dtype: dtype)
+        model: Any = SimpleNamespace(config=open_model(folder).config, dtype=torch.float32, kernels=kernels)
         for kind, size in expected.items():
             assert pass_bytes(folder, model, kind, 7) == size, (tied, library, kind)
 
@@ -95,6 +97,18 @@ def test_a_tree_runs_again_and_again_behind_a_text_with_a_state() -> None:
         call, rows = tree_pass(model, 20, nodes), model.rows
         assert call().tolist() == call().tolist()
         assert model.rows == rows + 2 * nodes
+
+
+def test_when_an_int8_cache_would_pay() -> None:
+    model: Any = SimpleNamespace(config=replace(PLAIN, max_context=1000), dtype=torch.float32)
+    exact, rounded = (bytes_per_block([(PLAIN, kind)], 1) for kind in (torch.float32, torch.int8))
+    for tokens, free, said in (
+        (900, 10_000 * exact, ["for texts of 900 tokens or more"]),
+        (1001, 10_000 * exact, []),
+        (1001, 1_500 * exact, ["as a text of 1000 tokens takes 0.73 MiB of 1.10 MiB of free memory"]),
+    ):
+        read = 10 * tokens * (exact - rounded) - tokens * exact  # a tenth is saved at `tokens`
+        assert [*int8_cache_pays(model, read, free)] == said, tokens
 
 
 def test_a_pass_is_timed_behind_the_text_a_model_can_have(tmp_path: Path) -> None:

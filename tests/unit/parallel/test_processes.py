@@ -241,7 +241,13 @@ def test_ranks_that_run_something_else_are_refused(
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     settings = {
         **{"rank": 1, "model": str(tmp_path / "none"), "size": 2, "quantization": "int8", "dtype": "float32"},
-        **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
+        **{
+            "native": False,
+            "native_attention": False,
+            "nontemporal": False,
+            "int8_cache": False,
+            "threads": 1,
+        },
         **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
         **{"sum_parts": 1, "drafts": [], "max_context": None, "keep": False},
     }
