@@ -171,7 +171,7 @@ def _executor(config: EngineConfig, models: Models, max_context: int) -> Executo
 
 def _max_kept(config: EngineConfig, models: Models) -> int:
     """Return the number of blocks that prompt memory holds."""
-    caches = [(model.config, model.dtype) for model in (models.target, *models.drafts.values())]
+    caches = [(m.config, m.kernels.kv_dtype(m.dtype)) for m in (models.target, *models.drafts.values())]
     per_block = bytes_per_block(caches, config.cache.block_size)
     return config.cache.prompt_memory // max(1, per_block) if config.cache.prefix_reuse else 0
 

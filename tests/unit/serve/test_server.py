@@ -254,7 +254,7 @@ def test_a_signal_ends_the_server_unless_nohup_ignores_it(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_sighup_hands_the_port_over_without_a_refused_request(folder: Path) -> None:
-    """Requests come without pause while a restart fails and another one succeeds; no bit of a text changes."""
+    """Requests come without pause while one restart fails and one succeeds; no bit of a text changes."""
     alone = partial(subprocess.Popen[str], start_new_session=True)  # without a terminal
     body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 3}
     kept, stop = httpx.Client(), threading.Event()
