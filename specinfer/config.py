@@ -253,6 +253,7 @@ class EngineConfig:
             (Feature.GGUF, kind == "gguf", kind),
             (Feature.INT8_CACHE, self.kv_cache_dtype != "auto", self.kv_cache_dtype),
             (Feature.MEMORY, self.memory is not None, self.memory),
+            (Feature.STORE, self.cache.prompt_store is not None, self.cache.prompt_store),
             (Feature.OFFLOAD, self.offload != "never", self.offload),
             (Feature.NOT_PREPARED, not self.prepared, self.prepared),
             (Feature.DRAFT_QUANTIZED, of_drafts not in ("auto", "none"), of_drafts),

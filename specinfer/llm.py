@@ -156,6 +156,7 @@ class LLM:
             parts.loop.close()
             self._end.detach()
             parts.engine.save_policy()
+            parts.engine.close_store()
             self._parts = parts = None
             release_free_memory()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Literal
 
 from specinfer.errors import ConfigError
@@ -32,6 +33,21 @@ class CacheConfig:
         minimum=0,
         size=True,
     )
+    prompt_store: str | None = option(
+        None,
+        "Folder in which KV blocks of earlier texts outlive the process.",
+        more="Engines with the same model, options that affect its numbers, kind of CPU and version share a "
+        "folder. Damaged files are computed again ([production.md](production.md)).",
+        shown="none",
+        allowed="the path of a folder, or None",
+    )
+    prompt_store_size: int = option(
+        32 << 30,
+        "Maximum size of prompt_store; the least recently used files are removed.",
+        shown="32GB",
+        minimum=1,
+        size=True,
+    )
     prefix_reuse: bool = option(
         True,
         "Share KV blocks among requests with the same prefix.",
@@ -41,7 +57,11 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt_store, PathLike):
+            object.__setattr__(self, "prompt_store", fspath(self.prompt_store))
         check_options(self)
+        if self.prompt_store is not None and not self.prefix_reuse:
+            raise ConfigError("prompt_store is set with prefix_reuse False; leave one of them out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class Feature(StrEnum):
     HOSTED = "a model through transformers"
     LORA = "`lora`"
     MEMORY = "`memory`"
+    STORE = "`prompt_store`"
     OFFLOAD = "`offload`"
     STREAMED = "layers that `offload` streams"
     NOT_PREPARED = "`prepared` off"
@@ -71,6 +72,12 @@ REFUSED: Final[Mapping[tuple[Feature, Feature], str]] = {
     ),
     (Feature.MEMORY, Feature.RANKS): (
         "memory is {0} with {1}; it limits a single process; leave it out, or set kv_cache_memory"
+    ),
+    (Feature.STORE, Feature.RANKS): (
+        "prompt_store is {0!r} with {1}, where each process has a part of every block; leave it out"
+    ),
+    (Feature.STORE, Feature.GPU): (
+        "prompt_store is {0!r}, which keeps blocks of engines on a CPU, and the device is {1}; leave it out"
     ),
     (
         Feature.QUANTIZED,

@@ -22,8 +22,11 @@ from specinfer.engine.costs import (
 )
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.engine import Engine, Postponed
+from specinfer.engine.fingerprint import engine_fingerprint
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.models import Models, threads_of_torch
+from specinfer.engine.prompt_files import PromptFiles
+from specinfer.engine.prompt_store import PromptStore
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ConfigError
@@ -104,6 +107,7 @@ def build_engine(
     vocab, guard = models.target.config.vocab_size, sizing.guard
     in_target = models.target.config.recurrence is not None
     slots = StateSlots(executor.states, block_size=executor.block_size, in_target=in_target)
+    pool = BlockPool(executor.num_blocks, executor.block_size, _max_kept(config, models))
     engine = Engine(
         executor=executor,
         speculators=Ensemble(speculators, vocab=vocab, policy=sizing.policy),
@@ -118,13 +122,14 @@ def build_engine(
         ),
         scheduler=Scheduler(
             config.scheduler,
-            BlockPool(executor.num_blocks, executor.block_size, _max_kept(config, models)),
+            pool,
             tree_nodes=speculation.node_limit,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
             max_adapters=config.max_loras,
             fetch=None if models.adapters is None else models.adapters.fetch,
             states=slots if models.have_states else None,
+            store=_store(config, models, executor, pool, slots if in_target else None),
         ),
         verifier=speculation.verifier,
         threads=threads_of_torch(config, models),
@@ -174,6 +179,32 @@ def _max_kept(config: EngineConfig, models: Models) -> int:
     caches = [(m.config, m.kernels.kv_dtype(m.dtype)) for m in (models.target, *models.drafts.values())]
     per_block = bytes_per_block(caches, config.cache.block_size)
     return config.cache.prompt_memory // max(1, per_block) if config.cache.prefix_reuse else 0
+
+
+def _store(
+    config: EngineConfig, models: Models, executor: Executor, pool: BlockPool, slots: StateSlots | None
+) -> PromptStore | None:
+    """Return the store of prompts, if one is configured; raises ConfigError if it cannot be used."""
+    options, runner = config.cache, executor.target
+    if options.prompt_store is None:
+        return None
+    if not models.origin:
+        raise ConfigError("prompt_store needs a model that was loaded from files; load it by LLM(folder)")
+    least = executor.block_size * runner.cache.row_bytes
+    least = max(least, 0 if runner.states is None else runner.states.slot_bytes) + 64
+    if options.prompt_store_size < least:
+        raise ConfigError(
+            f"prompt_store_size is {options.prompt_store_size}; allowed: {least}, a block, or more"
+        )
+    kind = f"{engine_fingerprint(config, models)} {executor.block_size} {runner.cache.layout}"
+    path = Path(options.prompt_store).expanduser()
+    try:
+        files = PromptFiles(path, options.prompt_store_size, hashlib.sha256(kind.encode()).hexdigest())
+    except OSError as error:
+        raise ConfigError(
+            f"prompt_store cannot be used: {error}; choose a folder that can be written"
+        ) from None
+    return PromptStore(files, runner, pool, slots, adapters=config.adapters.keys())
 
 
 class _Sizing(NamedTuple):

@@ -118,6 +118,7 @@ class Engine:
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
             rank_seconds={} if group is None else dict(group.times.by_rank),
+            prompt_store={} if scheduler.store is None else scheduler.store.counts,
         )
 
     @property
@@ -150,6 +151,11 @@ class Engine:
         """Write the policy's learned state to disk; no step may run meanwhile."""
         if self._memory is not None:
             self._memory.keep()
+
+    def close_store(self) -> None:
+        """Write what the prompt store has not written yet; no step may run afterwards."""
+        if self._scheduler.store is not None:
+            self._scheduler.store.close()
 
     def add(self, admitted: AdmittedRequest) -> None:
         """Queue an admitted request; raises RequestError if its id is in use."""

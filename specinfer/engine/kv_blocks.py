@@ -91,12 +91,14 @@ class BlockPool:
             self._kept.pop(block, None)
         block_table.extend(blocks)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Publish an owned, full block of computed text; of equal blocks `find` returns the first."""
+    def publish(self, block: int, key: bytes) -> bool:
+        """Publish an owned, full block of computed text; returns False if it or an equal block is already."""
         ensure(self._owners[block] > 0, f"block {block} has no owner")
-        if key not in self._published and block not in self._hashes:
-            self._published[key] = block
-            self._hashes[block] = key
+        if key in self._published or block in self._hashes:
+            return False
+        self._published[key] = block
+        self._hashes[block] = key
+        return True
 
     def release(self, block_table: list[int]) -> None:
         """Release all blocks of `block_table` and clear it; published blocks are kept for reuse."""
@@ -164,6 +166,7 @@ class SequenceState:
     generation: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
     published: int = 0  # number of leading blocks that are published
+    looked_up: bool = False  # True once the prompt store has no more of it to load
     cached_tokens: int = 0  # prompt tokens found in the cache at its first start
     states: TextStates | None = None  # slots of a running request, if a model has recurrent states
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
+from specinfer.engine.prompt_store import PromptStore
 from specinfer.engine.row_shares import fair_shares, prompt_rows
 from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ensure
@@ -41,7 +42,7 @@ _MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in bl
 # A prompt's row with log-probabilities yields logits over the whole vocabulary, which are scanned. Measured:
 # half of the time of the row's pass for a 135M model, less for larger ones.
 _SCORED_COST = 2  # rows that such a row counts as
-_READ_SECONDS = 0.01  # a step without rows waits so long for an adapter
+_READ_SECONDS = 0.01  # a step without rows waits so long for an adapter, or for blocks of the store
 
 
 class _Prefix(NamedTuple):
@@ -66,11 +67,12 @@ class Scheduler:
         max_adapters: int | None = None,
         fetch: Callable[..., bool] | None = None,
         states: StateSlots | None = None,
+        store: PromptStore | None = None,
     ) -> None:
         """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any).
 
         `fetch` is `AdapterCache.fetch`: a request waits while its adapter is read. `states` are the slots of
-        recurrent states, if a model has them.
+        recurrent states, if a model has them. A request also waits while the `store` reads its blocks.
         """
         self._config = config
         self._pool = pool
@@ -81,6 +83,7 @@ class Scheduler:
         self._prefix_reuse = prefix_reuse
         self._max_adapters, self._fetch = max_adapters, fetch
         self._states = states
+        self.store = store
         self._max_running = config.max_batch_size
         if states is not None:
             self._max_running = min(config.max_batch_size, states.num_slots)
@@ -103,10 +106,18 @@ class Scheduler:
         if sequence in self.running:
             if computed:
                 self._publish(sequence)
+                if (
+                    self.store is not None
+                    and sequence.states is not None
+                    and sequence.states.last is not None
+                ):
+                    self.store.keep_states(sequence, [sequence.states.last])
             self.running.remove(sequence)
             self._end_states(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            if self.store is not None:
+                self.store.drop(sequence)
         self._pool.release(sequence.block_table)
 
     def schedule(self) -> StepPlan:
@@ -267,6 +278,9 @@ class Scheduler:
         hashes = hashes[: (len(sequence.token_ids) - 1) // size]
         if any(hashes[place : place + 1] == [key] for place, key in awaited):
             return None
+        wait = 0.0 if self.running else _READ_SECONDS
+        if self.store is not None and not self.store.load(sequence, hashes, wait):
+            return None
         blocks = self._pool.find(hashes)
         source = None if self._states is None else self._states.find(hashes[: len(blocks)])
         if (end := self._soon(hashes, len(blocks), source)) is not None:
@@ -324,7 +338,9 @@ class Scheduler:
         Keeps the checkpoints that the last step has made.
         """
         if self._states is not None and sequence.states is not None:
-            self._states.settle(sequence.states, sequence.computed)
+            made = self._states.settle(sequence.states, sequence.computed)
+            if self.store is not None:
+                self.store.keep_states(sequence, made)
         if not self._prefix_reuse:
             return
         size = self._pool.block_size
@@ -332,7 +348,9 @@ class Scheduler:
         if full > sequence.published:
             hashes = sequence.hash_blocks(size)
             for block in range(sequence.published, full):
-                self._pool.publish(sequence.block_table[block], hashes[block])
+                number, key = sequence.block_table[block], hashes[block]
+                if self._pool.publish(number, key) and self.store is not None:
+                    self.store.keep(sequence, number, key)
             sequence.published = full
 
     def _end_states(self, sequence: SequenceState) -> None:
@@ -345,6 +363,7 @@ class Scheduler:
         self._end_states(sequence)
         self._pool.release(sequence.block_table)
         sequence.computed = sequence.published = 0
+        sequence.looked_up = False
         sequence.generation += 1
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -114,11 +114,22 @@ class StateSlots:
         del self._kept[replaced.key]
         return replaced.slot
 
-    def settle(self, text: TextStates, computed: int) -> None:
-        """Keep the checkpoints of the last plan's pass if it was committed: the text is `computed` so far."""
+    def adopt(self, key: bytes, end: int) -> StateCheckpoint | None:
+        """Keep a checkpoint from elsewhere; returns None if it is here, or all slots are in use."""
+        if key in self._kept or (slot := self._reserve(None)) is None:
+            return None
+        self._kept[key] = StateCheckpoint(slot, end, key)
+        return self._kept[key]
+
+    def settle(self, text: TextStates, computed: int) -> list[StateCheckpoint]:
+        """Keep the checkpoints of the last plan's pass if it was committed: the text is `computed` so far.
+
+        Returns those of its prompt; of those made while decoding, `text.last` remains.
+        """
         if computed < text.planned:
             self._drop(text)
-            return
+            return []
+        made = [one for one in text.saves if one.end in text.due and one.key not in self._kept]
         for one in text.saves:
             if one.key in self._kept:
                 self._free.append(one.slot)
@@ -132,6 +143,7 @@ class StateSlots:
         text.applied = text.planned
         text.due = [end for end in text.due if end > text.applied]
         self._unpin(text)
+        return made
 
     def end(self, text: TextStates) -> None:
         """Take the slot of a request that ended or was preempted; its checkpoints are kept."""

@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _COUNTERS: Final = (  # fields of Statistics that only grow
     *("steps", "stage_seconds", "preemptions", "prefix_queries", "prefix_hits", "speculation_off_steps"),
     *("guessed_tokens", "failures", "unenforced", "streamed_bytes", "stream_wait_seconds", "rank_seconds"),
+    "prompt_store",
 )
 
 
@@ -101,6 +102,7 @@ class Statistics:
     stream_wait_seconds: float = 0.0  # seconds that passes waited for them
     # Seconds of ranks by activity, such as "1 computing", "1 exchanging" and "1 waiting" for rank 1.
     rank_seconds: Mapping[str, float] = field(default_factory=dict)
+    prompt_store: Mapping[str, int] = field(default_factory=dict)  # files and bytes of it, by event
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the counters since `earlier`, with the present state."""

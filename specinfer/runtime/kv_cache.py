@@ -6,7 +6,7 @@ import contextlib
 import math
 import mmap
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
@@ -49,6 +49,37 @@ class KvCache:
             scaled.get(config.cache_of(layer), (no_scales, no_scales))
             for layer in range(config.num_layers if scaled else 0)
         )
+
+    @property
+    def layout(self) -> str:
+        """The dtypes and sizes of a slot's rows, as text."""
+        return str([(str(kv.dtype), list(kv[:, :, :1].shape)) for kv in self._kv_2LPKH])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a slot in all layers."""
+        return sum(kv[:, :, :1].nbytes for kv in self._kv_2LPKH)
+
+    def read_rows(self, first: int, count: int) -> bytearray:
+        """Return a copy of `count` slots from `first` on, in every layer."""
+        data = bytearray(count * self.row_bytes)
+        for kv_2LPKH, copy in self._rows(first, count, data):
+            copy.copy_(kv_2LPKH)
+        return data
+
+    def write_rows(self, first: int, count: int, data: bytearray) -> None:
+        """Write what `read_rows` returned to `count` slots from `first` on."""
+        ensure(len(data) == count * self.row_bytes, f"{len(data)} bytes for {count} slots")
+        for kv_2LPKH, copy in self._rows(first, count, data):
+            kv_2LPKH.copy_(copy)
+
+    def _rows(self, first: int, count: int, data: bytearray) -> Iterator[tuple[Tensor, Tensor]]:
+        """The slots of each tensor, and the tensor of their part of `data`."""
+        at, all_data = 0, torch.frombuffer(data, dtype=torch.uint8)
+        for kv_2LPKH in self._kv_2LPKH:
+            rows = kv_2LPKH[:, :, first : first + count]
+            yield rows, all_data[at : at + rows.nbytes].view(rows.dtype).view(rows.shape)
+            at += rows.nbytes
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots `sources` to slots `targets` in every layer; all are read before any is written."""

@@ -112,6 +112,24 @@ class StateCache:
         """Return whether the checkpoint's slot has its text's states."""
         return self._keys.get(checkpoint.slot) == checkpoint.key
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a checkpoint."""
+        return self.memory.states_LSF[:, :1].nbytes
+
+    def read_slot(self, slot: int) -> bytearray:
+        """Return a copy of a slot's states in every layer."""
+        data = bytearray(self.slot_bytes)
+        torch.frombuffer(data, dtype=torch.float32).copy_(self.memory.states_LSF[:, slot].flatten())
+        return data
+
+    def write_slot(self, checkpoint: StateCheckpoint, data: bytearray) -> None:
+        """Write what `read_slot` returned to the slot of a checkpoint."""
+        ensure(len(data) == self.slot_bytes, f"{len(data)} bytes for a checkpoint")
+        states_LF = self.memory.states_LSF[:, checkpoint.slot]
+        states_LF.copy_(torch.frombuffer(data, dtype=torch.float32).view(states_LF.shape))
+        self._keys[checkpoint.slot] = checkpoint.key
+
     def reaches(self, slot: int, position: int) -> bool:
         """Return whether a text in this slot can go on at a position."""
         applied = self._applied.get(slot)

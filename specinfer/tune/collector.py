@@ -84,7 +84,7 @@ def collecting_config(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         speculation=NO_SPECULATION,
-        cache=replace(config.cache, prefix_reuse=False),
+        cache=replace(config.cache, prefix_reuse=False, prompt_store=None),
         scheduler=replace(
             config.scheduler,
             max_batch_size=max(_BATCH, config.scheduler.max_batch_size),

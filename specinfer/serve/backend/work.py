@@ -5,30 +5,19 @@ Loading it never imports torch, which the server process does not load.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from specinfer.config import ENGINE_OPTIONS
 from specinfer.engine.steps import Statistics
 from specinfer.progress import format_bytes
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
-from specinfer.version import VERSION
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
-
-# Options, and parts of a config, that change no output text.
-_MEMORY: Final = ("memory", "offload", "offload_folder", "prepared", "max_loras")
-_FOLDERS: Final = ("lora",)  # the adapters' files do, but `models.origin` covers them
-# Ranks change a text only by the number of parts of each sum, which `fingerprint` adds.
-_RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY, *_FOLDERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,36 +93,10 @@ def _summary(llm: LLM) -> tuple[str, int]:
 
 
 def fingerprint(llm: LLM) -> str:
-    """Hash that is equal for engines which produce the same text for the same work.
+    """Hash that is equal for engines which produce the same text for the same work."""
+    from specinfer.engine.fingerprint import engine_fingerprint
 
-    It covers the target's files, the options that affect its logits, the kernels and the package's code. It
-    does not cover drafts.
-    """
-    import torch
-
-    target = llm.models.target
-    kernels, library = target.kernels, target.kernels.library
-    options = {
-        name: getattr(llm.config if part is None else getattr(llm.config, part), one.attribute)
-        for name, (part, one) in ENGINE_OPTIONS.items()
-        if not {name, part} & _WITHOUT_EFFECT
-    }
-    parts: list[object] = [
-        dict(llm.models.origin),
-        options,
-        llm.config.parts_of_sums,
-        [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
-        [str(target.device), torch.__version__, VERSION],
-        # The order of PyTorch's sums depends on its number of threads.
-        torch.get_num_threads() if library is None else library.level.name,
-    ]
-    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    if library is not None:
-        found.update(library.path.read_bytes())
-    root = Path(__file__).parents[2]  # the package
-    for file in sorted(root.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
+    return engine_fingerprint(llm.config, llm.models)
 
 
 class BackendError(Exception):

@@ -59,6 +59,7 @@ _BY_LABEL: Final = (
         *("schema_keywords_unenforced", "unenforced", "keyword"),
         "Requests whose JSON schema is enforced without a keyword.",
     ),
+    ("prompt_store", "prompt_store", "event", "Files and bytes of the prompt store, by event."),
     (
         *("guessed_tokens", "guessed_tokens", "speculator"),
         "Proposed draft tokens, verified or not, by speculator.",

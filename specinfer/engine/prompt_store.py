@@ -1,0 +1,147 @@
+"""PromptStore: keeps the KV blocks and the states of committed texts on disk, and loads those of prompts.
+
+The target's are kept. A draft model reads a loaded prefix again, and a head begins behind it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from specinfer.engine.kv_blocks import BlockPool, SequenceState
+from specinfer.engine.prompt_files import PromptFiles, Reading
+from specinfer.engine.state_slots import StateSlots
+from specinfer.plan import StateCheckpoint
+
+if TYPE_CHECKING:
+    from specinfer.runtime.runner import ModelRunner
+
+_STATES: Final = ".states"
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """A waiting text whose blocks are being read; one at a time."""
+
+    sequence: SequenceState
+    keys: Sequence[bytes]  # hashes of its blocks, the first one first
+    loaded: int  # leading ones that are in the pool
+    reading: Reading
+    taken: int = 0  # files of the reading
+
+
+class PromptStore:
+    """The files of an engine with its pool; called by the engine's thread only, except `counts`."""
+
+    def __init__(
+        self,
+        files: PromptFiles,
+        runner: ModelRunner,
+        pool: BlockPool,
+        slots: StateSlots | None,
+        *,
+        adapters: Collection[str],
+    ) -> None:
+        """`slots` are those of the target's states. Texts with other adapters than these are not kept."""
+        self._files, self._runner, self._pool = files, runner, pool
+        self._slots = slots
+        self._adapters = adapters
+        self._loading: _Loading | None = None
+        weakref.finalize(self, files.stop)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Numbers of files and bytes by event; callable from any thread."""
+        return dict(self._files.counts)
+
+    def keep(self, sequence: SequenceState, block: int, key: bytes) -> None:
+        """Write a block that was published."""
+        cache, size = self._runner.cache, self._pool.block_size
+        if self._takes(sequence) and self._files.has_room(size * cache.row_bytes):
+            self._files.write(key.hex(), cache.read_rows(block * size, size))
+
+    def keep_states(self, sequence: SequenceState, made: Sequence[StateCheckpoint]) -> None:
+        """Write the states of checkpoints whose pass was committed."""
+        states = self._runner.states
+        for one in made if states is not None and self._takes(sequence) else ():
+            assert states is not None
+            if states.holds(one) and self._files.has_room(states.slot_bytes):
+                self._files.write(one.key.hex() + _STATES, states.read_slot(one.slot))
+
+    def load(self, sequence: SequenceState, keys: Sequence[bytes], wait: float) -> bool:
+        """Load blocks of a waiting text into the pool; returns False while more are read.
+
+        It waits at most `wait` seconds. A text is looked up once after each of its starts.
+        """
+        if sequence.looked_up or not self._takes(sequence):
+            return True
+        if (now := self._loading) is None or now.sequence is not sequence:
+            found = len(self._pool.find(keys))
+            names = self._names(keys, found)
+            if not names:
+                return True
+            if now is not None:
+                return False
+            now = self._loading = _Loading(sequence, keys, found, self._files.read(names))
+        ended = now.reading.done  # before the last ones are taken
+        if not self._fill(now, now.reading.take(wait)) or ended:
+            self.drop(sequence)
+            sequence.looked_up = True
+        return sequence.looked_up
+
+    def drop(self, sequence: SequenceState) -> None:
+        """Stop reading for a text that is removed."""
+        if self._loading is not None and self._loading.sequence is sequence:
+            self._loading.reading.end()
+            self._loading = None
+
+    def close(self) -> None:
+        """Write what waits, and end the threads."""
+        self._files.close()
+
+    def _takes(self, sequence: SequenceState) -> bool:
+        adapter = sequence.request.adapter
+        return adapter is None or adapter in self._adapters
+
+    def _names(self, keys: Sequence[bytes], found: int) -> list[str]:
+        """Return the files behind `found` blocks in the pool, if there is the first; states come last."""
+        if self._slots is None:
+            there = found < len(keys) and self._files.has(keys[found].hex())
+            return [key.hex() for key in keys[found:]] if there else []
+        source = self._slots.find(keys[:found])
+        first = 0 if source is None else source.end // self._pool.block_size
+        for end in range(len(keys), first, -1):
+            if self._files.has(states := keys[end - 1].hex() + _STATES):
+                return [*(key.hex() for key in keys[found:end]), states]
+        return []
+
+    def _fill(self, now: _Loading, bodies: Sequence[bytearray]) -> bool:
+        """Copy the next blocks, and the states at their end, into memory; returns False if there is no room.
+
+        The blocks before them are owned meanwhile, as they would be evicted otherwise.
+        """
+        pool, cache, size, table = self._pool, self._runner.cache, self._pool.block_size, list[int]()
+        names = now.reading.names[now.taken :][: len(bodies)]
+        now.taken += len(bodies)
+        blocks = [body for name, body in zip(names, bodies, strict=True) if not name.endswith(_STATES)]
+        end = now.loaded + len(blocks)
+        pool.share(table, pool.find(now.keys[: now.loaded]))
+        fits = len(table) == now.loaded and pool.extend(table, end * size)
+        if fits:
+            for place, body in enumerate(blocks, now.loaded):
+                cache.write_rows(table[place] * size, size, body)
+                pool.publish(table[place], now.keys[place])
+        pool.release(table)
+        now.loaded = end
+        if fits and len(blocks) < len(bodies):
+            key = bytes.fromhex(names[-1].removesuffix(_STATES))
+            self._fill_states(key, (now.keys.index(key) + 1) * size, bodies[-1])
+        return fits
+
+    def _fill_states(self, key: bytes, end: int, body: bytearray) -> None:
+        slots, states = self._slots, self._runner.states
+        assert slots is not None, "their file was asked for"
+        if states is not None and (made := slots.adopt(key, end)) is not None:
+            states.write_slot(made, body)

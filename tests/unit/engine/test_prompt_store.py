@@ -1,0 +1,252 @@
+"""Texts are the same wherever their prompts' blocks come from, and whatever becomes of the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.models import Models
+from specinfer.engine.prompt_files import PromptFiles
+from specinfer.errors import ConfigError
+from specinfer.llm import LLM
+from specinfer.sampling_params import SamplingParams
+from tests.engines import ENGINE, Tiny, engine_of
+from tests.recurrent import answer as recurrent_answer
+from tests.recurrent import counting
+from tests.tiny_models import write_tiny_llama
+
+PROMPT = [(7 * i) % 200 for i in range(50)]  # 12 blocks of 4, and 2 tokens
+PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "m", vocab_size=256, max_context=128, tokenizer=True
+    )
+
+
+def opened(model: Path, store: Path | None, **options: Any) -> LLM:
+    return LLM(model, **{**ENGINE, "block_size": 4, "prompt_store": store, **options})
+
+
+def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[tuple[int, ...], int]:
+    (output,) = llm.generate([prompt], PARAMS)
+    llm.check_integrity()
+    assert output.finish_reason == "length"
+    return output.token_ids, output.cached_tokens
+
+
+def files(store: Path) -> list[Path]:
+    return sorted(store.glob("*/*"))
+
+
+def filled(model: Path, store: Path, **options: Any) -> tuple[int, ...]:
+    """Answer with an empty store, and return the text."""
+    with opened(model, store, **options) as llm:
+        text, cached = answer(llm)
+    assert cached == 0
+    assert len(files(store)) == 14  # of 59 computed tokens
+    return text
+
+
+@pytest.mark.parametrize("options", [{}, {"drafts": ["self"]}, {"lookup": True}], ids=str)
+def test_a_restarted_engine_finds_what_was_written(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with opened(model, None) as llm:
+        alone = answer(llm)[0]
+    store = tmp_path / "store"
+    assert filled(model, store, **options) == alone
+    with opened(model, store, **options) as llm:
+        assert answer(llm) == (alone, 48)
+        assert answer(llm) == (alone, 48)  # from the pool
+        assert answer(llm, [*PROMPT[:21], 9])[1] == 20
+        counts = llm.statistics().prompt_store
+        assert (counts["read"], counts.get("wrong", 0)) == (12, 0)
+        outputs = llm.generate([[*PROMPT[:9], i] for i in range(4)] + [PROMPT], PARAMS)
+        assert outputs[-1].token_ids == alone
+
+
+def test_several_texts_wait_for_the_same_files_and_those_without_do_not(model: Path, tmp_path: Path) -> None:
+    text = filled(model, tmp_path)
+    with opened(model, tmp_path, max_batch_size=3) as llm:
+        outputs = llm.generate([PROMPT, [9, 8, 7], PROMPT, [*PROMPT, 4]], PARAMS)
+    assert [output.cached_tokens for output in outputs] == [48, 0, 48, 48]
+    assert outputs[0].token_ids == outputs[2].token_ids == text
+
+
+def test_a_text_that_is_aborted_while_it_is_read_leaves_the_store_to_others(
+    model: Path, tmp_path: Path
+) -> None:
+    text = filled(model, tmp_path)
+    with opened(model, tmp_path) as llm:
+        engine = engine_of(llm)
+        [[gone]] = llm.intake.prompts([PROMPT], PARAMS)
+        engine.add(gone)
+        engine.step()
+        engine.abort(gone.request.request_id)
+        assert answer(llm)[0] == text
+
+
+def damages() -> list[Callable[[Path, random.Random], object]]:
+    def flip(path: Path, chance: random.Random) -> None:
+        data = bytearray(path.read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+
+    def tear(path: Path, chance: random.Random) -> None:
+        os.truncate(path, chance.randrange(path.stat().st_size))
+
+    def lengthen(path: Path, _: random.Random) -> None:
+        path.write_bytes(path.read_bytes() + b"\0")
+
+    def swap(path: Path, chance: random.Random) -> None:
+        shutil.copyfile(chance.choice([one for one in files(path.parents[1]) if one != path]), path)
+
+    def lock(path: Path, _: random.Random) -> None:
+        path.unlink()
+        path.mkdir()
+
+    return [flip, tear, lengthen, swap, lock]
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_files_are_computed(model: Path, tmp_path: Path, rounds: int) -> None:
+    text = filled(model, tmp_path / "whole")
+    chance = random.Random(1)
+    with opened(model, tmp_path / "store") as llm:
+        engine = engine_of(llm)
+        store = engine._scheduler.store
+        assert store is not None
+        for number in range(rounds):
+            while store._files._waiting:
+                time.sleep(0.001)
+            shutil.rmtree(tmp_path / "store")
+            shutil.copytree(tmp_path / "whole", tmp_path / "store")
+            damage = damages()[number % len(damages())]
+            damage(chance.choice(files(tmp_path / "store")), chance)
+            pool = engine._scheduler._pool
+            while pool._kept:  # nothing is left in memory
+                block, _ = pool._kept.popitem()
+                del pool._published[pool._hashes.pop(block)]
+                pool._free.append(block)
+            assert answer(llm)[0] == text, (number, damage)
+        assert llm.statistics().prompt_store["wrong"] > rounds // 3
+
+
+def test_a_folder_that_vanishes_or_is_full_costs_no_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    text = filled(model, store)
+    with opened(model, store) as llm:
+        shutil.rmtree(store)
+        assert answer(llm) == (text, 0)
+    assert not store.exists()
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr("specinfer.engine.prompt_files.os.replace", refuse)
+        with opened(model, store) as llm:
+            assert answer(llm)[0] == text
+    assert files(store) == []
+    assert [one.message.split(":")[0] for one in caplog.records if "store" in one.message] == [
+        "a file of the prompt store cannot be written, and prompts end with this process"
+    ] * 2
+
+
+def test_two_engines_use_one_folder_within_its_size(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("another's file")
+    filled(model, tmp_path)
+    size = sum(path.stat().st_size for path in files(tmp_path))
+    with opened(model, tmp_path) as one, opened(model, tmp_path, prompt_store_size=size) as two:
+        texts = [answer(llm, [number, *PROMPT])[0] for number in range(8) for llm in (one, two)]
+        assert texts[::2] == texts[1::2]
+    with opened(model, tmp_path, prompt_store_size=size) as llm:
+        answer(llm, [77, *PROMPT])
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= size
+    assert (tmp_path / "other").exists()
+
+
+def test_engines_with_other_numbers_share_no_file(model: Path, tmp_path: Path) -> None:
+    filled(model, tmp_path)
+    for options in ({"block_size": 8}, {"dtype": "bfloat16"}, {"kernels": "torch"}):
+        with opened(model, tmp_path, **options) as llm:
+            assert answer(llm)[1] == 0
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("drafts", [(), ("similar",)])
+def test_states_of_hybrids_are_found_again(tiny: Tiny, tmp_path: Path, drafts: Sequence[str]) -> None:
+    models = counting(tiny.tokenizer)
+    named = {f"{i}-{name}": getattr(models, name) for i, name in enumerate(drafts)}
+    loaded = Models(models.target, models.tokenizer, named, origin={"model": "counting"})
+    options = {**ENGINE, "block_size": 4, "prompt_store": tmp_path, "drafts": drafts}
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompt = [i % 61 for i in range(50)]
+    turns = [prompt, [*prompt, *recurrent_answer(prompt, 12), 5], [*prompt[:48], 7, 7]]
+    for turn, expected in zip(turns, (0, 60, 48), strict=True):  # one engine each
+        with LLM.from_models(EngineConfig.from_options("m", options), loaded) as llm:
+            (output,) = llm.generate([turn], greedy)
+            llm.check_integrity()
+        assert (list(output.token_ids), output.cached_tokens) == (recurrent_answer(turn, 12), expected)
+
+
+def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from specinfer.engine.prompt_files import PromptFiles as F\n"
+        "files = F(Path(sys.argv[1]), 1 << 30, 'f' * 64)\n"
+        "for number in range(1 << 30):\n"
+        "    files.has_room(1 << 16) and files.write(f'{sys.argv[2]}-{number}', bytearray(1 << 16))\n"
+        "    if number == 99: print(flush=True)\n"
+    )
+    for life in range(3):
+        given = [sys.executable, "-c", code, str(tmp_path), str(life)]
+        with subprocess.Popen(given, stdout=subprocess.PIPE) as one:
+            assert one.stdout is not None
+            one.stdout.readline()
+            time.sleep(0.05)
+            one.kill()
+    kept = PromptFiles(tmp_path, 1 << 30, "f" * 64)
+    names = [path.name for path in files(tmp_path) if path.suffix != ".partial"]
+    bodies = [kept._read(name) for name in names]
+    kept.close()
+    assert len(names) > 3
+    assert all(body == bytearray(1 << 16) for body in bodies)
+
+
+def test_bad_options_are_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for options, line in (
+        ({"prompt_store_size": 100}, "prompt_store_size is 100; allowed: "),
+        ({"prompt_store": tmp_path / "file"}, "prompt_store cannot be used: "),
+        ({"prefix_reuse": False}, "prompt_store is set with prefix_reuse False; "),
+        ({"tensor_parallel": 2}, "prompt_store is "),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            opened(model, tmp_path, **options)
+        assert str(refused.value).startswith(line)
+
+
+def test_writes_beyond_the_queue_are_lost_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 100)
+    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
+    assert [kept.has_room(100), kept.has_room(101)] == [True, False]
+    kept.close()
+    assert kept.counts["lost"] == 1
