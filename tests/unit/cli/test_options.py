@@ -38,9 +38,10 @@ FLAGS = """
 --max-batch-size --max-body --max-connections --max-context --max-loras --max-n --max-nodes
 --max-step-tokens --max-wait --max-waiting --memory --model --model-impl --no-draft --no-lookup --no-page
 --no-prepared --no-trust-remote-code --offload --offload-folder --otlp-endpoint --page
---pipeline-parallel --port --prepared --quantization --replicas --root-path --served-model-name
---special-tokens-in-messages --speculative-config --sum-parts --tensor-parallel --threads
---tree-size --trust-remote-code --trusted-proxy --unknown-fields --verifier
+--pipeline-parallel --port --prepared --quantization --reasoning-budget --replicas
+--root-path --served-model-name --special-tokens-in-messages --speculative-config
+--sum-parts --tensor-parallel --threads --tree-size --trust-remote-code --trusted-proxy --unknown-fields
+--verifier
 """
 
 
