@@ -48,8 +48,8 @@ class EngineConfig:
     kv_cache_dtype: CacheDtype = option(
         "auto",
         "Data type of the target's KV cache: auto, the activations', or int8.",
-        more="`int8` has a scale for each row and head. It takes about half of the memory, and passes over "
-        "long texts take less time. The text differs from that of `auto`, and is the same with and without "
+        more="`int8` has a scale for each row and head. It takes about half of the memory. Over long "
+        "texts, passes of one or few rows take less time. The text differs from that of `auto`, and is the same with and without "
         "guesses, alone and in a batch. Caches of drafts stay exact. CPU only.",
     )
     device: str = option(
