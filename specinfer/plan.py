@@ -49,6 +49,14 @@ class StateUse:
 FIRST_SLOT: Final = StateUse(0)  # a lone text's; models without recurrent states read none
 
 
+class RowCopy(NamedTuple):
+    """Leading rows of a published block that a new text begins its own block with."""
+
+    source: int
+    target: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
     """One request's part of a step; immutable."""
@@ -92,6 +100,7 @@ class StepPlan:
     """One step: the input of the speculators and of the executor; immutable."""
 
     entries: tuple[PlanEntry, ...]
+    copies: tuple[RowCopy, ...] = ()  # rows that the target's cache copies before all passes
     tree_entries: tuple[PlanEntry, ...] = field(init=False)  # the entries with a tree, in plan order
 
     def __post_init__(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, zip_longest
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
@@ -47,6 +47,25 @@ class LoRARequest:
             raise RequestError(f"lora_name is {self.lora_name!r}; allowed: a name", "lora_request")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise RequestError(f"lora_int_id is {self.lora_int_id!r}; allowed: 1, 2, ...", "lora_request")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """Why a prompt's tokens from `position` on were not read from the KV cache of earlier requests."""
+
+    position: int
+    # cold: no kept text begins like it; ended: the kept text ends there; differs: it goes on otherwise;
+    # evicted: it was given away; states: it is kept without a recurrent state there
+    reason: Literal["cold", "ended", "differs", "evicted", "states"]
+    kept_ids: tuple[int, ...] = ()  # tokens of the kept text from there on, if it differs
+    sent_ids: tuple[int, ...] = ()  # the prompt's
+    kept: str = ""  # the same as text, in outputs
+    sent: str = ""
+
+    def read(self, text_of: Callable[[int], str]) -> PrefixMiss:
+        """Return it with texts, of tokens that `text_of` decodes."""
+        kept, sent = ("".join(map(text_of, ids)) for ids in (self.kept_ids, self.sent_ids))
+        return replace(self, kept=kept, sent=sent)
 
 
 class FinishReason(StrEnum):
@@ -146,6 +165,7 @@ class Delta:
     figures: SpeculationFigures | None = None  # figures of the whole answer, in its last delta
     prompt_logprobs: Sequence[Logprobs | None] | None = None  # in the delta of the prefill, if requested
     cached_tokens: int = 0  # prompt tokens read from the KV cache
+    miss: PrefixMiss | None = None  # why not the rest, in the last delta
     started: bool = False  # True in the delta that the request's first step sends before it computes
 
     @property
@@ -238,6 +258,7 @@ class RequestOutput:
     # are made when read.
     prompt_logprobs: Sequence[Logprobs | None] | None = None
     cached_tokens: int = 0  # prompt tokens read from the KV cache of earlier requests
+    miss: PrefixMiss | None = None  # why not the rest; None: only the last token was computed, or not known
     error: str | None = None  # message, if finish_reason is "error"
     internal_error: bool = False  # True if the engine or the model failed, not the request
     stopped_by: str | None = None  # the stop string that ended the text

@@ -24,6 +24,7 @@ GREEDY_BELOW = 1e-5  # lower temperatures are greedy: the softmax in float32 is 
 LogprobsMode = Literal["raw", "processed"]
 _MAX_LOGPROBS = 1000
 _MAX_SALT = 1024  # characters; salts are stored with cached blocks and compared in each step
+_MAX_PINS = 4  # as in Anthropic's API
 _MAX_BIAS = 100.0  # as in OpenAI's API: large enough to decide, and float32 sums stay finite
 _MAX_REPETITION = 1000.0  # its inverse is the minimum; logits stay finite in float32
 _LARGEST: Final = sys.float_info.max
@@ -185,6 +186,8 @@ class SamplingParams:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)  # or a bool, or a mapping
     prediction: str | tuple[int, ...] | None = None  # the expected output: text or token ids
     cache_salt: str | None = None  # only requests with equal salts share KV blocks and earlier outputs
+    # At most 4 pairs (tokens, seconds): KV of these leading prompt tokens is evicted last for this time.
+    cache_pins: tuple[tuple[int, int], ...] = ()
 
     structured_output: StructuredOutput | None = field(init=False, default=None)
 
@@ -197,6 +200,7 @@ class SamplingParams:
                     assign(name, _number(name, value, kind, low, high, allowed))
         for name in ("bad_words", "stop"):
             assign(name, _strings(name, getattr(self, name)))
+        assign("cache_pins", _items("cache_pins", self.cache_pins, "pairs of tokens and seconds"))
         for name in ("stop_token_ids", "visible_token_ids"):
             assign(name, _token_ids(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
@@ -266,6 +270,13 @@ class SamplingParams:
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed", "logprobs_mode"
             )
+        for pin in self.cache_pins:
+            if len(self.cache_pins) > _MAX_PINS or len(pin) != 2 or not all(map(_is_integer, pin)):
+                raise RequestError(
+                    f"cache_pins is {self.cache_pins!r}; allowed: at most {_MAX_PINS} pairs of a number of "
+                    "tokens and of seconds",
+                    "cache_pins",
+                )
         salt = self.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT):
             given = f"a string of {len(salt)} characters" if isinstance(salt, str) and salt else repr(salt)

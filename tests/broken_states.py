@@ -86,7 +86,7 @@ def step_that_would_write_to_a_published_block() -> None:
 
 def published_block_that_is_to_be_written() -> None:
     scheduler, sequence, pool = _scheduled()
-    pool.publish(sequence.block_table[0], b"text")
+    pool.publish(sequence.block_table[0], b"text", b"", (1,))
     scheduler.check_integrity()
 
 
@@ -95,7 +95,7 @@ def text_found_behind_its_beginning() -> None:
 
 
 def published_block_without_an_owner() -> None:
-    BlockPool(2, block_size=4).publish(0, b"text")
+    BlockPool(2, block_size=4).publish(0, b"text", b"", (1,))
 
 
 def _pool_and_table() -> tuple[BlockPool, list[int]]:

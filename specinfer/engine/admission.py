@@ -57,7 +57,7 @@ class AdmittedRequest:
 
     def delta(self) -> Delta:
         """Return the new output since the last call."""
-        self.transcript.cached_tokens = self.sequence.cached_tokens
+        self.transcript.cached_tokens, self.transcript.miss = self.sequence.cached_tokens, self.sequence.miss
         return self.transcript.delta()
 
     def fail(self, error: str) -> Delta:

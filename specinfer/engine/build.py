@@ -130,6 +130,8 @@ def build_engine(
             fetch=None if models.adapters is None else models.adapters.fetch,
             states=slots if models.have_states else None,
             store=_store(config, models, executor, pool, slots if in_target else None),
+            # A head needs the target's hidden states of all tokens after the whole blocks that it has read.
+            part_blocks=not any(speculator.taps for speculator in speculators),
         ),
         verifier=speculation.verifier,
         threads=threads_of_torch(config, models),

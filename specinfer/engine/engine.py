@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from specinfer.engine.admission import Admission, AdmittedRequest
+from specinfer.engine.changing_text import ChangingText
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.steps import Listeners, Stage, StageClock, Statistics, TreeEvent
 from specinfer.engine.target_laws import TargetLaws, accepted_moves, verify_trees
@@ -35,6 +37,7 @@ from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance
 
 _LOG = logging.getLogger(__name__)
+_SHOWN: Final = 12  # tokens of a changing text
 Postponed = Callable[[Callable[[], bool]], bool]  # see Engine.rest; returns whether it is done
 
 
@@ -81,6 +84,7 @@ class Engine:
         self._postponed = postponed  # work for idle moments, see `rest`
         self._requests: dict[str, AdmittedRequest] = {}
         self._stepped: list[AdmittedRequest] = []  # the requests of the running or last step
+        self._changing = ChangingText()
         self.clock = StageClock()
         self.listeners = Listeners()
 
@@ -188,6 +192,7 @@ class Engine:
             self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
             self.clock.lap(Stage.SCHEDULE)
             if plan.entries:
+                self._copy_rows(plan)
                 self.listeners.announce(plan)
                 with torch_threads(self._threads):
                     deltas = self._land(self._launch(plan))
@@ -210,6 +215,16 @@ class Engine:
         if not failed or isinstance(error, PeerLostError):
             failed = [*self._requests.values()]
         return self._end_all(failed, f"a step of the engine failed: {error!r}")
+
+    def _copy_rows(self, plan: StepPlan) -> None:
+        """Copy the rows of blocks that new texts begin like, before a failing pass could leave them out."""
+        size = self._executor.block_size
+        self._executor.move(
+            [
+                Move((one.source, one.target), range(one.rows), range(size, size + one.rows))
+                for one in plan.copies
+            ]
+        )
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Run the speculators, and the target's pass over all texts and trees."""
@@ -324,8 +339,27 @@ class Engine:
         reports.add(first, scores, self._tokenizer.text_of)
 
     def _remove(self, running: AdmittedRequest, *, computed: bool = True) -> None:
+        self._report_change(running)
         self._scheduler.remove(running.sequence, computed=computed)
         del self._requests[running.request.request_id]
+
+    def _report_change(self, running: AdmittedRequest) -> None:
+        """Log once which text changes in every prompt, so that what follows it is never reused."""
+        miss, prompt = running.sequence.miss, running.request.prompt_token_ids
+        if miss is None or miss.reason != "differs":
+            return
+        size = self._executor.block_size
+        block = miss.position // size
+        if self._changing.see(running.sequence.hash_before(block), prompt[block * size :]):
+            decode = self._tokenizer.decode
+            _LOG.warning(
+                "prompts change at token %d: after %r now comes %r; the %d tokens from there on are computed "
+                "each time; move what changes to the end of the system prompt or into the user's message",
+                miss.position,
+                decode(prompt[max(0, miss.position - _SHOWN) : miss.position]),
+                decode(prompt[miss.position : miss.position + _SHOWN]),
+                len(prompt) - miss.position,
+            )
 
     def _end(self, running: AdmittedRequest, *, computed: bool = True) -> Delta:
         """Remove a request whose transcript has ended, unless it is removed; returns its last delta."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from specinfer.engine.prefix_index import Follower, PrefixIndex
 from specinfer.engine.state_slots import TextStates
 from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
-from specinfer.request import Request
+from specinfer.request import PrefixMiss, Request
 
 
 class BlockPool:
@@ -30,7 +32,11 @@ class BlockPool:
     blocks are kept; the pool takes the memory of `max_kept` blocks besides those that were owned at once.
 
     A published block is never written: an owner writes after the prefix that it found, and publishes a block
-    only when its text has continued past it.
+    only when its text has continued past it, or ended. The last block of an ended text may have fewer tokens:
+    others copy its rows, and never own it with them.
+
+    Pinned blocks are evicted after all others until their time is over. They are at most half of all blocks;
+    beyond that the oldest pin ends.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_kept: int | None = None) -> None:
@@ -45,6 +51,10 @@ class BlockPool:
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._hashes: dict[int, bytes] = {}  # hashes of published blocks
         self._published: dict[bytes, int] = {}
+        self._index = PrefixIndex()
+        # Hashes of evicted blocks, oldest first, at most as many as blocks.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._pins: OrderedDict[int, float] = OrderedDict()  # block -> time until which it is pinned
 
     @property
     def num_free(self) -> int:
@@ -91,14 +101,39 @@ class BlockPool:
             self._kept.pop(block, None)
         block_table.extend(blocks)
 
-    def publish(self, block: int, key: bytes) -> bool:
-        """Publish an owned, full block of computed text; returns False if it or an equal block is already."""
+    def hold(self, held: list[int], block: int) -> None:
+        """Keep a published block from eviction until `held`, to which it is added, is released."""
+        self._owners[block] += 1
+        self._kept.pop(block, None)
+        held.append(block)
+
+    def publish(self, block: int, key: bytes, before: bytes, token_ids: Sequence[int]) -> bool:
+        """Publish an owned block of computed text; returns False if it or an equal block is already.
+
+        `before` is the hash of the text before the block, and `token_ids` are the block's.
+        """
         ensure(self._owners[block] > 0, f"block {block} has no owner")
         if key in self._published or block in self._hashes:
             return False
         self._published[key] = block
         self._hashes[block] = key
+        self._evicted.pop(key, None)
+        self._index.add(block, before, token_ids)
         return True
+
+    def nearest(self, before: bytes, token_ids: Sequence[int]) -> Follower | None:
+        """Return the published block behind the text with hash `before` that begins most like `token_ids`."""
+        return self._index.nearest(before, token_ids)
+
+    def was_evicted(self, keys: Sequence[bytes]) -> bool:
+        """Return whether the first of `keys` is the hash of a block that was evicted, not long ago."""
+        return bool(keys) and keys[0] in self._evicted
+
+    def pin(self, block: int, until: float) -> None:
+        """Pin a published block up to a time of `time.monotonic`."""
+        self._pins[block] = max(until, self._pins.pop(block, until))
+        if len(self._pins) > self.num_blocks // 2:
+            self._pins.popitem(last=False)
 
     def release(self, block_table: list[int]) -> None:
         """Release all blocks of `block_table` and clear it; published blocks are kept for reuse."""
@@ -122,9 +157,25 @@ class BlockPool:
         if self._untouched and (len(self._kept) < self._max_kept or not self._kept):
             self._touched += 1
             return self._touched - 1
-        block, _ = self._kept.popitem(last=False)
-        del self._published[self._hashes.pop(block)]
+        block = self._oldest()
+        key = self._hashes.pop(block)
+        del self._published[key]
+        self._index.drop(block)
+        self._pins.pop(block, None)
+        self._evicted[key] = None
+        if len(self._evicted) > self.num_blocks:
+            self._evicted.popitem(last=False)
         return block
+
+    def _oldest(self) -> int:
+        """Remove the oldest kept block that is not pinned, or the oldest of all, and return it."""
+        now = time.monotonic()
+        for _ in range(len(self._kept)):
+            block = next(iter(self._kept))
+            if self._pins.get(block, now) <= now:
+                break
+            self._kept.move_to_end(block)
+        return self._kept.popitem(last=False)[0]
 
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
         """Raise IntegrityError unless every block is free, kept, or in one table per owner."""
@@ -143,6 +194,7 @@ class BlockPool:
             (shared | set(self._kept)) <= set(self._hashes) and self._published == published,
             "blocks that are kept or shared, and published ones, disagree",
         )
+        ensure(self._index.blocks == {*self._hashes}, "the index has the published blocks")
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +220,7 @@ class SequenceState:
     published: int = 0  # number of leading blocks that are published
     looked_up: bool = False  # True once the prompt store has no more of it to load
     cached_tokens: int = 0  # prompt tokens found in the cache at its first start
+    miss: PrefixMiss | None = None  # why the rest of its text was not found then
     states: TextStates | None = None  # slots of a running request, if a model has recurrent states
 
     @property
@@ -187,10 +240,13 @@ class SequenceState:
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return each full block's hash, which covers the salt, the adapter and all tokens up to its end."""
         for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
-            before = self.block_hashes[-1] if self.block_hashes else _root(self.request)
-            tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])
-            self.block_hashes.append(blake2b(before + tokens.tobytes(), digest_size=32).digest())
+            tokens = self.token_ids[block * block_size : (block + 1) * block_size]
+            self.block_hashes.append(block_hash(self.hash_before(block), tokens))
         return self.block_hashes
+
+    def hash_before(self, block: int) -> bytes:
+        """Return the hash of the text before a block, all of whose blocks are hashed."""
+        return self.block_hashes[block - 1] if block else _root(self.request)
 
     def check_integrity(self, block_size: int) -> None:
         """Raise IntegrityError if the computed KV does not fit the tokens or the blocks."""
@@ -203,6 +259,11 @@ class SequenceState:
         """Raise IntegrityError if tokens to compute are in a published block."""
         if self.published * block_size > self.computed:
             raise IntegrityError(f"{self.published} blocks are published, {self.computed} tokens computed")
+
+
+def block_hash(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a text that goes on with `token_ids` after one with the hash `before`."""
+    return blake2b(before + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
 def _root(request: Request) -> bytes:

@@ -132,7 +132,8 @@ class PromptStore:
         if fits:
             for place, body in enumerate(blocks, now.loaded):
                 cache.write_rows(table[place] * size, size, body)
-                pool.publish(table[place], now.keys[place])
+                tokens = tuple(now.sequence.token_ids[place * size : (place + 1) * size])
+                pool.publish(table[place], now.keys[place], now.sequence.hash_before(place), tokens)
         pool.release(table)
         now.loaded = end
         if fits and len(blocks) < len(bodies):

@@ -13,7 +13,8 @@ Trees come last because a caller waits for the first token after a prompt, and a
 blocks run out, the newest running request is preempted: it releases its blocks, waits at the head of the
 queue and is recomputed later. A tree without blocks is left out; no request is preempted for a tree.
 
-A request starts after the longest prefix of its text in the cache (kv_blocks.py). If a running request is
+A request starts after the longest prefix of its text in the cache (kv_blocks.py). It owns the whole blocks
+with others, and copies the first rows of a block that begins like its next one. If a running request is
 about to compute the next block of that text, the request waits for it instead of computing it again, and
 others may be admitted before it.
 
@@ -23,16 +24,19 @@ running request is about to make. It also waits while all slots of requests are 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from specinfer.engine.kv_blocks import BlockPool, SequenceState
+from specinfer.engine.kv_blocks import BlockPool, SequenceState, block_hash
+from specinfer.engine.prefix_index import Follower
 from specinfer.engine.prompt_store import PromptStore
 from specinfer.engine.row_shares import fair_shares, prompt_rows
 from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ensure
-from specinfer.plan import FIRST_SLOT, PlanEntry, StateCheckpoint, StateUse, StepPlan
+from specinfer.plan import FIRST_SLOT, PlanEntry, RowCopy, StateCheckpoint, StateUse, StepPlan
+from specinfer.request import PrefixMiss
 from specinfer.scheduler_config import SchedulerConfig
 
 # Position at which a row costs twice as much as the first: attention then costs as much as the products.
@@ -42,6 +46,7 @@ _MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in bl
 # A prompt's row with log-probabilities yields logits over the whole vocabulary, which are scanned. Measured:
 # half of the time of the row's pass for a 135M model, less for larger ones.
 _SCORED_COST = 2  # rows that such a row counts as
+_SHOWN = 8  # tokens of texts that part, in reports
 _READ_SECONDS = 0.01  # a step without rows waits so long for an adapter, or for blocks of the store
 
 
@@ -51,6 +56,13 @@ class _Prefix(NamedTuple):
     blocks: list[int]
     source: StateCheckpoint | None = None  # states at its end, or before it if only drafts have states
     shared: int = 0  # tokens in blocks that were found, also behind it
+    follower: Follower | None = None  # the kept block that goes on most like the text
+    rows: int = 0  # leading rows of it that are copied
+
+    @property
+    def sources(self) -> list[int]:
+        """The block that rows are copied from, if any."""
+        return [self.follower.block] if self.follower is not None and self.rows else []
 
 
 class Scheduler:
@@ -68,11 +80,13 @@ class Scheduler:
         fetch: Callable[..., bool] | None = None,
         states: StateSlots | None = None,
         store: PromptStore | None = None,
+        part_blocks: bool = True,
     ) -> None:
         """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any).
 
         `fetch` is `AdapterCache.fetch`: a request waits while its adapter is read. `states` are the slots of
-        recurrent states, if a model has them. A request also waits while the `store` reads its blocks.
+        recurrent states, if a model has them. A request also waits while the `store` reads its blocks. With
+        `part_blocks` a request may start within a block.
         """
         self._config = config
         self._pool = pool
@@ -84,6 +98,9 @@ class Scheduler:
         self._max_adapters, self._fetch = max_adapters, fetch
         self._states = states
         self.store = store
+        self._part_blocks = part_blocks and prefix_reuse and states is None
+        self._copies: list[RowCopy] = []  # of the step that is scheduled
+        self._held: list[int] = []  # their sources
         self._max_running = config.max_batch_size
         if states is not None:
             self._max_running = min(config.max_batch_size, states.num_slots)
@@ -112,6 +129,7 @@ class Scheduler:
                     and sequence.states.last is not None
                 ):
                     self.store.keep_states(sequence, [sequence.states.last])
+                self._publish_end(sequence)
             self.running.remove(sequence)
             self._end_states(sequence)
         elif sequence in self.waiting:
@@ -142,12 +160,14 @@ class Scheduler:
         rows -= sum((end - s.computed - 1) * _cost(s) for s, end in zip(running, ends, strict=True))
         wanted = [self._max_nodes(s, end) for s, end in zip(running, ends, strict=True)]
         extra = fair_shares(rows, [max(nodes - 1, 0) for nodes in wanted])
-        return StepPlan(
-            tuple(
-                self._entry(sequence, end, min(nodes, 1 + more))
-                for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
-            )
+        entries = tuple(
+            self._entry(sequence, end, min(nodes, 1 + more))
+            for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
         )
+        # No block is allocated before the copies are made.
+        self._pool.release(self._held)
+        copies, self._copies = tuple(self._copies), []
+        return StepPlan(entries, copies)
 
     def _reserve_rows(self) -> list[SequenceState]:
         """Return the running requests of the step, oldest first, each with blocks for a row.
@@ -185,10 +205,12 @@ class Scheduler:
             if found is None:
                 continue
             needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found.blocks)
-            if needed > self._pool.num_free - self._pool.unowned(found.blocks):
+            room = self._pool.num_free - self._pool.unowned(found.blocks) - needed
+            if room < 0:
                 return None
+            if room < self._pool.unowned(found.sources):
+                found = found._replace(rows=0)  # to copy from a block takes one more
             self._begin(waiting, found)
-            ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
             self.waiting.remove(waiting)
             self.running.append(waiting)
             return waiting
@@ -289,7 +311,14 @@ class Scheduler:
         shared = len(blocks) * size
         if self._states is not None and self._states.in_target:
             blocks = blocks[: 0 if source is None else source.end // size]
-        return _Prefix(blocks, source, shared)
+        if shared > len(blocks) * size:
+            return _Prefix(blocks, source, shared)
+        rest = sequence.token_ids[shared : shared + size]
+        follower = self._pool.nearest(sequence.hash_before(len(blocks)), rest)
+        rows = 0
+        if follower is not None and self._part_blocks:
+            rows = min(follower.alike, len(sequence.token_ids) - 1 - shared)
+        return _Prefix(blocks, source, shared, follower, rows)
 
     def _soon(self, hashes: Sequence[bytes], found: int, source: StateCheckpoint | None) -> int | None:
         """Return how many leading blocks of a text a running request will soon have computed.
@@ -318,7 +347,14 @@ class Scheduler:
         """Start a request after the published blocks of its prefix, which are never written."""
         self._pool.share(sequence.block_table, found.blocks)
         sequence.published = len(found.blocks)
-        sequence.computed = sequence.published * self._pool.block_size
+        for source in found.sources:
+            self._pool.hold(self._held, source)
+        ensure(self._pool.extend(sequence.block_table, len(sequence.token_ids)), "so many blocks are free")
+        sequence.computed = sequence.published * self._pool.block_size + found.rows
+        for source in found.sources:
+            own = sequence.block_table[sequence.published]
+            self._copies.append(RowCopy(source, own, found.rows))
+        self._pin(sequence, range(sequence.published))
         if self._states is not None:
             sequence.states = self._states.begin(
                 found.source,
@@ -328,6 +364,7 @@ class Scheduler:
             )
         if sequence.generation == 0:
             sequence.cached_tokens = sequence.computed
+            sequence.miss = self._miss(sequence, found)
         if self._prefix_reuse and not sequence.request.scores_prompt:
             self.prefix_queries += len(sequence.token_ids)
             self.prefix_hits += sequence.computed
@@ -347,11 +384,48 @@ class Scheduler:
         full = sequence.computed // size
         if full > sequence.published:
             hashes = sequence.hash_blocks(size)
-            for block in range(sequence.published, full):
-                number, key = sequence.block_table[block], hashes[block]
-                if self._pool.publish(number, key) and self.store is not None:
+            new = range(sequence.published, full)
+            for block in new:
+                tokens = tuple(sequence.token_ids[block * size : (block + 1) * size])
+                number, key, before = sequence.block_table[block], hashes[block], sequence.hash_before(block)
+                if self._pool.publish(number, key, before, tokens) and self.store is not None:
                     self.store.keep(sequence, number, key)
             sequence.published = full
+            self._pin(sequence, new)
+
+    def _publish_end(self, sequence: SequenceState) -> None:
+        """Publish the last block of a text that has ended, whose computed rows others may copy."""
+        size, block = self._pool.block_size, sequence.published
+        tokens = tuple(sequence.token_ids[block * size : sequence.computed])
+        if self._part_blocks and tokens:
+            before = sequence.hash_before(block)
+            self._pool.publish(sequence.block_table[block], block_hash(before, tokens), before, tokens)
+
+    def _pin(self, sequence: SequenceState, blocks: range) -> None:
+        """Pin those of a text's published blocks that its parameters name."""
+        for tokens, seconds in sequence.request.params.cache_pins:
+            for block in blocks[: max(0, tokens // self._pool.block_size - blocks.start)]:
+                self._pool.pin(sequence.block_table[block], time.monotonic() + seconds)
+
+    def _miss(self, sequence: SequenceState, found: _Prefix) -> PrefixMiss | None:
+        """Return why the text after `found` is computed; None if only its last token is."""
+        size, ids, near = self._pool.block_size, sequence.token_ids, found.follower
+        if not self._prefix_reuse or sequence.request.scores_prompt:
+            return None
+        start = len(found.blocks) * size
+        if found.shared > start:
+            return PrefixMiss(start, "states")
+        parts = start + (0 if near is None else near.alike)
+        if parts >= len(ids) - 1:
+            return None
+        if self._pool.was_evicted(sequence.hash_blocks(size)[len(found.blocks) :]):
+            return PrefixMiss(parts, "evicted")
+        if parts == 0:
+            return PrefixMiss(0, "cold")
+        if near is None or near.alike == len(near.token_ids):
+            return PrefixMiss(parts, "ended")
+        kept = near.token_ids[near.alike : near.alike + _SHOWN]
+        return PrefixMiss(parts, "differs", tuple(kept), tuple(ids[parts : parts + _SHOWN]))
 
     def _end_states(self, sequence: SequenceState) -> None:
         if self._states is not None and sequence.states is not None:

@@ -15,6 +15,7 @@ from specinfer.request import (
     Delta,
     FinishReason,
     Logprobs,
+    PrefixMiss,
     Request,
     RequestOutput,
     SpeculationFigures,
@@ -61,7 +62,9 @@ class Transcript:
         self._internal_error = False
         self.figures = SpeculationFigures()
         self.logprobs: list[Logprobs] = []  # one per output token, if requested
+        self._tokenizer = tokenizer
         self.cached_tokens = 0  # prompt tokens found in the cache
+        self.miss: PrefixMiss | None = None  # why not the rest, with tokens
         self.prompt_logprobs = prompt_logprobs  # if requested; n completions share them
         self._sent_prompt = False  # True once a delta had them
         self._arrived = now
@@ -153,6 +156,7 @@ class Transcript:
             figures=self.figures if self.finish_reason is not None else None,
             prompt_logprobs=reports,
             cached_tokens=self.cached_tokens,
+            miss=None if self.finish_reason is None else self._read_miss(),
         )
 
     def output(self, new_text: str = "") -> RequestOutput:
@@ -173,10 +177,17 @@ class Transcript:
             index=self.request.index,
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
+            miss=self._read_miss(),
             error=self.error,
             internal_error=self._internal_error,
             stopped_by=self._stopped_by,
         )
+
+    def _read_miss(self) -> PrefixMiss | None:
+        """Return why the rest of the prompt was computed, with texts."""
+        if (miss := self.miss) is None:
+            return None
+        return miss.read(self._tokenizer.text_of)
 
     def _take_text(self) -> str:
         """Mark all tokens as returned; returns the new text that no stop string can still remove."""

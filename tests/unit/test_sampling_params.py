@@ -71,6 +71,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"choice": ["a"], "ignore_eos": True},
         "ignore_eos is True with choice, whose form ends the text; remove one of them",
     ),
+    ({"cache_pins": [(1, 2, 3)]}, "cache_pins is ((1, 2, 3),); allowed: at most 4 pairs"),
+    ({"cache_pins": ["ab"]}, "cache_pins is ('ab',); allowed: at most 4 pairs of a number of tokens"),
     ({"cache_salt": ""}, "cache_salt is ''; allowed: a string of 1 to 1024 characters, or None"),
     ({"cache_salt": "x" * 1025}, "cache_salt is a string of 1025 characters; allowed: a string of 1 to"),
     ({"prediction": [1, "a"]}, "prediction has 'a'; allowed: token ids >= 0"),

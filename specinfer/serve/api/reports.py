@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from specinfer.request import Delta, Logprob, Logprobs, SpeculationFigures
+from specinfer.request import Delta, Logprob, Logprobs, PrefixMiss, SpeculationFigures
 from specinfer.tokenizer import Tokenizer
 
 _NEVER: Final = -9999.0  # JSON has no -inf
@@ -25,6 +25,7 @@ class Tally:
     reasoning_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
     steps: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted tokens, step by step
+    miss: PrefixMiss | None = None  # the last prompt's that was not wholly found
     _cached: dict[int, int] = field(default_factory=dict)  # by prompt
 
     @property
@@ -37,6 +38,7 @@ class Tally:
         self.completion_tokens += len(delta.token_ids)
         prompt, completion = divmod(number, self.n)
         if completion == 0:
+            self.miss = delta.miss or self.miss
             self._cached[prompt] = max(self._cached.get(prompt, 0), delta.cached_tokens)
         if delta.figures is not None:
             self.figures.add(delta.figures)
@@ -71,7 +73,10 @@ class Tally:
         """Return vLLM's metrics, with counts of accepted and proposed tokens by speculator."""
         figures, drafted = self.figures, self.figures.drafted_tokens
         at_least = [figures.steps, *figures.accepted_per_depth, 0]
-        return {
+        # Not what another's prompt has there.
+        miss = self.miss and {name: getattr(self.miss, name) for name in ("position", "reason", "sent")}
+        found = {} if miss is None else {"prefix_miss": miss}
+        return found | {
             "speculative_decoding": {
                 "mean_acceptance_length": round(figures.tokens_per_step, 4),
                 "draft_acceptance_rate": round(figures.accepted_tokens / drafted, 4) if drafted else None,

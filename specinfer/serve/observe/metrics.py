@@ -116,6 +116,9 @@ class Metrics:
         self.verified_by = made(
             Counter, "verified_tokens", "Verified draft tokens by speculator.", "speculator"
         )
+        self.misses = made(
+            Counter, "prefix_misses", "Prompts that were not wholly found in the cache, by reason.", "reason"
+        )
         self.traffic_log_lost = counter("traffic_log_lost", "Completions missing from the log_traffic file.")
         self._of_engines = [(gauge(name, purpose), attrgetter(of)) for name, of, purpose in _OF_ENGINES]
         self._by_label = [(made(Gauge, name, purpose, label), of) for name, of, label, purpose in _BY_LABEL]
@@ -209,6 +212,8 @@ class Observed(CompletionObserver):
                     metrics.between.observe(each)
             self._last = now
         super().delta(delta, now)
+        if delta.miss is not None:
+            metrics.misses.labels(metrics.model, delta.miss.reason).inc()
         if (figures := delta.figures) is not None:
             metrics.drafts.inc(figures.steps if figures.drafted_tokens else 0)
             metrics.draft_tokens.inc(figures.drafted_tokens)

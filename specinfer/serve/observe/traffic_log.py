@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from pydantic_core import to_json
 
 from specinfer.errors import ConfigError
-from specinfer.request import Delta, FinishReason, SpeculationFigures
+from specinfer.request import Delta, FinishReason, PrefixMiss, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.backend.work import CompletionObserver, Work
 from specinfer.serve.http.api_error import CALLER
@@ -34,7 +34,16 @@ _CLOSE_SECONDS: Final = 10.0  # that a closing server waits for the disk
 _FINISHED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 # Parameters left out: they do not affect the text, or (cache_salt) are private to a caller.
 _OMITTED: Final = frozenset(
-    {"n", "best_of", "structured_output", "logprobs", "prompt_logprobs", "logprobs_mode", "cache_salt"}
+    {
+        "n",
+        "best_of",
+        "structured_output",
+        "logprobs",
+        "prompt_logprobs",
+        "logprobs_mode",
+        "cache_salt",
+        "cache_pins",
+    }
 )
 _ALWAYS_LOGGED: Final = frozenset({"temperature", "seed", "max_tokens"})
 _DEFAULTS: Final = SamplingParams()
@@ -194,6 +203,7 @@ class TrafficLog:
             "token_ids": traffic.token_ids,
             "finish_reason": traffic.finish_reason,
             "cached_tokens": traffic.cached_tokens,
+            "prefix_miss": None if traffic.miss is None else asdict(traffic.miss),
             "first_token_seconds": None if first is None else round(first - traffic.arrived, 4),
             "seconds": traffic.seconds,
             "figures": traffic.figures,
@@ -210,6 +220,7 @@ class LoggedCompletion(CompletionObserver):
     texts: list[str] = field(default_factory=list, init=False)
     token_ids: list[int] = field(default_factory=list, init=False)
     figures: SpeculationFigures | None = field(default=None, init=False)
+    miss: PrefixMiss | None = field(default=None, init=False)
     seconds: float = field(default=0.0, init=False)
     ended_at: float = field(default=0.0, init=False)  # seconds since 1970
 
@@ -219,6 +230,7 @@ class LoggedCompletion(CompletionObserver):
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.figures = delta.figures or self.figures
+        self.miss = delta.miss or self.miss
 
     def end(self, now: float) -> None:
         """See CompletionObserver."""

@@ -85,9 +85,9 @@ def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
     monkeypatch.setattr(llm, "generate", listened_to)
     found = repeated(llm, LONG, temperature)
     assert found.passed, found.words
-    assert cached == [0, 16, 0, 16]  # whole blocks, and never the prompt's last token
-    assert found.details["cached_tokens"] == 32
-    assert "the second time behind 32 of 54 prompt tokens from the cache" in found.words
+    assert cached == [0, 23, 0, 29]  # never the prompt's last token
+    assert found.details["cached_tokens"] == 52
+    assert "the second time behind 52 of 54 prompt tokens from the cache" in found.words
 
 
 def test_a_cached_prefix_that_is_not_the_requests_own_fails(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from specinfer.engine.kv_blocks import BlockPool
@@ -14,7 +16,7 @@ def published(pool: BlockPool, *keys: bytes) -> list[int]:
     table: list[int] = []
     assert pool.extend(table, len(keys) * pool.block_size)
     for block, key in zip(table, keys, strict=True):
-        pool.publish(block, key)
+        pool.publish(block, key, key[:-1], key[-1:])
     return table
 
 
@@ -55,6 +57,19 @@ def test_free_blocks_go_before_kept_ones_and_the_end_of_the_oldest_text_before_i
     assert handed_out == [5, 2, 1, 0, 4, 3]
     assert pool.find([A]) == []
     assert not pool.extend(table, 25)
+
+
+def test_pinned_blocks_go_last_until_their_time_is_over_and_are_half_of_the_pool_at_most() -> None:
+    for seconds, expected in ((60, [0, 3, 1, 2]), (-1, [0, 1, 2, 3])):
+        pool = BlockPool(4, block_size=4)
+        for key in (A, b"X", b"Y", b"Z"):
+            pool.release(published(pool, key))
+        for block in (0, 1, 2):  # the first pin ends with the third
+            pool.pin(block, time.monotonic() + seconds)
+        table: list[int] = []
+        assert pool.extend(table, 16)
+        assert table == expected
+        pool.check_integrity([table])
 
 
 def test_a_block_that_is_used_again_is_young_again() -> None:
@@ -108,7 +123,7 @@ def answered(pool: BlockPool, text: str, touched: set[int] | None = None) -> int
     pool.share(table, found)
     assert pool.extend(table, len(text) * pool.block_size)
     for block, key in zip(table[len(found) :], hashes[len(found) :], strict=True):
-        pool.publish(block, key)
+        pool.publish(block, key, key[:-1], key[-1:])
     if touched is not None:
         touched.update(table)
     pool.release(table)

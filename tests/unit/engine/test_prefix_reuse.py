@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specinfer.engine import kv_blocks
 from specinfer.engine.admission import AdmittedRequest
 from specinfer.llm import LLM
-from specinfer.request import Request, RequestOutput
+from specinfer.request import PrefixMiss, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, engine_of, runner_of, slow_generate
 
@@ -35,14 +35,14 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 def test_a_prompt_starts_behind_what_an_earlier_one_left(tiny: Tiny) -> None:
     for prompts, found in (
-        # prompts, one after the other; what each finds of it in whole blocks of 4
-        ([SYSTEM, SYSTEM], [0, 16]),
-        ([SYSTEM, [*SYSTEM, 7, 7, 7]], [0, 16]),
+        # prompts, one after the other; what each finds of it, in blocks of 4 and as rows of one
+        ([SYSTEM, SYSTEM], [0, 17]),
+        ([SYSTEM, [*SYSTEM, 7, 7, 7]], [0, 18]),
         ([SYSTEM, SYSTEM[:9]], [0, 8]),
-        ([SYSTEM, SYSTEM[:8]], [0, 4]),  # the last token is always computed, so its block is, too
+        ([SYSTEM, SYSTEM[:8]], [0, 7]),  # the last token is always computed
         ([SYSTEM, [9, *SYSTEM]], [0, 0]),
-        ([SYSTEM, [*SYSTEM[:7], 0, *SYSTEM[8:]]], [0, 4]),
-        ([[5, 6, 7], [5, 6, 7]], [0, 0]),
+        ([SYSTEM, [*SYSTEM[:7], 0, *SYSTEM[8:]]], [0, 7]),
+        ([[5, 6, 7], [5, 6, 7]], [0, 2]),
     ):
         llm = tiny.llm(drafts=["similar"], block_size=4)
         outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
@@ -55,7 +55,38 @@ def test_a_conversation_finds_its_own_answers(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
     (answer,) = llm.generate(SYSTEM, GREEDY)
     (reply,) = llm.generate([*SYSTEM, *answer.token_ids, 11, 12], GREEDY)
-    assert reply.cached_tokens == 28  # 18 + 12 tokens; the last output token was never computed
+    assert reply.cached_tokens == 29  # 18 + 12 tokens; the last output token was never computed
+
+
+def test_an_output_says_why_the_rest_of_its_prompt_was_computed(tiny: Tiny) -> None:
+    parted = PrefixMiss(7, "differs", tuple(SYSTEM[7:8]), (0, 4))  # the kept text, as far as its block goes
+    for prompts, expected in (
+        ([SYSTEM], PrefixMiss(0, "cold")),
+        ([SYSTEM, SYSTEM], None),
+        ([SYSTEM, [9, *SYSTEM]], PrefixMiss(0, "cold")),
+        ([SYSTEM, [*SYSTEM[:7], 0, 4]], parted.read(tiny.tokenizer.text_of)),
+        ([SYSTEM[:6], [*SYSTEM[:6], 60, 61]], PrefixMiss(6, "ended")),
+    ):
+        llm = tiny.llm(block_size=4)
+        miss = [llm.generate(prompt, SamplingParams(max_tokens=0))[0] for prompt in prompts][-1].miss
+        assert miss == expected, prompts
+
+
+def test_an_evicted_prompt_is_said_to_be_evicted(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4, max_context=24, kv_cache_memory=24 * SLOT)
+    short = SamplingParams(temperature=0, max_tokens=2)
+    misses = [llm.generate(prompt, short)[0].miss for prompt in (SYSTEM, [9] * 20, SYSTEM)]
+    assert [miss and miss.reason for miss in misses] == ["cold", "cold", "evicted"]
+
+
+def test_a_text_that_changes_in_every_prompt_is_reported_once(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = tiny.llm(block_size=4)
+    for number in range(6):
+        llm.generate([3, 1, number, *[4, 5, 6, 7] * 20], SamplingParams(max_tokens=0))
+    [line] = [one.message for one in caplog.records if "prompts change at token 2" in one.message]
+    assert "the 81 tokens from there on are computed each time; move what changes" in line
 
 
 def test_completions_of_one_prompt_compute_it_once(tiny: Tiny) -> None:
@@ -83,7 +114,7 @@ def test_salts_keep_requests_apart(tiny: Tiny) -> None:
         llm.generate(SYSTEM, SamplingParams(temperature=0, max_tokens=4, cache_salt=salt))[0]
         for salt in salts
     ]
-    assert cached(outputs) == [0, 0, 0, 16, 16, 0, 0, 16]
+    assert cached(outputs) == [0, 0, 0, 17, 17, 0, 0, 17]
 
 
 def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
@@ -105,15 +136,15 @@ def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
     hashed.clear()
     while engine_of(llm).has_work:
         engine_of(llm).step()
-    assert hashed == []
+    assert sum(hashed) < 3 * 64  # the last block of each text, when it ends
 
 
 def test_scored_prompts_are_computed(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     outputs = [llm.generate(SYSTEM, p)[0] for p in (params, params, GREEDY)]
-    assert cached(outputs) == [0, 0, 16]
-    assert prefix_hits(llm) == (16, 18)  # only the last one looked
+    assert cached(outputs) == [0, 0, 17]
+    assert prefix_hits(llm) == (17, 18)  # only the last one looked
 
 
 def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_read(tiny: Tiny) -> None:
@@ -123,7 +154,7 @@ def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_
     llm.generate(SYSTEM, no_drafts)  # the target's blocks are there, the draft's are not
     for _ in range(2):  # and then they are
         (output,) = llm.generate(SYSTEM, GREEDY)
-        assert output.cached_tokens == 16
+        assert output.cached_tokens == 17
         assert output.figures == without.figures
 
 
@@ -155,7 +186,7 @@ def test_the_cache_is_written_as_far_as_prompt_memory_reaches(tiny: Tiny) -> Non
     written = cache.keys[0].flatten(1).abs().sum(1) != 0
     blocks_of_one = 6  # of 4: 19 tokens, 2 more
     assert int(written.sum()) <= 4 * (20 + blocks_of_one)
-    assert [cached(llm.generate([number, *SYSTEM], short)) for number in (29, 27, 0)] == [[16], [16], [0]]
+    assert [cached(llm.generate([number, *SYSTEM], short)) for number in (29, 27, 0)] == [[18], [18], [0]]
 
 
 @st.composite

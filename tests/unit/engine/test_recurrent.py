@@ -217,7 +217,8 @@ def test_drafts_of_a_plain_target_have_states_of_their_own(tiny: Tiny, models: T
     plain, one = tiny.llm(block_size=4), mixed.llm(["similar"], block_size=4)
     for prompt in (SYSTEM, SYSTEM, [*SYSTEM, 5, 6, 7, 8, 9]):
         expected, found = (llm.generate(prompt, GREEDY)[0] for llm in (plain, one))
-        assert (found.token_ids, found.cached_tokens) == (expected.token_ids, expected.cached_tokens)
+        assert found.token_ids == expected.token_ids
+        assert found.cached_tokens == expected.cached_tokens // 4 * 4  # states are kept at blocks' ends
         one.check_integrity()
     assert one.statistics().failures == {}
 

@@ -130,6 +130,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
         "token_ids": [99, 97, 102, 195, 169],
         "finish_reason": "stop",
         "cached_tokens": 3,
+        "prefix_miss": None,
         "figures": {
             "steps": 2,
             "output_tokens": 0,
