@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from specinfer.errors import naming
+from specinfer.engine.prefix_index import common_length
+from specinfer.errors import RequestError, naming
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.serve.api.service import Service
@@ -64,11 +66,14 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
     calls = dialect.calls
     if tools and calls is None:
         raise ApiError(dialect.no_calls, param="tools")
-    rendered = service.chat.render(
-        messages,
+    render = partial(
+        service.chat.render,
         special_tokens=service.config.special_tokens_in_messages,
         rewrite=None if calls is None else lambda given: for_template(given, tools, calls),
         variables=variables,
+    )
+    rendered = render(
+        messages,
         add_generation_prompt=fields.add_generation_prompt is not False,
         continue_final_message=fields.continue_final_message is True,
     )
@@ -90,14 +95,31 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
                 whitespace=fields.json_whitespace or "bounded",
             )
         constraints = {"grammar": grammar}
-    token_ids = tuple(service.chat.encode(rendered, add_special_tokens=fields.add_special_tokens is True))
+    encode = partial(service.chat.encode, add_special_tokens=fields.add_special_tokens is True)
+    token_ids = tuple(encode(rendered))
     constraints |= {"visible_token_ids": visible or None}
     budget = _budget(service, fields)
     if budget is not None and dialect.reasoning is not None:
         constraints["thinking"] = dialect.reasoning.bound(
             budget, rendered, service.tokenizer, calls=bool(tools)
         )
+    constraints["cache_pins"] = tuple(
+        (common_length(token_ids, encode(_common(rendered, messages[:count], render))), seconds)
+        for seconds, count in fields.cached_prefixes.items()
+    )
     return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside, form is None)
+
+
+def _common(whole: Rendered, first: Messages, render: Callable[..., Rendered]) -> Rendered:
+    """Return the beginning of a conversation up to the end of its `first` messages.
+
+    It is empty if the template refuses to end there.
+    """
+    try:
+        text = render(first, add_generation_prompt=False).text
+    except RequestError:
+        return whole.cut(0)
+    return whole.cut(common_length(whole.text, text))
 
 
 def _size(parts: Iterable[object]) -> int:

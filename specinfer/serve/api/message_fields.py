@@ -17,10 +17,27 @@ from specinfer.serve.fields.conversation import ConversationFields, Function
 from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, TextPart, check_strings, text_of
 from specinfer.serve.http.api_error import ApiError, not_read
 
+_SECONDS: Final = {"5m": 300, "1h": 3600}
+_MAX_MARKS: Final = 4
 _BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 # The accounting line of a client as a whole block: its version, and a token that changes in every request.
 _ACCOUNTING: Final = re.compile(r"x-[a-z-]+-billing-header:[^\n]*")
+
+
+class CacheControl(Fields):
+    """The end of a prefix that stays in the cache longer than others."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Marked(Fields):
+    cache_control: CacheControl | None = None
+
+
+class MarkedText(_Marked, TextPart):
+    """A text block."""
 
 
 class ThinkingBlock(Fields):
@@ -38,7 +55,7 @@ class RedactedBlock(Fields):
     data: str
 
 
-class ToolUseBlock(Fields):
+class ToolUseBlock(_Marked):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -53,7 +70,7 @@ _ResultPart = Annotated[
 ]
 
 
-class ToolResultBlock(Fields):
+class ToolResultBlock(_Marked):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -63,7 +80,7 @@ class ToolResultBlock(Fields):
 
 
 _Block = Annotated[
-    Annotated[TextPart, Tag("text")]
+    Annotated[MarkedText, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
@@ -184,7 +201,7 @@ def _add(messages: list[dict[str, Any]], role: str, name: str, text: str) -> Non
     message[name] = f"{before}{_BETWEEN}{text}" if before else text
 
 
-class CustomTool(Fields):
+class CustomTool(_Marked):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -260,7 +277,8 @@ class MessageFields(ConversationFields):
     }
 
     messages: Items[Turn]
-    system: TextOrItems[TextPart] | None = None
+    system: TextOrItems[MarkedText] | None = None
+    cache_control: CacheControl | None = None  # as on the last block
     tools: Items[_Tool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
@@ -282,6 +300,11 @@ class MessageFields(ConversationFields):
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
+        if len(self._marks) > _MAX_MARKS:
+            raise ApiError(
+                f"{len(self._marks)} blocks have cache_control; allowed: at most {_MAX_MARKS}; remove some",
+                param="cache_control",
+            )
         choice = self.tool_choice
         if choice is not None and (choice.name is None) == (choice.type == "tool"):
             raise ApiError(
@@ -321,6 +344,28 @@ class MessageFields(ConversationFields):
         system = text_of(blocks, _BETWEEN)
         messages = [{"role": "system", "content": system}] if system else []
         return messages + messages_of(self.messages)
+
+    @property
+    def _marks(self) -> list[tuple[int, CacheControl]]:
+        """Every mark, with the number of turns up to it."""
+        system = () if isinstance(self.system, str | None) else self.system
+        parts: list[tuple[int, Sequence[Any]]] = [(0, (*(self.tools or ()), *system))]
+        parts += [(end, turn.blocks) for end, turn in enumerate(self.messages, 1)]
+        marked = [(end, getattr(block, "cache_control", None)) for end, blocks in parts for block in blocks]
+        marked.append((len(self.messages), self.cache_control))
+        return [(end, mark) for end, mark in marked if mark is not None]
+
+    @property
+    def cached_prefixes(self) -> dict[int, int]:
+        """Seconds that prefixes stay in the cache -> messages of the longest one.
+
+        A mark on tools or on the system prompt covers at least the first message.
+        """
+        ends = {_SECONDS[mark.ttl or "5m"]: end for end, mark in self._marks}
+        before = len(self.conversation) - len(messages_of(self.messages))
+        return {
+            seconds: max(1, before + len(messages_of(self.messages[:end]))) for seconds, end in ends.items()
+        }
 
     @property
     def prefill(self) -> str:

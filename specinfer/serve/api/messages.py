@@ -136,9 +136,11 @@ class Messages(GrowingAnswer[MessageFields]):
 
     def _usage(self) -> dict[str, Any]:
         tally = self._tally
+        marked = max((tokens for tokens, _ in self._params.cache_pins), default=0)
+        created = max(0, marked - tally.cached_tokens)
         return {
-            "input_tokens": tally.prompt_tokens - tally.cached_tokens,
-            "cache_creation_input_tokens": 0,  # writing to the cache costs nothing here
+            "input_tokens": tally.prompt_tokens - tally.cached_tokens - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": tally.cached_tokens,
             "output_tokens": tally.completion_tokens,
             "output_tokens_details": {"thinking_tokens": tally.reasoning_tokens},

@@ -122,6 +122,11 @@ class ConversationFields(SamplingFields):
     )
 
     @property
+    def cached_prefixes(self) -> Mapping[int, int]:
+        """Seconds that prefixes stay in the cache -> their messages; only one endpoint has marks."""
+        return {}
+
+    @property
     def functions(self) -> Sequence[Function]:
         """The functions that `tools` describes."""
         return [tool.function for tool in self.tools or () if not isinstance(tool, OtherKind)]

@@ -88,7 +88,8 @@ def a_streamed_use_is_the_whole_use() -> None:
 def tokens_are_counted() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=ASKED["messages"])
     usage = client.messages.create(**ASKED).usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    created = usage.cache_creation_input_tokens
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens + created
 
 
 @check

@@ -182,12 +182,17 @@ def test_claude_codes_accounting_line_is_no_part_of_the_prompt(tokenizer: Tokeni
         assert text in prompt, "only a whole line of that kind is left out"
 
 
+def prompt_tokens(usage: dict[str, Any]) -> int:
+    """Return the tokens of a message's prompt: the cached ones, those up to the last mark, and the rest."""
+    return sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_"))
+
+
 def test_the_start_of_a_message_never_knows_its_end(tokenizer: Tokenizer) -> None:
     server = Asked(tokenizer, says("Done", reason=FinishReason.STOP, stopped_by="x"))
     events = named_events(server.http.post("/messages", json=CLAUDE_CODE | {"stream": True}))
     start, end = events[0]["message"], events[-2]
     assert (start["stop_reason"], start["stop_sequence"], start["usage"]["output_tokens"]) == (None, None, 0)
-    assert start["usage"]["input_tokens"] == len(server.prompts[0])
+    assert prompt_tokens(start["usage"]) == len(server.prompts[0])
     assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "x"}
     assert end["usage"]["output_tokens"] == 4
 
@@ -216,7 +221,7 @@ def test_tokens_are_counted_beforehand_as_usage_counts_them(tokenizer: Tokenizer
     counted, _ = post(tokenizer, "/messages/count_tokens", *messages)
     made, _ = post(tokenizer, "/messages", *({"max_tokens": 9, **body} for body in messages))
     assert [one.json()["input_tokens"] for one in counted] == [
-        one.json()["usage"]["input_tokens"] for one in made
+        prompt_tokens(one.json()["usage"]) for one in made
     ]
     [empty, text, wrong], _ = post(
         *(tokenizer, "http://server/tokenize"),

@@ -107,9 +107,9 @@ def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
 
     server = MessagesServer(tokenizer, says("Six"))
     server.message(
-        system=[text("Be brief."), text("Be kind.")],
+        system=[{"type": "text", "text": "Be brief."}, text("Be kind.")],
         messages=[
-            {"role": "user", "content": [text("One"), text("two")]},
+            {"role": "user", "content": [{"type": "text", "text": "One"}, text("two")]},
             {"role": "user", "content": "three"},
             {"role": "assistant", "content": [text("Four") | {"citations": None}]},
             {"role": "system", "content": "Count on."},
@@ -201,6 +201,48 @@ def test_refusals_before_the_endpoint_have_the_same_format(tokenizer: Tokenizer)
         assert answer.json()["type"] == "error", (path, headers)
         elsewhere = server.http.post("/chat/completions", json=body, headers=headers)
         assert "type" not in elsewhere.json(), (path, headers)
+
+
+def test_marks_pin_the_prefix_that_they_end(tokenizer: Tokenizer) -> None:
+    def asked(ttl: str, where: str, **more: Any) -> dict[str, Any]:
+        marks = {where: {"cache_control": {"type": "ephemeral", "ttl": ttl}}}
+        turns = [("user", "One", "first"), ("assistant", "Two", "answer"), ("user", "Three", "last")]
+        return {
+            "system": [{"type": "text", "text": "Be brief."} | marks.get("system", {})],
+            "messages": [
+                {"role": role, "content": [{"type": "text", "text": text} | marks.get(name, {})]}
+                for role, text, name in turns
+            ],
+        } | more
+
+    begin, whole = (
+        len("system: Be brief.\n"),
+        len("system: Be brief.\nuser: One\nassistant: Two\nuser: Three\n"),
+    )
+    top = {"cache_control": {"type": "ephemeral"}}
+    for body, pins, read, created in (
+        (asked("1h", "nowhere"), (), 4, 0),
+        (asked("1h", "system"), ((begin, 3600),), 4, begin - 4),
+        (asked("5m", "first"), ((begin + len("user: One\n"), 300),), 4, begin + len("user: One\n") - 4),
+        (asked("1h", "system", **top), ((begin, 3600), (whole, 300)), begin, whole - begin),
+        (asked("5m", "system"), ((begin, 300),), whole, 0),
+    ):
+        server = MessagesServer(tokenizer, says("Hel", "lo", cached_tokens=read))
+        usage = server.message(**body)["usage"]
+        assert server.backend.works[0].params.cache_pins == pins
+        assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (read, created)
+        assert sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_")) == len(
+            server.prompts[0]
+        )
+    image = {"type": "image", "source": {}, "cache_control": {"type": "ephemeral"}}
+    for refused, message in (
+        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0] is of type 'image'"),
+        (
+            {"system": [{"type": "text", "text": "a"} | top] * 5},
+            "5 blocks have cache_control; allowed: at most 4; remove some",
+        ),
+    ):
+        assert server.refusal(**refused)[2].startswith(message)
 
 
 def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer: Tokenizer) -> None:
