@@ -49,8 +49,8 @@ class EngineConfig:
         "auto",
         "Data type of the target's KV cache: auto, the activations', or int8.",
         more="`int8` has a scale for each row and head. It takes about half of the memory. Over long "
-        "texts, passes of one or few rows take less time. The text differs from that of `auto`, and is the same with and without "
-        "guesses, alone and in a batch. Caches of drafts stay exact. CPU only.",
+        "texts, passes of one or few rows take less time. The text differs from that of `auto`, and is the "
+        "same with and without guesses, alone and in a batch. Caches of drafts stay exact. CPU only.",
     )
     device: str = option(
         "auto",

@@ -157,6 +157,10 @@ class BlockPool:
         if self._untouched and (len(self._kept) < self._max_kept or not self._kept):
             self._touched += 1
             return self._touched - 1
+        return self._evict()
+
+    def _evict(self) -> int:
+        """Take the oldest kept block."""
         block = self._oldest()
         key = self._hashes.pop(block)
         del self._published[key]
