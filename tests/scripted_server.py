@@ -38,8 +38,8 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 FACTS: Final = EngineInfo(
-    max_context=1 << 20,
-    max_length=1 << 20,
+    max_context=100_000,
+    max_length=100_000,
     speculators=("grammar", "prediction", "draft", "lookup"),
     speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )
@@ -201,6 +201,7 @@ def scripted_service(
     models: Sequence[str] = (MODEL,),
     sampling: Mapping[str, float] | None = None,
     adapters: Sequence[str] = (),
+    facts: EngineInfo = FACTS,
     **options: Any,
 ) -> Service:
     """Return the application's service."""
@@ -208,7 +209,7 @@ def scripted_service(
         ServeConfig(**options),
         backend,
         tokenizer,
-        FACTS,
+        facts,
         Dialect.of(tokenizer),
         models=models,
         adapters=adapters,

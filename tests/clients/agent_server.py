@@ -21,7 +21,7 @@ from specinfer.request import Delta
 from specinfer.serve.backend.work import Work
 from specinfer.serve.config import ServeConfig, configure
 from specinfer.serve.server import listen
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, says, scripted_app
+from tests.scripted_server import FACTS, ScriptedBackend, byte_tokenizer, says, scripted_app
 
 PROGRAM: Final = "from tests.clients.agent_server import main; main()"
 COMMAND: Final = "echo specinfer-$((6*7))"  # its output is not in the prompt unless it ran
@@ -80,7 +80,8 @@ def main() -> None:
     """Serve on a free port until SIGTERM."""
     configure("json", "info", "server")
     with tempfile.TemporaryDirectory() as folder, listen(ServeConfig(port=0)) as listener:
-        app = scripted_app(byte_tokenizer(Path(folder), _TEMPLATE), AgentBackend())
+        facts = replace(FACTS, max_context=1 << 20, max_length=1 << 20)
+        app = scripted_app(byte_tokenizer(Path(folder), _TEMPLATE), AgentBackend(), facts=facts)
         print(
             f"specinfer serves http://127.0.0.1:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True
         )

@@ -159,7 +159,7 @@ def test_unsupported_values_are_refused(tokenizer: Tokenizer) -> None:
         ({"n_predict": 5, "max_tokens": 9}, "n_predict"),
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"input_prefix": "x" * 7_000_000}, "input_suffix"),
-        ({"input_prefix": "x" * (1 << 20)}, "input_prefix"),
+        ({"input_prefix": "x" * 100_000}, "input_prefix"),
     ]
     for body, param in cases:
         server = Filling(tokenizer, says("1"))
