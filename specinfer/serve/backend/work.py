@@ -89,6 +89,8 @@ def _summary(llm: LLM) -> tuple[str, int]:
     if size := state_bytes(caches, states):
         counts = f"{states.slots} requests and {states.checkpoints} checkpoints"
         parts.append(f"states of {counts}, up to {format_bytes(size)} more")
+    if config.cache.prompt_store is not None:
+        parts.append(f"prompt store {config.cache.prompt_store}")
     return "; ".join(parts), process + cache + size
 
 

@@ -170,6 +170,56 @@ def test_an_engine_that_hangs_is_started_again_and_answers_go_on(
         assert any("has made no progress for 4 seconds" in line for line in served.log)
 
 
+_WRITES_SLOWLY = """
+import os, time
+replace = os.replace
+def slow(source, target):
+    time.sleep(0.25 * ("specinfer-prompts-" in str(target)))
+    replace(source, target)
+os.replace = slow
+"""
+
+
+@pytest.mark.thorough
+def test_prompts_on_disk_outlast_the_server_and_its_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends, and an engine is killed, while files wait to be written."""
+    (tmp_path / "sitecustomize.py").write_text(_WRITES_SLOWLY)
+    paths = [str(tmp_path), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    store = tmp_path / "store"
+
+    def ask(served: Served, letter: str) -> tuple[str, int]:
+        body = {"prompt": letter * 200, "max_tokens": 4, "seed": 1, "ignore_eos": True}
+        answer = served.post("/v1/completions", body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def written() -> int:
+        return sum(path.suffix != ".partial" for path in store.glob("*/*"))
+
+    with Served(folder, *FLAGS, "--prompt-store", str(store)) as served:
+        assert any(f"; prompt store {store};" in line for line in served.log)
+        text, cached = ask(served, "a")
+        assert cached == 0
+        assert written() < 12
+    assert written() == 12  # blocks of 16 tokens
+    with Served(folder, *FLAGS, "--prompt-store", str(store)) as served:
+        assert ask(served, "a") == (text, 192)
+        text, cached = ask(served, "b")
+        assert cached == 0
+        while (there := written()) < 15:
+            time.sleep(0.01)
+        assert there < 24
+        engine = served.engine_pid
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        again, cached = ask(served, "b")
+        assert again == text
+        assert 3 * 16 <= cached < 192
+        assert served.metric("engine_restarts") == 1
+
+
 @pytest.mark.parametrize(
     ("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7"), (("10.0.0.1",), "127.0.0.1")]
 )
