@@ -21,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 _FOLDER: Final = "specinfer-prompts-"  # other entries of the store's folder are not touched
 _MAX_WAITING: Final = 1 << 28  # bytes of files that wait to be written, and of those read ahead
 _PART: Final = 16  # one over this part of the size is made free at once
+_MAX_LOST: Final = 1 << 16  # names of files that were not written, the last ones
 _AHEAD: Final = 8  # files that the disk reads at once
 _SUM: Final = 32  # bytes of the checksum at the beginning of a file
 
@@ -74,10 +75,11 @@ class PromptFiles:
         # The file of this writer alone, also if other machines use the folder.
         self._partial = self._folder / f"{os.urandom(8).hex()}.partial"
         self.counts: Counter[str] = Counter()
+        self.lost: dict[str, None] = {}  # names of files that were not written
         self._said: set[str] = set()
         self._room = 0  # bytes that may be written before the folder is searched for old files
         self._waiting = 0  # bytes in `_writes`
-        self._changed = threading.Condition()  # guards the fields below, and `_waiting`
+        self._changed = threading.Condition()  # guards the fields below, `_waiting` and `lost`
         self._writes: deque[tuple[str, bytearray]] = deque()
         self._readings: deque[Reading] = deque()
         self._closed = False
@@ -92,17 +94,19 @@ class PromptFiles:
         """Return whether there is a file of this name, which may be damaged."""
         return os.path.exists(self._folder / name)  # Path.exists raises without rights
 
-    def has_room(self, size: int) -> bool:
-        """Return whether a file of `size` bytes may wait to be written; counts it as lost if not."""
+    def has_room(self, name: str, size: int) -> bool:
+        """Return whether a file of `size` bytes may wait to be written; it is lost if not."""
         if self._waiting + size <= _MAX_WAITING:
             return True
         self.counts["lost"] += 1
+        self._lose(name)
         return False
 
     def write(self, name: str, body: bytearray) -> None:
         """Write a file behind the engine's back; `body` may not change any more."""
         with self._changed:
             self._waiting += len(body)
+            self.lost.pop(name, None)
             self._writes.append((name, body))
             self._changed.notify_all()
 
@@ -137,9 +141,16 @@ class PromptFiles:
                 self._write(name, body)
             except OSError as error:
                 self.counts["failed"] += 1
+                self._lose(name)
                 self._say("cannot be written, and prompts end with this process", error)
             with self._changed:
                 self._waiting -= len(body)
+
+    def _lose(self, name: str) -> None:
+        with self._changed:
+            self.lost[name] = None
+            if len(self.lost) > _MAX_LOST:
+                del self.lost[next(iter(self.lost))]
 
     def _write(self, name: str, body: bytearray) -> None:
         path = self._folder / name

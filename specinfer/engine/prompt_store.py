@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from specinfer.runtime.runner import ModelRunner
 
 _STATES: Final = ".states"
+_AGAIN: Final = 64  # lost blocks that are written for one text, as the step waits for their copies
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +61,27 @@ class PromptStore:
     def keep(self, sequence: SequenceState, block: int, key: bytes) -> None:
         """Write a block that was published."""
         cache, size = self._runner.cache, self._pool.block_size
-        if self._takes(sequence) and self._files.has_room(size * cache.row_bytes):
-            self._files.write(key.hex(), cache.read_rows(block * size, size))
+        if self._takes(sequence) and self._files.has_room(name := key.hex(), size * cache.row_bytes):
+            self._files.write(name, cache.read_rows(block * size, size))
 
     def keep_states(self, sequence: SequenceState, made: Sequence[StateCheckpoint]) -> None:
         """Write the states of checkpoints whose pass was committed."""
         states = self._runner.states
         for one in made if states is not None and self._takes(sequence) else ():
             assert states is not None
-            if states.holds(one) and self._files.has_room(states.slot_bytes):
-                self._files.write(one.key.hex() + _STATES, states.read_slot(one.slot))
+            name = one.key.hex() + _STATES
+            if states.holds(one) and self._files.has_room(name, states.slot_bytes):
+                self._files.write(name, states.read_slot(one.slot))
+
+    def keep_lost(self, sequence: SequenceState, source: StateCheckpoint | None) -> None:
+        """Write the first blocks that a text has found and that were lost, and its states `source`."""
+        if not (lost := self._files.lost):
+            return
+        found = zip(sequence.block_table, sequence.block_hashes, strict=False)
+        for block, key in islice(((block, key) for block, key in found if key.hex() in lost), _AGAIN):
+            self.keep(sequence, block, key)
+        if source is not None and source.key.hex() + _STATES in lost:
+            self.keep_states(sequence, [source])
 
     def load(self, sequence: SequenceState, keys: Sequence[bytes], wait: float) -> bool:
         """Load blocks of a waiting text into the pool; returns False while more are read.

@@ -347,6 +347,8 @@ class Scheduler:
         """Start a request after the published blocks of its prefix, which are never written."""
         self._pool.share(sequence.block_table, found.blocks)
         sequence.published = len(found.blocks)
+        if self.store is not None:
+            self.store.keep_lost(sequence, found.source)
         for source in found.sources:
             self._pool.hold(self._held, source)
         ensure(self._pool.extend(sequence.block_table, len(sequence.token_ids)), "so many blocks are free")

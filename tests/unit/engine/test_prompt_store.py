@@ -52,6 +52,25 @@ def files(store: Path) -> list[Path]:
     return sorted(store.glob("*/*"))
 
 
+def losing(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files be lost until `monkeypatch` is undone."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fault == "full":
+        monkeypatch.setattr("specinfer.engine.prompt_files.os.replace", refuse)
+    else:
+        monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 0)
+
+
+def wait_written(llm: LLM) -> None:
+    store = engine_of(llm)._scheduler.store
+    assert store is not None
+    while store._files._waiting:
+        time.sleep(0.001)
+
+
 def filled(model: Path, store: Path, **options: Any) -> tuple[int, ...]:
     """Answer with an empty store, and return the text."""
     with opened(model, store, **options) as llm:
@@ -128,11 +147,8 @@ def test_damaged_files_are_computed(model: Path, tmp_path: Path, rounds: int) ->
     chance = random.Random(1)
     with opened(model, tmp_path / "store") as llm:
         engine = engine_of(llm)
-        store = engine._scheduler.store
-        assert store is not None
         for number in range(rounds):
-            while store._files._waiting:
-                time.sleep(0.001)
+            wait_written(llm)
             shutil.rmtree(tmp_path / "store")
             shutil.copytree(tmp_path / "whole", tmp_path / "store")
             damage = damages()[number % len(damages())]
@@ -145,7 +161,7 @@ def test_damaged_files_are_computed(model: Path, tmp_path: Path, rounds: int) ->
 
 
 def test_a_folder_that_vanishes_or_is_full_costs_no_request(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "store"
     text = filled(model, store)
@@ -153,18 +169,59 @@ def test_a_folder_that_vanishes_or_is_full_costs_no_request(
         shutil.rmtree(store)
         assert answer(llm) == (text, 0)
     assert not store.exists()
-    with monkeypatch.context() as full:
-
-        def refuse(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        full.setattr("specinfer.engine.prompt_files.os.replace", refuse)
+    with pytest.MonkeyPatch.context() as full:
+        losing("full", full)
         with opened(model, store) as llm:
             assert answer(llm)[0] == text
     assert files(store) == []
     assert [one.message.split(":")[0] for one in caplog.records if "store" in one.message] == [
         "a file of the prompt store cannot be written, and prompts end with this process"
     ] * 2
+
+
+@pytest.mark.parametrize("fault", ["full", "slow"])
+def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
+    model: Path, tmp_path: Path, fault: str
+) -> None:
+    with opened(model, tmp_path) as llm:
+        with pytest.MonkeyPatch.context() as lossy:
+            losing(fault, lossy)
+            text = answer(llm)[0]
+            wait_written(llm)
+        assert files(tmp_path) == []
+        assert answer(llm) == (text, 49)  # a row of another text's block, too
+        wait_written(llm)
+        written = files(tmp_path)
+        assert len(written) == 12
+        times = [path.stat().st_mtime_ns for path in written]
+        answer(llm)  # finds nothing that is lost
+        wait_written(llm)
+        assert [path.stat().st_mtime_ns for path in written] == times
+    with opened(model, tmp_path) as llm:
+        assert answer(llm) == (text, 48)
+
+
+@pytest.mark.parametrize("fault", ["full", "slow"])
+def test_lost_states_are_written_for_the_next_text_that_finds_them(
+    tiny: Tiny, tmp_path: Path, fault: str
+) -> None:
+    models = counting(tiny.tokenizer)
+    loaded = Models(models.target, models.tokenizer, {}, origin={"model": "counting"})
+    config = EngineConfig.from_options("m", {**ENGINE, "block_size": 4, "prompt_store": tmp_path})
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompt = [i % 61 for i in range(50)]
+    found: list[int] = []
+    for faults in ((fault, None), (None,)):  # two engines
+        with LLM.from_models(config, loaded) as llm:
+            for one in faults:
+                with pytest.MonkeyPatch.context() as lossy:
+                    if one is not None:
+                        losing(one, lossy)
+                    (output,) = llm.generate([prompt], greedy)
+                    wait_written(llm)
+                assert list(output.token_ids) == recurrent_answer(prompt, 12)
+                found.append(output.cached_tokens)
+    assert found == [0, 48, 48]
 
 
 def test_two_engines_use_one_folder_within_its_size(model: Path, tmp_path: Path) -> None:
@@ -209,7 +266,8 @@ def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from specinfer.engine.prompt_files import PromptFiles as F\n"
         "files = F(Path(sys.argv[1]), 1 << 30, 'f' * 64)\n"
         "for number in range(1 << 30):\n"
-        "    files.has_room(1 << 16) and files.write(f'{sys.argv[2]}-{number}', bytearray(1 << 16))\n"
+        "    name = f'{sys.argv[2]}-{number}'\n"
+        "    files.has_room(name, 1 << 16) and files.write(name, bytearray(1 << 16))\n"
         "    if number == 99: print(flush=True)\n"
     )
     for life in range(3):
@@ -245,6 +303,7 @@ def test_writes_beyond_the_queue_are_lost_and_counted(
 ) -> None:
     monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 100)
     kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
-    assert [kept.has_room(100), kept.has_room(101)] == [True, False]
+    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_LOST", 1)
+    assert [kept.has_room(*one) for one in (("a", 100), ("b", 101), ("c", 101))] == [True, False, False]
     kept.close()
-    assert kept.counts["lost"] == 1
+    assert (kept.counts["lost"], [*kept.lost]) == (2, ["c"])
