@@ -220,7 +220,8 @@ class PromptFiles:
         path = self._folder / name
         try:
             with path.open("rb", buffering=0) as file:
-                kept, body = file.read(_SUM), bytearray(max(0, os.fstat(file.fileno()).st_size - _SUM))
+                kept, size = file.read(_SUM), os.fstat(file.fileno()).st_size - _SUM
+                body = bytearray(max(0, min(size, _MAX_WAITING + 1)))  # a longer one is damaged
                 view = memoryview(body)
                 while view and (count := file.readinto(view)):
                     view = view[count:]

@@ -179,6 +179,35 @@ def test_a_folder_that_vanishes_or_is_full_costs_no_request(
     ] * 2
 
 
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, replace_by_a_file])
+def test_a_folder_that_is_lost_while_a_prompt_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], object]
+) -> None:
+    text = filled(model, tmp_path)
+    with opened(model, tmp_path) as llm:
+        store = engine_of(llm)._scheduler.store
+        assert store is not None
+        kept, names = store._files, list[str]()
+
+        def read(name: str) -> bytearray | None:
+            names.append(name)
+            if len(names) == 4:
+                lose(kept._folder)
+            return PromptFiles._read(kept, name)
+
+        monkeypatch.setattr(kept, "_read", read)
+        assert answer(llm) == (text, 12)
+        assert answer(llm, PROMPT[1:])[1] == 0
+        wait_written(llm)
+        counts = llm.statistics().prompt_store
+    assert (counts["read"], counts["failed"] > 12, counts.get("wrong", 0)) == (3, True, 0)
+
+
 @pytest.mark.parametrize("fault", ["full", "slow"])
 def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
     model: Path, tmp_path: Path, fault: str
@@ -307,3 +336,16 @@ def test_writes_beyond_the_queue_are_lost_and_counted(
     assert [kept.has_room(*one) for one in (("a", 100), ("b", 101), ("c", 101))] == [True, False, False]
     kept.close()
     assert (kept.counts["lost"], [*kept.lost]) == (2, ["c"])
+
+
+def test_a_file_that_is_too_long_is_not_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 100)
+    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
+    kept.write("a", bytearray(100))
+    kept.close()
+    assert kept._read("a") == bytearray(100)
+    os.truncate(files(tmp_path)[0], 1 << 40)
+    assert kept._read("a") is None
+    assert files(tmp_path) == []
