@@ -49,7 +49,7 @@ from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.progress import Progress
 from specinfer.report.provenance import versions
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.kv_cache import SHARE_OF_FREE, bytes_per_block, free_bytes, gib, process_bytes
+from specinfer.runtime.kv_cache import SHARE_OF_FREE, bytes_per_block, free_bytes, process_bytes
 from specinfer.runtime.runner import ModelRunner
 from specinfer.runtime.state_cache import state_bytes
 from specinfer.speculation_config import Quantization
@@ -276,16 +276,19 @@ def pass_cost(
 
 
 def int8_cache_pays(model: LanguageModel, read: int, free: int) -> Iterator[str]:
-    """Yield when a KV cache in int8 pays: for long texts, and if memory is short for one of the longest.
+    """Yield when a KV cache in int8 pays: for long texts, and for those that do not fit exactly.
 
-    `read` are the bytes of a pass over a short text; int8 pays if it saves a tenth of a pass's bytes.
+    `read` are the bytes of a pass over a short text; int8 pays if it saves a tenth of a pass's bytes. Windows
+    bound these bytes, so only the memory counts for models that have them.
     """
     longest = model.config.max_context
     exact, rounded = (bytes_per_block([(model.config, kind)], 1) for kind in (model.dtype, torch.int8))
-    if (gain := exact - rounded - _GAIN * exact) > 0 and (least := math.ceil(_GAIN * read / gain)) <= longest:
+    windows = any(window is not None for window in model.config.layer_windows)
+    gain = exact - rounded - _GAIN * exact
+    if not windows and gain > 0 and (least := math.ceil(_GAIN * read / gain)) <= longest:
         yield f"for texts of {least} tokens or more"
-    if exact * longest > SHARE_OF_FREE * free:
-        yield f"as a text of {longest} tokens takes {gib(exact * longest)} of {gib(free)} of free memory"
+    if (fitting := int(SHARE_OF_FREE * free) // max(1, exact)) < longest:
+        yield f"for texts of more than {fitting} tokens, which do not fit into half of the free memory"
 
 
 def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:

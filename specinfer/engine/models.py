@@ -45,7 +45,8 @@ _LOG = logging.getLogger(__name__)
 # Options that determine the loaded weights and their kernels. A variant must have the same, but may have
 # fewer drafts.
 _SHARED_OPTIONS: Final = (
-    *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
+    *("model", "model_impl", "trust_remote_code", "dtype", "kv_cache_dtype", "device", "quantization"),
+    *("kernels", "threads"),
     *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
     *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
@@ -132,7 +133,15 @@ def load_models(
             return _plan(find_models(config, target, hardware, show, automatic=automatic), show)
 
         planned = without_faulty(chosen, plan, partial(report, show=show)) if automatic else plan(chosen)
-        return _load(planned, show, processes, automatic=automatic)
+        try:
+            return _load(planned, show, processes, automatic=automatic)
+        except FAULTS as error:  # of a draft whose memory the plan has divided
+            if not automatic or planned.memory is None:
+                raise
+            reason = left_out(error)
+        models = _load(plan(with_drafts(chosen, ())), show, processes, automatic=False)
+        report(reason, show)
+        return models
 
 
 class _LoadPlan(NamedTuple):
@@ -177,7 +186,10 @@ def _plan(found: FoundModels, show: Progress) -> _LoadPlan:
 def _load(
     planned: _LoadPlan, show: Progress, processes: FollowerProcesses | None, *, automatic: bool
 ) -> Models:
-    """Read the weights; an `automatic` draft whose weights have a fault is left out, with a line."""
+    """Read the weights; an `automatic` draft whose weights have a fault is left out, with a line.
+
+    Raises its fault if there is a memory plan, which has to be made again.
+    """
     found, adapters, origin, layout, memory = planned
     config, target, drafts, kinds = found.config, found.target, found.drafts, found.kinds
     ids = found.logit_ids()
@@ -218,7 +230,7 @@ def _load(
         for name, adapter in found.adapted.items():
             loader.adapt(loaded_drafts[name], adapter, kinds[name])
     except FAULTS as error:
-        if not automatic:
+        if not automatic or memory is not None:
             raise
         report(left_out(error), show)
         names, drafts = (), {}

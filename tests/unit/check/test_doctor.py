@@ -100,12 +100,17 @@ def test_a_tree_runs_again_and_again_behind_a_text_with_a_state() -> None:
 
 
 def test_when_an_int8_cache_would_pay() -> None:
-    model: Any = SimpleNamespace(config=replace(PLAIN, max_context=1000), dtype=torch.float32)
+    config = replace(PLAIN, max_context=1000, layer_windows=(None,) * PLAIN.num_layers)
+    model: Any = SimpleNamespace(config=config, dtype=torch.float32)
     exact, rounded = (bytes_per_block([(PLAIN, kind)], 1) for kind in (torch.float32, torch.int8))
     for tokens, free, said in (
         (900, 10_000 * exact, ["for texts of 900 tokens or more"]),
         (1001, 10_000 * exact, []),
-        (1001, 1_500 * exact, ["as a text of 1000 tokens takes 0.73 MiB of 1.10 MiB of free memory"]),
+        (
+            1001,
+            1_500 * exact,
+            ["for texts of more than 750 tokens, which do not fit into half of the free memory"],
+        ),
     ):
         read = 10 * tokens * (exact - rounded) - tokens * exact  # a tenth is saved at `tokens`
         assert [*int8_cache_pays(model, read, free)] == said, tokens

@@ -104,6 +104,8 @@ def test_the_option_reaches_the_cache_and_the_fingerprint(tmp_path: Path) -> Non
         with LLM(tmp_path / "target", **{**ENGINE, "kv_cache_dtype": dtype}) as llm:
             assert runner_of(llm).cache.keys[0].dtype is found
             made.add(fingerprint(llm))
+            with pytest.raises(ConfigError, match="kv_cache_dtype"):
+                llm.variant(kv_cache_dtype="int8" if dtype == "auto" else "auto")
     assert len(made) == 2
 
 
