@@ -31,17 +31,17 @@ from specinfer.speculation_config import Lookup, SpeculationConfig
 
 # Flags of users' scripts: removing or renaming one needs a line in CHANGELOG.
 FLAGS = """
---allowed-host --api-key --api-key-file --call-format --chat-template --cluster --config
---cors-origin --device --draft --draft-lora --draft-quantization --dtype --engine-timeout
---expansion --generation-config --grace --help --host --idle-timeout --keep-alive --kernels --key-file
+--allowed-host --api-key --api-key-file --call-format --chat-template --cluster --config --cors-origin
+--device --draft --draft-lora --draft-quantization --dtype --engine-timeout --expansion
+--generation-config --grace --help --host --idle-timeout --keep-alive --kernels --key-file
 --kv-cache-dtype --kv-cache-memory --local-ranks --log-format --log-level --log-traffic --lookup --lora
 --master --max-batch-size --max-body --max-connections --max-context --max-loras --max-n --max-nodes
 --max-step-tokens --max-wait --max-waiting --memory --model --model-impl --no-draft --no-lookup --no-page
 --no-prepared --no-trust-remote-code --offload --offload-folder --otlp-endpoint --page
---pipeline-parallel --port --prepared --prompt-memory --prompt-store --prompt-store-size
---quantization --reasoning-budget --replicas --root-path --served-model-name --special-tokens-in-messages --speculative-config
---sum-parts --tensor-parallel --threads --tree-size --trust-remote-code --trusted-proxy --unknown-fields
---verifier
+--pipeline-parallel --port --prepared --prompt-memory --prompt-store --prompt-store-size --quantization
+--reasoning-budget --replicas --root-path --served-model-name --special-tokens-in-messages
+--speculative-config --sum-parts --tensor-parallel --threads --tree-size --trust-remote-code
+--trusted-proxy --unknown-fields --verifier
 """
 
 
