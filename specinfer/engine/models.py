@@ -135,7 +135,7 @@ def load_models(
         planned = without_faulty(chosen, plan, partial(report, show=show)) if automatic else plan(chosen)
         try:
             return _load(planned, show, processes, automatic=automatic)
-        except FAULTS as error:  # of a draft whose memory the plan has divided
+        except FAULTS as error:  # the plan has memory for the draft, so a new one is needed
             if not automatic or planned.memory is None:
                 raise
             reason = left_out(error)
