@@ -118,6 +118,8 @@ class ThinkingBudget:
     ending: tuple[int, ...]  # at least one id; the last ones need not be of `close`
     started: bool = False  # the prompt has opened the thinking
     repeats: bool = False  # thinking may begin anywhere and again; one budget bounds all of it
+    head: str = ""  # the beginning of `open`
+    barred: tuple[int, ...] = ()  # once the budget is used, ids that may not follow `head`
 
     @naming("thinking")
     def __post_init__(self) -> None:

@@ -123,7 +123,7 @@ class Admission:
         for parameter, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("visible_token_ids", params.visible_token_ids),
-            ("thinking", () if params.thinking is None else params.thinking.ending),
+            ("thinking", () if (bound := params.thinking) is None else (*bound.ending, *bound.barred)),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
             ("prediction", request.prediction),

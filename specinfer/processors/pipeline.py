@@ -121,6 +121,8 @@ class Processors:
             yield bans(completions)
         if self._num_output + len(path) < self._min_tokens:
             yield self._barred
+        if self._thinking is not None and (barred := self._thinking.barred(path)):
+            yield bans(barred)
         if self._biases is not None:
             yield self._biases
         if self._penalties is not None:
@@ -134,7 +136,9 @@ class Processors:
             return False
         if self._bad_words is not None and token in self._bad_words.completions(path):
             return False
-        if self._thinking is not None and self._thinking.required(path) not in (None, token):
+        if self._thinking is not None and (
+            self._thinking.required(path) not in (None, token) or token in self._thinking.barred(path)
+        ):
             return False
         return self.grammar is None or self.grammar.permits(path, token)
 

@@ -21,7 +21,8 @@ class ThinkingState:
     """One request's thinking: how much of it there is on every path below the committed text.
 
     Thinking ends by itself with its closing delimiter, however the tokenizer spells it. Once the budget is
-    used, the tokens of `budget.ending` must follow, one by one. Only `commit` moves the position.
+    used, the tokens of `budget.ending` must follow, one by one, and those of `budget.barred` do not begin it
+    again. Only `commit` moves the position.
     """
 
     def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes]) -> None:
@@ -38,6 +39,24 @@ class ThinkingState:
 
     def required(self, path: Sequence[int] = ()) -> int | None:
         """Return the only token that may follow the text and `path`; None if the budget excludes none."""
+        place = self._spent(path)
+        return self._budget.ending[place.forced] if place is not None and place.inside else None
+
+    def barred(self, path: Sequence[int] = ()) -> Sequence[int]:
+        """Return the tokens that may not follow the text and `path`, because they begin thinking again."""
+        place = self._spent(path) if self._budget.barred else None
+        if place is None or place.inside or not place.tail.endswith(self._budget.head.encode()):
+            return ()
+        return self._budget.barred
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text; each must be allowed."""
+        for token in tokens:
+            if self._place is not None:
+                self._place = self._after(self._place, token)
+
+    def _spent(self, path: Sequence[int]) -> _Place | None:
+        """Return the place after the text and `path` if the budget is used there and matters."""
         place = self._place
         if place is None or (not place.forced and place.used + len(path) < self._budget.tokens):
             return None
@@ -45,13 +64,7 @@ class ThinkingState:
             place = self._after(place, token)
             if place is None:
                 return None
-        return self._budget.ending[place.forced] if self._is_ending(place) else None
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text; each must be allowed."""
-        for token in tokens:
-            if self._place is not None:
-                self._place = self._after(self._place, token)
+        return place if place.used >= self._budget.tokens else None
 
     def _is_ending(self, place: _Place) -> bool:
         return place.inside and place.used >= self._budget.tokens

@@ -32,6 +32,7 @@ from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.tokenizer import Rendered, Tokenizer
 
 _BEGIN, _CHANNEL, _KIND, _MESSAGE, _CALL, _END = FORMS["harmony"].marks
+_ANALYSIS: Final = "analysis"
 _ENDS: Final = re.compile(r"<\|(?:end|call|return|start|channel)\|>")
 _CUT: Final = re.compile(r"<(?:\|[a-z]*\|?)?\Z")  # a mark that is not complete
 # The beginning of a head, which may name the recipient first, or the end of an answer.
@@ -42,7 +43,7 @@ _HEAD: Final = re.compile(r"(?: ?to=[^\s<]*)?<\|(?:start|channel|constrain|messa
 class Channels(Reasoning):
     """Reasoning in the channel analysis. All marks but that of a call's end must be special tokens."""
 
-    open: str = f"{_CHANNEL}analysis{_MESSAGE}"
+    open: str = f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}"
     close: str = _END
 
     @classmethod
@@ -58,10 +59,19 @@ class Channels(Reasoning):
     def bound(
         self, tokens: int, prompt: Rendered, tokenizer: Tokenizer, *, calls: bool = False
     ) -> ThinkingBudget:
-        """Return the bound of all analysis; the final message follows it, or with `calls` any message."""
+        """Return the bound of all analysis; the final message follows it, or with `calls` any other one."""
         head = f"{_END}{_BEGIN}assistant{'' if calls else f'{_CHANNEL}final{_MESSAGE}'}"
-        ending = tuple(tokenizer.encode(head, add_special=False))
-        return ThinkingBudget(tokens=tokens, open=self.open, close=self.close, ending=ending, repeats=True)
+        beginnings = [_ANALYSIS[: size + 1] for size in range(len(_ANALYSIS) if calls else 0)]
+        return ThinkingBudget(
+            tokens=tokens,
+            open=self.open,
+            close=self.close,
+            ending=tuple(tokenizer.encode(head, add_special=False)),
+            repeats=True,
+            head=_CHANNEL,
+            # The grammar of calls leaves other channels, so the model cannot open analysis again and again.
+            barred=tuple(sorted({tokenizer.encode(text, add_special=False)[0] for text in beginnings})),
+        )
 
     def preamble_rules(self, starts_inside: bool) -> dict[str, str]:
         """Return Lark rules by name: `preamble` is all that precedes a form in the final message."""

@@ -6,9 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.processors.pipeline import Processors
 from specinfer.processors.thinking import ThinkingState
 from specinfer.sampling_params import ThinkingBudget
 from tests.engines import Tiny, write_tiny
@@ -48,6 +50,27 @@ def test_the_place_at_which_thinking_has_to_end() -> None:
             thinking = ThinkingState(bound, lambda token: bytes([token]))
             thinking.commit(text[:cut].encode())
             assert thinking.required(text[cut:].encode()) == (required and ord(required)), (bound, text, cut)
+
+
+def test_a_used_budget_bars_what_would_begin_thinking_again() -> None:
+    bars = budget(2, repeats=True, head="<", barred=(0x3C,))
+    for bound, text, barred in (
+        (bars, "<<ab>>c<", True),
+        (bars, "<<ab>>c", False),
+        (bars, "<<ab<", False),  # it ends
+        (bars, "<<>>c<", False),  # there is budget left
+        (replace(bars, tokens=0), "c<", True),
+        (budget(2, repeats=True), "<<ab>>c<", False),
+    ):
+        for cut in range(len(text) + 1):
+            thinking = ThinkingState(bound, lambda token: bytes([token]))
+            thinking.commit(text[:cut].encode())
+            path = text[cut:].encode()
+            assert thinking.barred(path) == ((0x3C,) if barred else ()), (text, cut)
+            pipeline = Processors(SamplingParams(), (), vocab=VOCAB, ending=(), thinking=thinking)
+            logits = pipeline.apply(np.zeros(VOCAB, np.float32), path)
+            assert pipeline.permits(path, 0x3C) == np.isfinite(logits[0x3C]), (text, cut)
+            assert not barred or (logits == 0).sum() == VOCAB - 1
 
 
 def test_texts_are_the_same_with_speculation_and_their_forms_hold_behind_the_end(tiny: Tiny) -> None:

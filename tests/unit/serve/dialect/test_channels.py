@@ -203,3 +203,8 @@ def test_a_spent_budget_of_analysis_is_followed_by_the_final_message_or_by_a_cal
         while (token := thinking.required((*encode("ab", add_special=False), *path))) is not None:
             path.append(token)
         assert path == encode(f"<|end|><|start|>assistant{tail}", add_special=False), calls
+        thinking.commit((*encode("ab", add_special=False), *path))
+        begun = encode("<|channel|>", add_special=False)
+        # With calls no analysis follows, which would end at once and begin again.
+        assert thinking.barred(begun) == (tuple(encode("a", add_special=False)) if calls else ()), calls
+        assert not thinking.barred((*begun, *encode("comment", add_special=False))), calls
