@@ -98,7 +98,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
     encode = partial(service.chat.encode, add_special_tokens=fields.add_special_tokens is True)
     token_ids = tuple(encode(rendered))
     constraints |= {"visible_token_ids": visible or None}
-    budget = _budget(service, fields)
+    budget = _budget(service, fields, dialect.reasoning)
     if budget is not None and dialect.reasoning is not None:
         constraints["thinking"] = dialect.reasoning.bound(
             budget, rendered, service.tokenizer, calls=bool(tools)
@@ -165,10 +165,22 @@ def _covers_reasoning(fields: ConversationFields, reasoning: Reasoning) -> bool:
     return any(reasoning.close in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
-def _budget(service: Service, fields: ConversationFields) -> int | None:
-    """Return the maximum of tokens of thinking: the request's, the one of its effort, or the server's."""
+def _budget(service: Service, fields: ConversationFields, reasoning: Reasoning | None) -> int | None:
+    """Return the maximum of tokens of thinking: the request's, the one of its effort, or the server's.
+
+    A form that contains the reasoning has none; raises ApiError if the request gives both.
+    """
+    given = None if fields.budget is None or fields.budget < 0 else fields.budget
+    if reasoning is not None and _covers_reasoning(fields, reasoning):
+        if given is not None:
+            raise ApiError(
+                f"the form contains {reasoning.close}, and {fields.budget_field} bounds the reasoning before "
+                "a form; remove one of them",
+                param=fields.budget_field,
+            )
+        return None
     if fields.budget is not None:
-        return None if fields.budget < 0 else fields.budget
+        return given
     if fields.effort in _BUDGETS and "reasoning_effort" not in service.chat.variables:
         return _BUDGETS[fields.effort]
     return service.config.reasoning_budget

@@ -62,6 +62,7 @@ def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer:
         ({"reasoning_effort": "low"}, 1024),
         ({"reasoning_effort": "high"}, 300),
         ({"chat_template_kwargs": {"closed": True}, "thinking_token_budget": 7}, None),
+        ({"regex": "[a-z]{10}</think>x"}, None),  # the form has the reasoning in it
     ]
     for body, tokens in cases:
         server = Asked(tokenizer, says("hm</think>Yes."), reasoning_budget=300)
@@ -73,6 +74,8 @@ def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer:
     for most in ({"max_tokens": 7}, {"max_completion_tokens": 7, "max_tokens": 7}):
         answer = ask(Asked(tokenizer, says("hm")), thinking_token_budget=7, **most)
         assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
+    answer = ask(Asked(tokenizer), regex="[a-z]{10}</think>x", thinking_token_budget=3)
+    assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
 
 
 def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:
