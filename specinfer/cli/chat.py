@@ -76,6 +76,8 @@ class ChatSession:
 
         self._budget = budget
         self._reasoning = None if budget is None else Dialect.of(llm.tokenizer).reasoning
+        if budget is not None and self._reasoning is None:
+            click.echo("--reasoning-budget has no effect: the model does not reason", err=True)
         self._llm = llm
         self._params = params
         self._fills = fills

@@ -171,6 +171,8 @@ def _budget(service: Service, fields: ConversationFields, reasoning: Reasoning |
     A form that contains the reasoning has none; raises ApiError if the request gives both.
     """
     given = None if fields.budget is None or fields.budget < 0 else fields.budget
+    if given is not None and reasoning is None:
+        service.field_policy.log_once("the budget of thinking has no effect: the model does not reason")
     if reasoning is not None and _covers_reasoning(fields, reasoning):
         if given is not None:
             raise ApiError(

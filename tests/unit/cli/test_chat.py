@@ -57,8 +57,9 @@ def test_chat_remembers_and_obeys_its_commands(
 
     monkeypatch.setattr(LLM, "stream_chat", listen)
     chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--system", "s"]
-    status, _, err = run(*chat)
+    status, _, err = run(*chat, "--reasoning-budget", 3)
     assert status == 0
+    assert "--reasoning-budget has no effect: the model does not reason" in err
     first = ["system", "user"]
     assert asked == [first, [*first, "assistant", "user"], first, [*first, "assistant", "user"]]
     assert "4 tokens" in err

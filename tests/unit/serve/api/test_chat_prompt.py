@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer:
         assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
     answer = ask(Asked(tokenizer), regex="[a-z]{10}</think>x", thinking_token_budget=3)
     assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
+
+
+def test_a_budget_for_a_model_that_does_not_reason_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Asked(byte_tokenizer(tmp_path, "{{ messages[0].content }}"))
+    for budget in (-1, 7, 8):
+        assert ask(server, thinking_token_budget=budget)["status"] == 200
+    assert caplog.text.count("the budget of thinking has no effect: the model does not reason") == 1
 
 
 def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer) -> None:
