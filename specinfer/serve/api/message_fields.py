@@ -300,6 +300,12 @@ class MessageFields(ConversationFields):
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
+        if self._given_budget is not None and self.thinking_token_budget not in (None, self._given_budget):
+            raise ApiError(
+                f"thinking allows {self._given_budget} tokens, and thinking_token_budget is "
+                f"{self.thinking_token_budget}; give one of them",
+                param="thinking_token_budget",
+            )
         if len(self._marks) > _MAX_MARKS:
             raise ApiError(
                 f"{len(self._marks)} blocks have cache_control; allowed: at most {_MAX_MARKS}; remove some",
@@ -389,10 +395,16 @@ class MessageFields(ConversationFields):
     @property
     def budget(self) -> int | None:
         """Maximum of tokens of thinking that the request gives; disabled thinking has 0."""
+        given = self._given_budget
+        return self.thinking_token_budget if given is None else given
+
+    @property
+    def _given_budget(self) -> int | None:
+        """The budget of `thinking`."""
         given = self.thinking
-        if given is None or given.type == "adaptive":
-            return self.thinking_token_budget
-        return given.budget_tokens if given.type == "enabled" else 0
+        if given is None:
+            return None
+        return 0 if given.type == "disabled" else given.budget_tokens
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

@@ -165,6 +165,25 @@ def test_thinking_sets_the_templates_switch(tokenizer: Tokenizer) -> None:
         assert counted.json() == {"input_tokens": len(server.prompts[0])}, thinking
 
 
+def test_thinking_is_bounded_by_either_field(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[dict[str, Any], int | None, int | None]] = [
+        ({"type": "enabled"}, 5, 5),
+        ({"type": "enabled", "budget_tokens": 5}, None, 5),
+        ({"type": "adaptive", "budget_tokens": 5}, 5, 5),
+        ({"type": "adaptive"}, None, None),
+        ({"type": "disabled"}, None, 0),
+    ]
+    for thinking, other, tokens in cases:
+        server = MessagesServer(tokenizer, says("Four."))
+        switch = {"chat_template_kwargs": {"enable_thinking": True}}  # else disabled thinking is closed
+        server.message(thinking=thinking, thinking_token_budget=other, **switch)
+        bound = server.backend.works[0].params.thinking
+        assert (bound and bound.tokens) == tokens, thinking
+    for thinking in ({"type": "enabled", "budget_tokens": 6}, {"type": "disabled"}):
+        refused = server.refusal(thinking=thinking, thinking_token_budget=5)
+        assert "thinking_token_budget is 5; give one of them" in refused[2], thinking
+
+
 def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("<think>Hm.</think>Four."))
     hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
