@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from pydantic import BaseModel
-
 from specinfer.errors import RequestError, naming
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
@@ -27,6 +25,7 @@ from specinfer.serve.backend.work import BackendError, EngineInfo, Observe, Unav
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import FieldPolicy
+from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.prediction import relevant_tokens
@@ -35,7 +34,7 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 _MAX_CHARACTERS: Final = 64  # a token, on average; a longer prompt cannot fit and is not tokenized
 MAX_FIGURES: Final = 1 << 18  # log-probabilities of prompts; each is an object here and 70 bytes of JSON
 _Made = TypeVar("_Made")
-_Fields = TypeVar("_Fields", bound=BaseModel)
+_Fields = TypeVar("_Fields", bound=SamplingFields)
 
 
 class Service:
@@ -65,7 +64,7 @@ class Service:
         self.models = tuple(models)  # names of the model, the default first
         self.adapters = tuple(adapters)  # names of adapters, for the `model` field
         self.metrics = metrics
-        self.field_policy = FieldPolicy(config.unknown_fields, sampling)
+        self.field_policy = FieldPolicy(config.unknown_fields)
         self.sampling = dict(sampling or {})  # defaults of sampling fields, by name
         self._observers = (metrics.observe, *observers)
         self._max_completions = batch + config.max_waiting  # maximum of completions at a time
@@ -93,13 +92,15 @@ class Service:
         return self.models[0]
 
     def with_defaults(self, fields: _Fields) -> _Fields:
-        """Fill absent sampling fields with the model's own sampling parameters; returns a copy."""
-        if not getattr(fields, "takes_defaults", True):
-            return fields
-        missing = {
-            name: value for name, value in self.sampling.items() if getattr(fields, name, value) is None
-        }
-        return fields.model_copy(update=missing) if missing else fields
+        """Fill absent sampling fields with the model's own sampling parameters; returns a copy.
+
+        Raises ApiError for a range of penalties that is not the whole text.
+        """
+        if fields.takes_defaults:
+            missing = {name: one for name, one in self.sampling.items() if getattr(fields, name, one) is None}
+            fields = fields.model_copy(update=missing)
+        fields.check_range()
+        return fields
 
     def check_count(self, n: int | None, prompts: int = 1) -> None:
         """Raise ApiError for more completions than one request may have, before any of them takes memory."""

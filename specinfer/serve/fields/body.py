@@ -100,7 +100,7 @@ def parse(
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     if isinstance(given, dict):
-        translate(given, own_names(kind), policy.sampling)
+        translate(given, own_names(kind))
     try:
         return policy.read(kind, given)
     except ValidationError as error:
@@ -119,10 +119,8 @@ def has_more_tokens(text: bytes, max_tokens: int) -> bool:
 class FieldPolicy:
     """Applies the policy; keeps the lines already logged. Belongs to one event loop."""
 
-    def __init__(self, unknown: UnknownFields = "error", sampling: Mapping[str, Any] | None = None) -> None:
-        """`sampling` holds the defaults of sampling fields, by name."""
+    def __init__(self, unknown: UnknownFields = "error") -> None:
         self._unknown = unknown
-        self.sampling = dict(sampling or {})
         self._logged: set[str] = set()
 
     def read(self, kind: type[_Body], body: Any) -> _Body:

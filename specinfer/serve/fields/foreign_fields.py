@@ -51,7 +51,7 @@ _UNSUPPORTED: Final[Mapping[str, Sequence[Any]]] = {
     "use_beam_search custom_logit_processor logits_processors custom_params vllm_xargs": _NONE,
     # the length and the form of the text
     "n_indent t_max_predict_ms": (-1, 0),
-    "repeat_last_n reasoning_budget reasoning_budget_tokens thinking_token_budget": (-1,),
+    "reasoning_budget reasoning_budget_tokens thinking_token_budget": (-1,),
     "repetition_detection stop_regex guided_whitespace_pattern guided_json_object grammar_lazy": _NONE,
     "format text output_config output_format": (),
     "skip_special_tokens parse_tool_calls separate_reasoning": (True,),
@@ -70,11 +70,8 @@ THINKING: Final = ("enable_thinking", "think", "thinking", "reasoning")  # switc
 SCHEMAS: Final = ("guided_json", "json_schema")  # schemas of the answer
 
 
-def translate(body: dict[str, Any], own: Own, sampling: Mapping[str, Any]) -> None:
-    """Rewrite a body in place to an endpoint's `own` fields; raises ApiError for an unsupported one.
-
-    `sampling` holds the server's defaults of sampling fields, by name.
-    """
+def translate(body: dict[str, Any], own: Own) -> None:
+    """Rewrite a body in place to an endpoint's `own` fields; raises ApiError for an unsupported one."""
     _read_prefix(body)
     for name in [*body]:
         body[name] = _tidied(body[name], name, top=True)
@@ -88,10 +85,7 @@ def translate(body: dict[str, Any], own: Own, sampling: Mapping[str, Any]) -> No
     if "chat_template_kwargs" in own:
         _read_template_fields(body, own)
     for name in [name for name in body if name in REFUSED and name not in own]:
-        value = body.pop(name)
-        # Penalties look at the whole text; their range has no effect without them.
-        if name != "repeat_last_n" or _penalized({**sampling, **body}):
-            _check_neutral(name, value, REFUSED[name])
+        _check_neutral(name, body.pop(name), REFUSED[name])
     _settle(body, own)
 
 
@@ -178,12 +172,6 @@ def _check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
             f"{f'; allowed: {allowed}' if allowed else ''}; remove it (docs/reference.md has alternatives)",
             param=name,
         )
-
-
-def _penalized(body: Mapping[str, Any]) -> bool:
-    return body.get("repetition_penalty", 1) != 1 or any(
-        body.get(name) for name in ("frequency_penalty", "presence_penalty")
-    )
 
 
 def _read_forms(body: dict[str, Any]) -> None:

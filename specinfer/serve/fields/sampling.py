@@ -86,6 +86,7 @@ class SamplingFields(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_last_n: int | None = Field(None, description="Only -1 with penalties, which look at all text.")
     logit_bias: dict[str, float] | None = None
     bad_words: Items[str] | None = None
     allowed_token_ids: Ids | None = None
@@ -119,6 +120,16 @@ class SamplingFields(Fields):
                 raise ApiError(f"{name} is not supported here: {advice}", param=name)
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)
+
+    def check_range(self) -> None:
+        """Raise ApiError for a range of penalties that is not the whole text, if there are penalties."""
+        penalties = self.repetition_penalty not in (None, 1), self.frequency_penalty, self.presence_penalty
+        if self.repeat_last_n not in (None, -1) and any(penalties):
+            raise ApiError(
+                f"repeat_last_n is {self.repeat_last_n}, and penalties look at the whole text; allowed: -1; "
+                "remove it, or set the penalties to have no effect",
+                param="repeat_last_n",
+            )
 
     def check_equal(self, name: str, other: str) -> None:
         """Raise ApiError if two fields with one meaning are given and differ."""

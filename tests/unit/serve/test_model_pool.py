@@ -61,7 +61,10 @@ class Rig:
         if name == self.broken:
             raise UserError("its weights are damaged")
         backend = ScriptedBackend(says(f"I am {name}."))
-        service = scripted_service(self._tokenizer, backend, [metrics.observe], model.names)
+        sampling = {"repetition_penalty": 1.1} if name == "c" else {}
+        service = scripted_service(
+            self._tokenizer, backend, [metrics.observe], model.names, sampling=sampling
+        )
         service.facts = replace(service.facts, memory=self.size)
         service.metrics = metrics
         try:
@@ -211,6 +214,10 @@ async def test_the_paths_of_several_models(rig: Callable[..., Rig]) -> None:
             ("/models/load", {}, 400),
             ("/v1/chat/completions", {"model": "d", "messages": [{"role": "user", "content": "x"}]}, 404),
             ("/v1/completions", {"model": "c", "prompt": "x", "stream": True}, 200),
+            # the model's own penalty, which one of several models may have
+            ("/v1/completions", {"model": "c", "prompt": "x", "repeat_last_n": -1}, 200),
+            ("/v1/completions", {"model": "c", "prompt": "x", "repeat_last_n": 64}, 400),
+            ("/v1/completions", {"model": "b", "prompt": "x", "repeat_last_n": 64}, 200),
             ("/models/unload", {"model": "b"}, 200),
         ):
             answer = await client.post(path, json=body)

@@ -49,6 +49,20 @@ def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer, 
     assert law(asked(tokenizer, {}, path)) == usual
 
 
+def test_a_range_of_penalties_is_refused_with_penalties(tokenizer: Tokenizer) -> None:
+    for sampling, body, refused in (
+        ({}, {"repeat_last_n": 64}, False),
+        ({}, {"repeat_last_n": -1, "repeat_penalty": 1.1}, False),
+        ({}, {"repeat_last_n": 64, "repeat_penalty": 1.1}, True),
+        ({}, {"repeat_last_n": 0, "frequency_penalty": 1}, True),
+        (SAMPLING, {"repeat_last_n": 64}, True),
+        (SAMPLING, {"repeat_last_n": 64, "repetition_penalty": 1.0}, False),
+    ):
+        answer = Asked(tokenizer, sampling=sampling).http.post("/completions", json={"prompt": "a"} | body)
+        assert answer.status_code == (400 if refused else 200), body
+        assert not refused or "allowed: -1" in answer.json()["error"]["message"]
+
+
 def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
     assert InfillFields(input_prefix="", input_suffix="").takes_defaults is False
     service = scripted_service(tokenizer, ScriptedBackend(), sampling=SAMPLING)

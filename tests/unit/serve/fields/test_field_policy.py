@@ -244,7 +244,7 @@ def test_free_form_json_is_unchanged() -> None:
         "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
         "chat_template_kwargs": {"a": [1.0, None]},
     }
-    translate(body, own_names(MessageFields), {})
+    translate(body, own_names(MessageFields))
     assert body["messages"][0]["content"] == [used]
     assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
     assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"
@@ -254,8 +254,6 @@ def test_free_form_json_is_unchanged() -> None:
 OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"typical_p": 0.9}, "typical_p", "allowed: 1; remove it"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "allowed: true"),
-    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "allowed: -1"),
-    ({"frequency_penalty": 1, "repeat_last_n": 0}, "repeat_last_n", "allowed: -1"),
     ({"samplers": ["top_k"]}, "samplers", "remove it"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "is '{{ 1 }}', and"),
     ({"modalities": ["text", "audio"]}, "modalities", '["text"]'),
@@ -291,15 +289,10 @@ def test_fields_that_would_change_the_text_are_refused_by_name() -> None:
             error = refusal(kind, more)
             assert error["param"] == param, more
             assert expected in error["message"], more
-        for name in (
-            REFUSED.keys() - kind.model_fields.keys() - RENAMED.keys() - {"repeat_last_n", "documents"}
-        ):
+        for name in REFUSED.keys() - kind.model_fields.keys() - RENAMED.keys() - {"documents"}:
             assert refusal(kind, {name: "odd"})["param"] == name
     for kind, more, param in OF_KIND:
         assert refusal(kind, more)["param"] == param, more
-    penalized = FieldPolicy("ignore", {"repetition_penalty": 1.1})  # by the model's own defaults
-    with pytest.raises(ApiError, match="repeat_last_n is 64"):
-        read(ChatFields, {"repeat_last_n": 64}, penalized)
 
 
 ODD: list[Any] = [
