@@ -70,7 +70,8 @@ await check("a command runs in its shell, and its output is in the answer", () =
   const [program, ...rest] = words;
   const path = `${import.meta.dirname}/node_modules/.bin/${program}`;
   const env = { ...process.env, ...variables };
-  const printed = execFileSync(path, rest, { env, stdio: ["ignore", "pipe", "inherit"], encoding: "utf-8" });
+  const stdio = ["ignore", "pipe", "inherit"];
+  const printed = execFileSync(path, rest, { env, stdio, encoding: "utf-8", timeout: 300_000 });
   console.log(printed);
   if (!printed.includes("The shell printed specinfer-42.")) throw new Error(`it printed ${printed.slice(-200)}`);
 });
