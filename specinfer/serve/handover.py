@@ -17,15 +17,23 @@ class Successor:
     """A new process that is starting; it ends with `cancel`, or lives on once it is ready."""
 
     def __init__(self, listener: int) -> None:
-        """Start this process's command again, with the descriptor of the listening socket."""
+        """Start this process's command again, with the descriptor of the listening socket.
+
+        Raises OSError if the system cannot start it, as without memory.
+        """
         self._reading, writing = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            pass_fds=(listener, writing),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, _VARIABLE: f"{listener},{writing}"},
-        )
-        os.close(writing)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:]],
+                pass_fds=(listener, writing),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, _VARIABLE: f"{listener},{writing}"},
+            )
+        except OSError:
+            os.close(self._reading)
+            raise
+        finally:
+            os.close(writing)
         self.pid = self._process.pid
 
     async def failure(self) -> int | None:

@@ -185,7 +185,11 @@ class _Server(uvicorn.Server):
 
     async def _hand_over(self) -> None:
         """Start this server again in a new process; once that is ready, end without refusing a request."""
-        successor = Successor(self.servers[0].sockets[0].fileno())
+        try:
+            successor = Successor(self.servers[0].sockets[0].fileno())
+        except OSError as error:
+            _LOG.error("SIGHUP: a new process cannot start: %s; this one goes on", error)
+            return
         _LOG.info("SIGHUP: process %d starts with the same command, and takes over", successor.pid)
         try:
             status = await successor.failure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -300,6 +302,22 @@ def test_a_signal_ends_the_server_unless_nohup_ignores_it(monkeypatch: pytest.Mo
                 assert signal.getsignal(number) is before
             finally:
                 signal.signal(number, earlier)
+
+
+async def test_a_sighup_without_memory_for_a_process_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("specinfer.serve.handover.subprocess.Popen", fails)
+    server, before = _Server(uvicorn.Config("none:app"), cast(Any, None)), os.listdir("/proc/self/fd")
+    listener = SimpleNamespace(fileno=lambda: 0)
+    server.servers = [cast(Any, SimpleNamespace(sockets=[listener]))]
+    await server._hand_over()
+    assert "a new process cannot start: [Errno 12] Cannot allocate memory; this one goes on" in caplog.text
+    assert os.listdir("/proc/self/fd") == before
+    assert not server.should_exit
 
 
 @pytest.mark.slow
