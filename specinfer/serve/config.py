@@ -25,6 +25,8 @@ HOST_NAME: Final = re.compile(r"[0-9a-z._-]+", re.IGNORECASE)
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 _OF_ONE_MODEL: Final = ("served_model_name", "replicas", "cluster", "log_traffic")  # options
+_OF_SEVERAL: Final = ("keep_alive",)
+_STAYS: Final = "one model, which stays loaded; leave it out"
 
 UnknownFields = Literal["error", "ignore"]
 
@@ -210,17 +212,19 @@ class ServedModel:
 
     @classmethod
     def of(cls, config: ServeConfig, engine: EngineConfig) -> Self:
-        """Return the only model of a server, with its `served_model_name`."""
+        """Return the only model of a server, with its `served_model_name`.
+
+        Raises ConfigError for an option of several models.
+        """
+        _refuse(config, _OF_SEVERAL, _STAYS)
         return cls(tuple(dict.fromkeys(config.served_model_name or (engine.model,))), engine)
 
 
 def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
     """Raise ConfigError if two of several models have one name, or an option is for a single model only."""
-    for one in options_of(ServeConfig):
-        if one.name in _OF_ONE_MODEL and (value := getattr(config, one.attribute)) != one.default:
-            raise ConfigError(
-                f"{one.name} is {value!r} with several models; leave it out, or start a server for each"
-            )
+    _refuse(config, _OF_ONE_MODEL, "several models; leave it out, or start a server for each")
+    if len(models) == 1:
+        _refuse(config, _OF_SEVERAL, _STAYS)
     seen = set[str]()
     for model in models:
         engine = model.engine
@@ -236,6 +240,13 @@ def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:
                     f"two models have the name {name!r}; give one an `alias` in a --config file"
                 )
             seen.add(name)
+
+
+def _refuse(config: ServeConfig, names: Sequence[str], models: str) -> None:
+    """Raise ConfigError if one of these options has not its default; it does not go with those `models`."""
+    for one in options_of(ServeConfig):
+        if one.name in names and (value := getattr(config, one.attribute)) != one.default:
+            raise ConfigError(f"{one.name} is {value!r} with {models}")
 
 
 def is_loopback(name: str) -> bool:

@@ -208,6 +208,8 @@ def test_the_models_of_a_server(tmp_path: Path) -> None:
         ),
         ("", ("a", "b"), {"device": "cuda"}, "device is 'cuda' with several models"),
         ("", ("a", "b"), {"replicas": 2}, "replicas is 2 with several models; leave it out"),
+        ("", ("a",), {"keep_alive": 5.0}, "keep_alive is 5.0 with one model, which stays loaded; leave it"),
+        ("models: [a]\nkeep-alive: 5.0", (), {}, "keep_alive is 5.0 with one model"),
         ("", ("a", "b"), {"log_traffic": "x"}, "log_traffic is 'x' with several"),
         ("", ("a", "b"), {"served_model_name": ("x",)}, "served_model_name is ('x',) with several"),
     ):
