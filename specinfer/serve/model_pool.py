@@ -2,7 +2,8 @@
 
 A request for an unloaded model waits until the pool has loaded it; models are loaded one after another. If
 memory does not suffice, the least recently used model is unloaded, an idle one before a busy one. A busy one
-ends after its last open answer, and new requests for it wait. A model that is idle for `keep_alive` ends.
+ends after its last open answer, and new requests for it wait. It stays if the clients that wait for the other
+model leave. A model that is idle for `keep_alive` ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, Literal
 
 import psutil
@@ -37,7 +37,9 @@ _CODE: Final = 1 << 29  # bytes of an engine process besides weights and caches
 _CACHES: Final = 1 << 29  # bytes for KV caches if `kv_cache_memory` is not given
 _PART_OF_FREE: Final = 0.9  # part of the free memory that models may take without `memory`
 _PATIENCE: Final = 600.0  # seconds that a request waits for its model without `max_wait`
-_RETRY_SECONDS: Final = 10.0  # between two starts of a model that fails
+_RETRY_SECONDS: Final = 10.0  # until a model that fails may start again; doubles with each failure in a row
+_MAX_RETRY_SECONDS: Final = 600.0
+_LATER: Final = {"Retry-After": "5"}  # header of answers with status 503
 
 MakeRoom = Callable[[], Awaitable[None]]
 # Opens the service of a model, whose metrics outlive it; it makes room before the engine loads weights.
@@ -52,7 +54,8 @@ class PooledModel:
     metrics: Metrics
     service: Service | None = None  # None: it is not loaded
     failure: str = ""  # reason that its last start failed
-    failed_at: float = 0.0
+    failures: int = 0  # starts in a row that failed
+    retry_at: float = 0.0  # time from which it may start again
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)  # closes the service
     size: int = 0  # bytes of its engine with full caches
     leaving: bool = False  # gets no new requests, and is unloaded after its open answers
@@ -80,6 +83,11 @@ class PooledModel:
             return "loaded"
         return "unloaded" if self.loading is None or self.loading.done() else "loading"
 
+    @property
+    def is_awaited(self) -> bool:
+        """True if a client that has not left waits for it."""
+        return any(not ticket.done() for ticket in self.waiting)
+
     def begin_use(self) -> None:
         """Count a request that gets the service."""
         self.users, self.used_at = self.users + 1, time.monotonic()
@@ -87,11 +95,15 @@ class PooledModel:
             self.expiry.cancel()
 
 
+class _NobodyWaits(Exception):
+    """The clients that waited for a model have left."""
+
+
 class ModelPool:
     """The models of one server. Belongs to one event loop.
 
-    Services are opened by `opener`, and take `memory` bytes at most in all; without an `opener` the only
-    model is loaded already, and stays so.
+    Services are opened by `opener`, and take `memory` bytes at most in all; None: a part of the free memory.
+    Without an `opener` the only model is loaded already, and stays so.
     """
 
     def __init__(
@@ -99,7 +111,7 @@ class ModelPool:
         config: ServeConfig,
         models: Sequence[PooledModel],
         opener: Opener | None = None,
-        memory: int = 0,
+        memory: int | None = None,
     ) -> None:
         self.config = config
         self.models = tuple(models)  # the first is the default
@@ -126,9 +138,6 @@ class ModelPool:
         more = [Metrics(one.names[0], beside=first) for one in models[1:]]
         if (memory := models[0].engine.memory) is not None:
             memory = max(1, memory - psutil.Process().memory_info().rss)
-        else:
-            rooms = psutil.virtual_memory().available, cgroup_free_memory()
-            memory = int(_PART_OF_FREE * min(room for room in rooms if room is not None))
         return cls(config, [*map(PooledModel, models, (first, *more))], opener, memory)
 
     @property
@@ -165,7 +174,7 @@ class ModelPool:
             return True
         if self.draining:
             raise _draining()
-        if model.failure and time.monotonic() < model.failed_at + _RETRY_SECONDS:
+        if model.failure and time.monotonic() < model.retry_at:
             raise _failed(model)
         limit = model.served.engine.scheduler.max_batch_size + self.config.max_waiting
         if len(model.waiting) >= limit:
@@ -222,8 +231,13 @@ class ModelPool:
             self._refuse(model, _draining)
 
     def cut(self, reason: str) -> int:
-        """Fail all open answers for this reason; returns their number."""
-        return sum(one.backend.cut(reason) for one in self.services)
+        """Fail all open answers and the requests that wait for a model; returns their number."""
+
+        def shut_down() -> ApiError:
+            return ApiError(reason, status=503, headers=_LATER)
+
+        waiting = sum(self._refuse(one, shut_down) for one in self.models)
+        return waiting + sum(one.backend.cut(reason) for one in self.services)
 
     async def close(self) -> None:
         """End the engines of the models that the pool has loaded."""
@@ -249,6 +263,8 @@ class ModelPool:
                 model.waiting.remove(ticket)
             elif not ticket.cancelled() and ticket.exception() is None:
                 self._end_use(model)  # the client left just when it got the model
+            for one in self.models:
+                one.idle.set()  # it may stay: see _end
             if not isinstance(error, TimeoutError):
                 raise
             busy = ", ".join(one.names[0] for one in self.models if one.users) or "none"
@@ -256,7 +272,7 @@ class ModelPool:
                 f"the model {model.names[0]!r} was not loaded within {seconds:g} seconds; models with open "
                 f"answers: {busy}; try again later",
                 status=503,
-                headers={"Retry-After": "5"},
+                headers=_LATER,
             ) from None
 
     def _end_use(self, model: PooledModel) -> None:
@@ -265,8 +281,10 @@ class ModelPool:
             return
         model.idle.set()
         if not self.is_fixed and self.config.keep_alive:
-            loop, expire = asyncio.get_running_loop(), lambda: self._run(self._unload(model, only_idle=True))
-            model.expiry = loop.call_later(self.config.keep_alive, expire)
+            loop, last_use = asyncio.get_running_loop(), model.used_at
+            model.expiry = loop.call_later(
+                self.config.keep_alive, lambda: self._run(self._unload(model, last_use))
+            )
 
     def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a task that does not end with the request that began it."""
@@ -276,53 +294,80 @@ class ModelPool:
         return task
 
     async def _load(self, model: PooledModel) -> None:
-        """Load a model when its turn comes, and give it to the requests that wait for it."""
-        engine = model.served.engine
+        """Load a model when its turn comes, and give it to the requests that wait for it, if any still do."""
         try:
-            files = await asyncio.to_thread(resolve, engine.model)
-            size = min(await asyncio.to_thread(needed_bytes, engine, files), self._memory)
-            engine = replace(engine, device="cpu", memory=size)
+            files = await asyncio.to_thread(resolve, model.served.engine.model)
+            size = await asyncio.to_thread(needed_bytes, model.served.engine, files)
             async with self._turn:
+                while model.service is None and model.is_awaited:
+                    with suppress(_NobodyWaits):
+                        await self._open(model, files, size)
                 if model.service is None:
-                    await self._open(model, replace(model.served, engine=engine), files)
+                    return
                 model.begin_use()  # so that it expires if no request waits any more
                 for ticket in self._taken(model):
                     model.begin_use()
                     ticket.set_result(None)
                 self._end_use(model)
         except Exception as error:  # no exception may end this task: requests wait for it
-            model.failure, model.failed_at = str(error) or repr(error), time.monotonic()
+            seconds = min(_RETRY_SECONDS * 2 ** min(model.failures, 9), _MAX_RETRY_SECONDS)
+            model.failures, model.retry_at = model.failures + 1, time.monotonic() + seconds
+            model.failure = str(error) or repr(error)
             _LOG.error("%s cannot be started: %s", model.names[0], model.failure)
             self._refuse(model, lambda: _failed(model))
 
-    async def _open(self, model: PooledModel, served: ServedModel, files: ModelFiles) -> None:
+    async def _open(self, model: PooledModel, files: ModelFiles, size: int) -> None:
+        """Open a model's service in place of others, so that about `size` bytes are free for its engine."""
         assert self._opener is not None, "a pool without an opener has its model loaded"
-        opened = AsyncExitStack()
-        make_room = partial(self._make_room, served.engine.memory or 0)
+        engine, room = replace(model.served.engine, device="cpu"), self._room()
+        loaded = [one for one in self.models if one.service is not None]
+        loaded.sort(key=lambda one: (one.users == 0, -one.used_at))  # the last one goes first
+        leaving: list[PooledModel] = []
+        while loaded and sum(one.size for one in loaded) + size > room:
+            leaving.append(loaded.pop())
+        if size <= room and engine.offload == "never":
+            # `memory` stays the option: quantization `auto` depends on it, and not on the other models.
+            engine = replace(engine, cache=replace(engine.cache, memory=engine.cache.memory or _CACHES))
+        else:
+            engine = replace(engine, memory=max(1, room - sum(one.size for one in loaded)))
+
+        async def make_room() -> None:
+            for one in leaving:
+                await self._end(one, model)
+
+        opened, served = AsyncExitStack(), replace(model.served, engine=engine)
         service = await opened.enter_async_context(self._opener(served, files, model.metrics, make_room))
         service.draining = self.draining
-        model.service, model.opened, model.failure = service, opened, ""
+        model.service, model.opened, model.failure, model.failures = service, opened, "", 0
         model.size = service.facts.memory
         _LOG.info("loaded: %s; %s", model.names[0], service.facts.summary)
 
-    async def _make_room(self, size: int) -> None:
-        """Unload models until an engine of `size` bytes fits beside the others."""
-        while size > self._memory - sum(one.size for one in self.models):
-            loaded = [one for one in self.models if one.service is not None]
-            await self._end(min(loaded, key=lambda one: (one.users > 0, one.used_at)))
+    def _room(self) -> int:
+        """Return the bytes that all engines may take, those that run now included."""
+        if self._memory is not None:
+            return self._memory
+        rooms = psutil.virtual_memory().available, cgroup_free_memory()
+        free = min(room for room in rooms if room is not None)
+        return sum(one.size for one in self.models) + int(_PART_OF_FREE * free)
 
-    async def _unload(self, model: PooledModel, *, only_idle: bool = False) -> None:
+    async def _unload(self, model: PooledModel, last_use: float | None = None) -> None:
+        """Unload a model; not if it was used after `last_use`."""
         async with self._turn:
-            if model.service is not None and not (only_idle and model.users):
+            if model.service is not None and last_use in (None, model.used_at):
                 await self._end(model)
 
-    async def _end(self, model: PooledModel) -> None:
-        """End a model's engine after its open answers."""
+    async def _end(self, model: PooledModel, successor: PooledModel | None = None) -> None:
+        """End a model's engine after its open answers.
+
+        Raises _NobodyWaits if the requests for `successor`, which needs the memory, have left.
+        """
         model.leaving = True
         try:
-            while model.users:
+            while model.users and (successor is None or successor.is_awaited):
                 model.idle.clear()
                 await model.idle.wait()
+            if successor is not None and not successor.is_awaited:
+                raise _NobodyWaits
             model.service, model.size = None, 0
             await model.opened.aclose()
             model.metrics.reset()
@@ -330,10 +375,12 @@ class ModelPool:
         finally:
             model.leaving = False
 
-    def _refuse(self, model: PooledModel, reason: Callable[[], ApiError]) -> None:
-        """Fail the requests that wait for a model."""
-        for ticket in self._taken(model):
+    def _refuse(self, model: PooledModel, reason: Callable[[], ApiError]) -> int:
+        """Fail the requests that wait for a model; returns their number."""
+        taken = self._taken(model)
+        for ticket in taken:
             ticket.set_exception(reason())
+        return len(taken)
 
     def _taken(self, model: PooledModel) -> list[asyncio.Future[None]]:
         """Remove the requests that wait for a model; without those whose clients have left."""
@@ -369,4 +416,4 @@ def _failed(model: PooledModel) -> ApiError:
 
 
 def _draining() -> ApiError:
-    return ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
+    return ApiError("the server is shutting down", status=503, headers=_LATER)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,25 +36,34 @@ NAMES = ("a", "b", "c")
 class Rig:
     """A pool of the models a, b and c, with memory for `fit` of them, and the log of their engines."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, fit: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        fit: float = 2,
+        engine: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
         self.log: list[str] = []
         self.broken = ""  # name of the model that cannot start
+        self.given: list[EngineConfig] = []  # configs of the engines
         self.gate: asyncio.Event | None = None  # that starts wait for
         self._tokenizer = tokenizer
         config = ServeConfig(**{"keep_alive": 0.0, **options})
-        engine = EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
+        engine = engine or EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
         models = [ServedModel((name, f"{name}-alias"), engine) for name in NAMES]
         self.pool = ModelPool.of_several(config, models, self._open)
         files: Any = SimpleNamespace(weights=[folder / "model.safetensors"])
         self.size = needed_bytes(engine, files)
-        self.pool._memory = fit * self.size  # the same on every machine
+        self.pool._memory = int(fit * self.size)  # the same on every machine
 
     @asynccontextmanager
     async def _open(
         self, model: ServedModel, _: ModelFiles, metrics: Metrics, make_room: MakeRoom
     ) -> AsyncIterator[Service]:
         [name, _alias] = model.names
-        assert (model.engine.device, model.engine.memory) == ("cpu", self.size)
+        self.given.append(model.engine)
         await make_room()
         self.log.append(f"+{name}")
         if self.gate is not None:
@@ -124,14 +134,69 @@ async def test_no_model_goes_in_the_middle_of_an_answer(rig: Callable[..., Rig])
 
 
 async def test_a_request_waits_for_a_bounded_time(rig: Callable[..., Rig]) -> None:
-    made = rig(fit=1, max_wait=0.05)
+    made = rig(fit=1, max_wait=0.5)
     first = await (await made.get("a"))
-    with pytest.raises(ApiError, match=r"'b' was not loaded within 0.05 seconds; .*answers: a; try") as error:
+    with pytest.raises(ApiError, match=r"'b' was not loaded within 0.5 seconds; .*answers: a; try") as error:
         await (await made.get("b"))
     assert error.value.status == 503
     await first.aclose()
     async with made.pool.use("a"):
-        assert made.log[-1] == "+a", "b was loaded for later, and a is loaded again"
+        assert made.log == ["+a"], "a stays, as no request waits for b"
+    async with made.pool.use("b"):
+        assert made.log == ["+a", "-a", "+b"]
+
+
+async def test_a_model_stays_if_the_client_of_another_leaves(rig: Callable[..., Rig]) -> None:
+    made = rig(fit=1)
+    first = await (await made.get("a"))
+    other, same = await made.get("b"), await made.get("a")  # waits for b, which came before it
+    assert (other.done(), same.done()) == (False, False)
+    other.cancel()
+    await made.settle()
+    assert same.done(), "a answers on at once"
+    again = await made.get("b")
+    for one in (first, await same):
+        await one.aclose()
+    await (await again).aclose()
+    assert made.log == ["+a", "-a", "+b"]
+
+
+@pytest.mark.parametrize(
+    ("fit", "offload", "memory", "caches"),
+    [  # room for `fit` models: bytes that the second may take, None: any, and those of its caches
+        (3.0, "never", None, 512 << 20),
+        (2.0, "never", None, 512 << 20),
+        (0.5, "never", 0.5, None),
+        (3.0, "auto", 2.0, None),
+    ],
+)
+async def test_an_engine_is_configured_as_that_of_a_single_server(
+    rig: Callable[..., Rig], folder: Path, fit: float, offload: Any, memory: float | None, caches: int | None
+) -> None:
+    made = rig(fit=fit, engine=EngineConfig(model=str(folder), offload=offload))
+    for name in "ab":
+        async with made.pool.use(name):
+            pass
+    given = made.given[-1]
+    assert (given.device, given.cache.memory) == ("cpu", caches)
+    assert given.memory == (None if memory is None else int(memory * made.size))
+
+
+async def test_the_room_is_that_of_the_moment(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that hands over its port frees its memory after the pool was made."""
+    made, free = rig(), [0]
+    made.pool._memory = None
+    monkeypatch.setattr(
+        "specinfer.serve.model_pool.psutil.virtual_memory", lambda: SimpleNamespace(available=free[0])
+    )
+    monkeypatch.setattr("specinfer.serve.model_pool.cgroup_free_memory", lambda: None)
+    for name, left in (("a", 0), ("b", 0), ("c", 2 * made.size)):
+        free[0] = left
+        async with made.pool.use(name):
+            pass
+    assert made.log == ["+a", "-a", "+b", "+c"]
 
 
 async def test_requests_that_leave_hold_nothing(rig: Callable[..., Rig]) -> None:
@@ -178,6 +243,20 @@ async def test_an_idle_model_is_unloaded(rig: Callable[..., Rig]) -> None:
     assert made.log[-1] == "-a"
 
 
+async def test_a_model_that_is_used_as_it_expires_stays(rig: Callable[..., Rig]) -> None:
+    made = rig(keep_alive=0.5)
+    async with made.pool.use("a"):
+        pass
+    async with made.pool._turn:  # another model is being loaded
+        await asyncio.sleep(0.6)  # the expiry waits for its turn
+        async with made.pool.use("a"):
+            pass
+    await made.settle()
+    assert made.log == ["+a"]
+    await asyncio.sleep(0.6)
+    assert made.log == ["+a", "-a"]
+
+
 async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.broken = "b"
@@ -196,6 +275,21 @@ async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
         assert fine.json()["choices"][0]["text"] == "I am a."
         cards = (await client.get("/v1/models")).json()["data"]
         assert cards[2]["status"] == {"value": "unloaded", "failure": "its weights are damaged"}
+
+
+async def test_a_model_that_cannot_start_is_tried_less_and_less(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.broken, [_, model, _] = "b", made.pool.models
+    delays = []
+    for number in range(9):
+        made.broken = "" if number == 7 else "b"
+        model.retry_at, began = 0.0, time.monotonic()
+        with suppress(ApiError):
+            async with made.pool.use("b"):
+                pass
+            await made.pool.unload("b")
+        delays.append(round(model.retry_at - began, -1) if model.failure else 0)
+    assert delays == [10, 20, 40, 80, 160, 320, 600, 0, 10]
 
 
 async def test_the_paths_of_several_models(rig: Callable[..., Rig]) -> None:
@@ -225,9 +319,9 @@ async def test_the_paths_of_several_models(rig: Callable[..., Rig]) -> None:
             if status == 404:
                 assert "'d' is not served here; allowed: a, a-alias, b, b-alias, c, c-alias" in answer.text
         assert await states() == ["a=unloaded", "b=unloaded", "c=loaded"]
-        assert (await client.get("/v1/models/c-alias")).json()["max_model_len"] == 100_000
+        assert (await client.get("/v1/models/c-alias")).json()["max_model_len"] == 1 << 20
         answer = await client.post("/infill", json={"input_prefix": "x", "input_suffix": ""})
-        assert answer.status_code in (200, 400)
+        assert answer.status_code == 400, "its tokenizer has no tokens for infilling"
         assert made.log[-1] == "+a", "a request without a name is for the first model"
         text = (await client.get("/metrics")).text
         for name, count in (("a", 0.0), ("c", 1.0)):
@@ -246,6 +340,18 @@ async def test_a_server_that_ends_refuses_requests_that_wait(rig: Callable[..., 
             await request
     await made.pool.close()
     assert made.log == ["+a"]
+
+
+async def test_requests_that_wait_are_cut_with_the_reason(rig: Callable[..., Rig]) -> None:
+    """A server that is replaced does not drain first."""
+    made = rig()
+    made.gate = asyncio.Event()
+    waiting = await made.get("a")
+    assert made.pool.cut("the server shut down") == 1
+    with pytest.raises(ApiError, match="the server shut down") as error:
+        await waiting
+    assert error.value.status == 503
+    await made.pool.close()
 
 
 def test_the_only_model_of_a_server_stays(folder: Path, tokenizer: Tokenizer) -> None:
