@@ -184,10 +184,12 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
         paths.add(path, answer, "POST", kind)
 
     def computed(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
-        async def answer(request: Request) -> Response:
-            fields = await read(request, kind)
+        async def result(fields: BaseModel) -> JSONResponse:
             async with pool.use(getattr(fields, "model", None)) as service:
                 return JSONResponse(await make(service, fields))
+
+        async def answer(request: Request) -> Response:
+            return await unless_disconnected(request, result(await read(request, kind)))
 
         paths.add(path, answer, "POST", kind)
 
@@ -231,8 +233,12 @@ def _add_models(paths: _Paths, pool: ModelPool) -> None:
         return JSONResponse(card(name, pool.find(name, listed=True)))
 
     async def load(request: Request) -> Response:
-        async with pool.use((await _named(request)).model):
-            return JSONResponse({"success": True})
+        await unless_disconnected(request, _loaded((await _named(request)).model))
+        return JSONResponse({"success": True})
+
+    async def _loaded(name: str) -> None:
+        async with pool.use(name):
+            pass
 
     async def unload(request: Request) -> Response:
         await pool.unload((await _named(request)).model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -159,6 +160,40 @@ async def test_a_model_stays_if_the_client_of_another_leaves(rig: Callable[..., 
         await one.aclose()
     await (await again).aclose()
     assert made.log == ["+a", "-a", "+b"]
+
+
+async def test_clients_that_leave_give_up_their_places(rig: Callable[..., Rig]) -> None:
+    made = rig(fit=1)
+    held = await (await made.get("a"))
+    bodies: dict[str, dict[str, Any]] = {
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [97]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+        "/models/load": {},
+    }
+    app = build_app(made.pool, Keys([]))
+    for path, body in bodies.items():
+        gone, sent = asyncio.Event(), [json.dumps({**body, "model": "b"}).encode()]
+
+        async def receive(gone: asyncio.Event = gone, sent: list[bytes] = sent) -> dict[str, Any]:
+            if sent:
+                return {"type": "http.request", "body": sent.pop()}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        asking = asyncio.create_task(app(scope, receive, send))
+        await made.settle()
+        assert len(made.pool.models[1].waiting) == 1, path
+        gone.set()
+        await asking
+        assert made.pool.models[1].waiting == [], path
+    await held.aclose()
+    await made.settle()
+    assert made.log == ["+a"]
 
 
 @pytest.mark.parametrize(
