@@ -29,6 +29,7 @@ from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.server import _Server, _uvicorn_config, read_keys
 from tests.served import Served
+from tests.unit.serve.backend.listeners import until
 from tests.unit.serve.conftest import FLAGS
 
 
@@ -323,7 +324,9 @@ async def test_a_sighup_without_memory_for_a_process_is_logged(
 @pytest.mark.slow
 def test_sighup_hands_the_port_over_without_a_refused_request(folder: Path) -> None:
     """Requests come without pause while one restart fails and one succeeds; no bit of a text changes."""
-    alone = partial(subprocess.Popen[str], start_new_session=True)  # without a terminal
+    # Without a terminal, and without the nohup that tests may run under.
+    heeds = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    alone = partial(subprocess.Popen[str], start_new_session=True, preexec_fn=heeds)
     body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 3}
     kept, stop = httpx.Client(), threading.Event()
     found: dict[str, set[str]] = {"new connections": set(), "one connection": set(), "streams": set()}
@@ -341,16 +344,14 @@ def test_sighup_hands_the_port_over_without_a_refused_request(folder: Path) -> N
         def restarted() -> psutil.Process:
             before = children()
             served.process.send_signal(signal.SIGHUP)
-            while not (new := [one for one in children() if one not in before]):
-                time.sleep(0.01)
-            return new[0]
+            until(lambda: any(one not in before for one in children()))
+            return next(one for one in children() if one not in before)
 
         asking = [threading.Thread(target=ask, args=(how,)) for how in found]
         for one in asking:
             one.start()
         (broken := restarted()).kill()
-        while not any(f"process {broken.pid} ended with status -9" in line for line in served.log):
-            time.sleep(0.01)
+        until(lambda: any(f"process {broken.pid} ended with status -9" in line for line in served.log))
         new = restarted()
         try:
             assert served.process.wait(90) == 0
