@@ -218,6 +218,8 @@ class Engine:
 
     def _copy_rows(self, plan: StepPlan) -> None:
         """Copy the rows of blocks that new texts begin like, before a failing pass could leave them out."""
+        if not plan.copies:
+            return
         size = self._executor.block_size
         self._executor.move(
             [

@@ -65,7 +65,7 @@ def test_a_second_turn_finds_the_first_where_its_session_is(two: Served) -> None
                 headers={"X-Session-Id": f"{n}"},
             ).json()
             found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert found[::2] == [0] * 8
+    assert all(tokens <= 1 for tokens in found[::2]), "texts of other tests may begin with the same token"
     assert all(tokens >= 96 for tokens in found[1::2])
     up = [line for line in two.get("/metrics").text.splitlines() if line.startswith("specinfer:replica_up{")]
     assert [line[-16:] for line in up] == ['replica="0"} 1.0', 'replica="1"} 1.0']
