@@ -38,7 +38,8 @@ from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
 from specinfer.serve.http.event_stream import EventStream, unless_disconnected
-from specinfer.serve.model_pool import ModelPool, PooledModel
+from specinfer.serve.model_pool import ModelPool
+from specinfer.serve.pooled_model import PooledModel
 from specinfer.version import VERSION
 
 _DONE: Final = "data: [DONE]\n\n"  # the end of OpenAI's older streams

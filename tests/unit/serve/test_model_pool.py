@@ -24,8 +24,9 @@ from specinfer.serve.app import build_app
 from specinfer.serve.config import ServeConfig, ServedModel
 from specinfer.serve.http.access import Keys
 from specinfer.serve.http.api_error import ApiError
-from specinfer.serve.model_pool import MakeRoom, ModelPool, needed_bytes
+from specinfer.serve.model_pool import MakeRoom, ModelPool
 from specinfer.serve.observe.metrics import Metrics
+from specinfer.serve.pooled_model import needed_bytes
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, says, scripted_service
 from tests.served import Served
