@@ -35,7 +35,7 @@ ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 QUICK := not slow and not thorough or smoke
 
 .PHONY: help demo serve test test-all test-gpu test-aarch64 test-clients lint types prose format wheel release docs
-.PHONY: peers-env pin clean distclean
+.PHONY: paper peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -87,7 +87,10 @@ docs: $(DEV) ## build the site in build/site; a warning fails
 release: ## build, check and try sdist and wheel in dist/, and write the release notes: minutes
 	$(PYTHON) tools/release.py
 
-bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-table2 ARGS=--help
+paper: $(DEV) ## the SpecInfer paper's questions, asked here; hours, ARGS="--quick --prompts DIR" 20 minutes
+	$(BIN)/python -m benchmarks.paper.run $(ARGS)
+
+bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-serving ARGS=--help
 	$(BIN)/python -m $(subst /,.,$(basename $(wildcard benchmarks/*/$*.py))) $(ARGS)
 
 peers-env: ## install the engines of bench-peers in ~/.cache/specinfer-peers (minutes, gigabytes)

@@ -1,0 +1,83 @@
+"""The models, prompts and sizes of a run of the paper's questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from benchmarks.study import ask, total_figures
+from specinfer import LLM, SamplingParams, SpeculationFigures
+from specinfer.report.dataset import read_dataset
+
+Size = Literal["full", "quick", "toy"]
+Value = TypeVar("Value")
+
+# The paper's data sets and their files. Dolly stands in for Chatbot Instruction Prompts.
+DATASETS: Final[Mapping[str, str]] = {
+    "Alpaca": "alpaca",
+    "CP": "chatgpt_prompts",
+    "WebQA": "webquestions",
+    "CIP": "dolly",
+    "PIQA": "piqa",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Lab:
+    """One run: its size, its models and its prompts. It keeps one model and its drafts open."""
+
+    size: Size
+    target: str  # Qwen2.5-Coder-1.5B
+    draft: str  # the 0.5B
+    small: str  # SmolLM2-135M, for which the package has a head
+    prompts: Path
+    _open: LLM | None = field(default=None, init=False)
+    _key: tuple[str, ...] = field(default=(), init=False)
+
+    def pick(self, *, full: Value, quick: Value, toy: Value) -> Value:
+        """Return the value for this size."""
+        return {"full": full, "quick": quick, "toy": toy}[self.size]
+
+    def datasets(self) -> Sequence[str]:
+        """Return the paper's names of the data sets: all, or two."""
+        return self.pick(full=list(DATASETS), quick=["Alpaca", "WebQA"], toy=["Alpaca"])
+
+    def questions(self, name: str, limit: int) -> list[str]:
+        """Return the first `limit` prompts of a data set; `name` is the paper's, or a file's."""
+        data = read_dataset(self.prompts / f"{DATASETS.get(name, name)}.jsonl").head(limit)
+        return [conversation.turns[0] for conversation in data.conversations]
+
+    def llm(self, model: str, drafts: Sequence[str] = (), **options: Any) -> LLM:
+        """Return an LLM; the weights are read again only for another model or other drafts.
+
+        Trees have a fixed size and no lookups unless the options say otherwise.
+        """
+        options = {"tree_size": "fixed", "lookup": False, "max_context": 2048, **options}
+        key = (model, *drafts)
+        if self._open is None or self._key != key:
+            self.close()
+            self._open, self._key = LLM(model, drafts=tuple(drafts), **options), key
+        return self._open.variant(**options)
+
+    def models(self) -> list[str]:
+        """Return the file names of the models that are open."""
+        return [Path(name).name for name in self._key]
+
+    def close(self) -> None:
+        """Free the models."""
+        if self._open is not None:
+            self._open.close()
+        self._open, self._key = None, ()
+
+
+def answer(
+    llm: LLM, questions: Sequence[str], *, temperature: float, max_tokens: int, **params: Any
+) -> SpeculationFigures:
+    """Return the figures of all answers; the seed of a question is its number."""
+    each = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, **params)
+        for seed in range(len(questions))
+    ]
+    return total_figures(ask(llm, questions, each))

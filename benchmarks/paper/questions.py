@@ -1,0 +1,10 @@
+"""The questions, in the order of the index."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.paper import table2
+from benchmarks.paper.question import Question
+
+QUESTIONS: Final[tuple[Question, ...]] = (table2.QUESTION,)
