@@ -61,8 +61,13 @@ class Lab:
             self._open, self._key = LLM(model, drafts=tuple(drafts), **options), key
         return self._open.variant(**options)
 
+    def elsewhere(self, *models: str) -> None:
+        """Free the models; a process of its own measures these."""
+        self.close()
+        self._key = models
+
     def models(self) -> list[str]:
-        """Return the file names of the models that are open."""
+        """Return the file names of the models that are open or measured elsewhere."""
         return [Path(name).name for name in self._key]
 
     def close(self) -> None:
