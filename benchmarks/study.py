@@ -2,7 +2,7 @@
 
     options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=50)       the common options it takes
     args = options.parse_args()
-    study = Study("identity", args.out, {"model": args.model, ...})             continues an earlier run
+    study = Study("perplexity", args.out, {"model": args.model, ...})             continues an earlier run
     for name in ...:
         if name not in study.cells:
             study.keep(name, measure(...))                                      on disk, one cell per line
@@ -31,20 +31,10 @@ from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, Specul
 from specinfer.files import write_whole
 from specinfer.report.dataset import Conversation, Dataset, read_dataset
 from specinfer.report.provenance import commit, hardware, provenance
-from specinfer.speculation_config import DEFAULT_EXPANSION, NO_SPECULATION
+from specinfer.speculation_config import NO_SPECULATION
 
 RESULTS = Path(__file__).parent / "results"
 REQUIRED: Any = object()  # default of an option that must be given
-# Common options with their defaults, for scripts that answer prompts with and without speculation.
-SPECULATING: Mapping[str, Any] = {
-    "model": REQUIRED,
-    "draft": [],
-    "expansion": None,
-    "dtype": "auto",
-    "dataset": REQUIRED,
-    "max_tokens": 64,
-    "batch_size": 8,
-}
 
 
 def run(main: Callable[[], None]) -> None:
@@ -64,13 +54,10 @@ def natural(text: str) -> int:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "the target: folder, GGUF file or name"},
     "draft": {"help": "a draft model; repeatable", "action": "append"},
-    "expansion": {"help": f"of the drafts' trees, of fixed size (default {DEFAULT_EXPANSION})"},
-    "dtype": {"help": "auto, bfloat16 or float32"},
     "quantization": {"help": "none, int8 or int4"},
     "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},
     "limit": {"help": "prompts of each data set", "type": natural},
     "max_tokens": {"help": "of each answer", "type": natural},
-    "batch_size": {"help": "requests that run together", "type": natural},
     "rounds": {"help": "rounds in turns", "type": natural},
     "threads": {"help": "that compute; default: physical cores", "type": natural},
 }

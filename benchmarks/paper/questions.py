@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from benchmarks.paper import table2
+from benchmarks.paper import promise, table2
 from benchmarks.paper.question import Question
 
-QUESTIONS: Final[tuple[Question, ...]] = (table2.QUESTION,)
+QUESTIONS: Final[tuple[Question, ...]] = (
+    table2.QUESTION,
+    promise.QUESTION,
+)

@@ -23,16 +23,13 @@ SCRIPTS = {
 }
 # Options of runs; MODEL, DRAFT and ROWS are filled in.
 RUNS = {
-    "identity": "--draft DRAFT --dataset ROWS --max-tokens 12",
     "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
     "perplexity": "--dataset ROWS --limit 2",
     "policy_live": "--draft DRAFT --texts 1 --max-tokens 8 --chat ROWS --code ROWS --maths ROWS",
     "serving": "--dataset ROWS --users 1 2 --max-tokens 8 --context 256 --engines specinfer-bf16+ngram",
     "soak": "--dataset ROWS --minutes 0.05 --clients 2 --max-tokens 8 --aborts 4 --kv-cache-memory 64MB",
-    "table2": "--draft DRAFT --dataset piqa=ROWS --max-tokens 8 --widths 2,1 --modes greedy",
 }
 FACTS = {  # on the pages
-    "identity": "- identical texts: 3 of 3",
     "serving": "| 3/3 |",
     "soak": "| texts that differ from the offline text of their seed | 0 |",
     "peers": "not installed",
@@ -50,8 +47,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rows = [{"prompt": f"What is {n}?", "reference": f"{n} is a number."} for n in range(3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draft = write_similar_llama(target, folder / "draft", noise=0.1)
-    files = {"MODEL": str(target), "DRAFT": str(draft), "ROWS": str(folder / "rows.jsonl")}
-    return {**files, "piqa=ROWS": f"piqa={files['ROWS']}"}
+    return {"MODEL": str(target), "DRAFT": str(draft), "ROWS": str(folder / "rows.jsonl")}
 
 
 @pytest.mark.slow
@@ -87,7 +83,7 @@ def test_script(
     def refuse(*args: Any, **options: Any) -> LLM:
         raise AssertionError("a model is loaded although everything was measured")
 
-    if name in ("identity", "policy_live", "soak", "table2"):  # a second run continues behind the first
+    if name in ("policy_live", "soak"):  # a second run continues behind the first
         monkeypatch.setattr(module, "LLM", refuse)
         run(*(words.get(word, word) for word in options))
         assert out.read_text() == page

@@ -1,0 +1,130 @@
+"""Do texts with speculation equal those without, by engine?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.paper.lab import Lab
+from benchmarks.paper.question import Cells, Figures, NotHereError, Question, Verdict
+from benchmarks.peers.engines import ENGINES, OURS, Engine, Home, default_home
+from benchmarks.peers.peers import Task, run_cell, tokens_per_step
+from benchmarks.study import row
+from specinfer.hub import resolve
+from specinfer.kernels.machine import thread_count
+from specinfer.tokenizer import ChatEncoder, Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SETS: Final = ("alpaca", "humaneval")
+_BY_NAME: Final[Mapping[str, Engine]] = {one.name: one for one in ENGINES}
+_QUICK: Final = (  # one mode of each engine
+    *(f"{OURS}-file+draft", "llama-server+draft", "ik_llama+draft"),
+    *("openvino+lookup", "transformers+lookup", "vllm+ngram"),
+)
+
+
+def keys(lab: Lab) -> Sequence[str]:
+    drafted = [one.name for one in ENGINES if one.draft or (one.script != OURS and one.name != one.plain)]
+    return lab.pick(full=drafted, quick=_QUICK, toy=(f"{OURS}-bf16+draft",))
+
+
+def measure(lab: Lab, key: str) -> Figures:
+    lab.elsewhere(lab.target, lab.draft)
+    engine, target = _BY_NAME[key], resolve(lab.target)
+    encode = ChatEncoder(Tokenizer.load(target)).token_ids
+    sets = [lab.questions(name, lab.pick(full=6, quick=2, toy=1)) for name in _SETS]
+    task = Task(
+        model=target.path,
+        draft=resolve(lab.draft).path,
+        prompts=[encode([{"role": "user", "content": text}]) for text in chain(*sets)],
+        max_tokens=lab.pick(full=64, quick=32, toy=8),
+        rounds=1,
+        threads=thread_count(),
+    )
+    home = Home(default_home())
+    plain, drafted = (run_cell(one, task, 0, home, 600) for one in (_BY_NAME[engine.plain], engine))
+    if error := plain.get("error") or drafted.get("error"):
+        raise NotHereError(error)
+    pairs = zip(plain["answers"], drafted["answers"], strict=True)
+    return {
+        "texts": len(task.prompts),
+        "same": sum(one["text"] == other["text"] for one, other in pairs),
+        "tokens": task.max_tokens,
+        "tokens_per_step": tokens_per_step(drafted),
+    }
+
+
+def page(cells: Cells) -> list[str]:
+    lines = [
+        "Greedy answers of an engine with speculation beside its own without, the same token ids for every "
+        "engine. A `+` names the mode: `draft` is the 0.5B, the others look tokens up.",
+        "",
+        "| engine | weights | tokens | texts that are the same |",
+        "|---|---|---|---|",
+    ]
+    for name, modes in _engines(cells).items():
+        lengths = sorted({cells[mode]["tokens"] for mode in modes})
+        said = (
+            f"+{mode.partition('+')[2]} {cells[mode]['same']} of {cells[mode]['texts']}" for mode in modes
+        )
+        lines.append(row(name, _BY_NAME[name].bits, "/".join(map(str, lengths)), ", ".join(said)))
+    return [
+        *lines,
+        "",
+        f"{_said(cells)}. "
+        "[Losslessness](../losslessness.md) says how a pass over a tree rounds as single tokens do.",
+    ]
+
+
+def plot(cells: Cells, figure: Figure) -> None:
+    axes = figure.subplots()
+    modes = [mode for modes in _engines(cells).values() for mode in modes][::-1]
+    shares = [100 * cells[mode]["same"] / cells[mode]["texts"] for mode in modes]
+    colors = ["C0" if _BY_NAME[mode].script == OURS else "C1" for mode in modes]
+    axes.barh(modes, shares, color=colors)
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set(xlabel="texts with speculation that are those without, %", xlim=(0, 100))
+
+
+def verdict(cells: Cells) -> Verdict:
+    same, texts = _kept(cells, ours=True)
+    return Verdict(
+        paper="the tests of its code compare 30 tokens of one prompt",
+        ours=_said(cells),
+        outcome="surpassed" if same == texts else "did not hold",
+        why="" if same == texts else f"{texts - same} texts differ",
+    )
+
+
+def _engines(cells: Cells) -> Mapping[str, Sequence[str]]:
+    """Return the measured modes of each engine, in the order of the table of engines."""
+    found: dict[str, list[str]] = {}
+    for one in ENGINES:
+        if one.name in cells:
+            found.setdefault(one.plain, []).append(one.name)
+    return found
+
+
+def _said(cells: Cells) -> str:
+    kept = {who: _kept(cells, ours=who == OURS) for who in (OURS, "the other engines")}
+    return ", ".join(f"{who} kept {same} of {texts} texts" for who, (same, texts) in kept.items() if texts)
+
+
+def _kept(cells: Cells, *, ours: bool) -> tuple[int, int]:
+    """Return how many texts are the same, and of how many."""
+    chosen = [cell for name, cell in cells.items() if (_BY_NAME[name].script == OURS) == ours]
+    return sum(cell["same"] for cell in chosen), sum(cell["texts"] for cell in chosen)
+
+
+QUESTION: Final = Question(
+    name="promise",
+    asks="Do texts with speculation equal those without?",
+    keys=keys,
+    measure=measure,
+    page=page,
+    plot=plot,
+    verdict=verdict,
+)
