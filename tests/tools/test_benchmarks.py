@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper.lab import DATASETS
+from benchmarks.paper.questions import QUESTIONS
+from benchmarks.paper.run import main as paper
 from specinfer import LLM
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
@@ -87,6 +90,34 @@ def test_script(
         monkeypatch.setattr(module, "LLM", refuse)
         run(*(words.get(word, word) for word in options))
         assert out.read_text() == page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_question_of_the_paper_is_answered_by_a_page_and_a_plot_of_its_cells(
+    words: dict[str, str], own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SPECINFER_PEERS", str(tmp_path))
+    for name in (*DATASETS.values(), "gsm8k", "humaneval", "mt_bench"):
+        (tmp_path / f"{name}.jsonl").write_bytes(Path(words["ROWS"]).read_bytes())
+    out = tmp_path / "paper"
+    models = ["--target", words["MODEL"], "--draft", words["DRAFT"], "--small", words["MODEL"]]
+    options = ["--toy", "--out", str(out), "--prompts", str(tmp_path), *models]
+
+    def run(*more: str) -> dict[str, bytes]:
+        paper([*options, *more])
+        return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+    for question in QUESTIONS:
+        made = run("--only", question.name)
+        assert list((out / "cells" / question.name).glob("*.json")), question.name
+        assert b"| " in made[f"{question.name}.md"]
+        assert b"</svg>" in made[f"{question.name}.svg"]
+        assert f"]({question.name}.md)".encode() in made["index.md"]
+    assert len(made) == 2 * len(QUESTIONS) + 1
+    for _ in range(2):
+        assert run("--pages") == made
 
 
 @pytest.mark.thorough
