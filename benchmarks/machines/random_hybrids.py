@@ -92,6 +92,8 @@ SHAPES: Final = {
         replace(_GRANITE, hidden=768, inner=2048, head_dim=64, mamba_heads=24, **_GRANITE_350M),
     ),
 }
+_SMALL: Final = replace(_LFM2, vocab=2048, hidden=128, inner=256, layers=4, attends=(2,), heads=2, kv_heads=1)
+TOY: Final = (_SMALL, replace(_SMALL, hidden=64, heads=1))
 
 
 def write_random(shape: Shape, path: Path) -> None:

@@ -62,15 +62,13 @@ def page(cells: Cells) -> list[str]:
         "Greedy answers of an engine with speculation beside its own without, the same token ids for every "
         "engine. A `+` names the mode: `draft` is the 0.5B, the others look tokens up.",
         "",
-        "| engine | weights | tokens | texts that are the same |",
-        "|---|---|---|---|",
+        "| engine | weights | tokens | texts | the same |",
+        "|---|---|---|---|---|",
     ]
     for name, modes in _engines(cells).items():
-        lengths = sorted({cells[mode]["tokens"] for mode in modes})
-        said = (
-            f"+{mode.partition('+')[2]} {cells[mode]['same']} of {cells[mode]['texts']}" for mode in modes
-        )
-        lines.append(row(name, _BY_NAME[name].bits, "/".join(map(str, lengths)), ", ".join(said)))
+        sizes = [{str(cells[mode][size]) for mode in modes} for size in ("tokens", "texts")]
+        said = (f"+{mode.partition('+')[2]} {cells[mode]['same']}" for mode in modes)
+        lines.append(row(name, _BY_NAME[name].bits, *map("/".join, sizes), ", ".join(said)))
     return [
         *lines,
         "",
