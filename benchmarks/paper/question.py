@@ -86,7 +86,7 @@ class Cells(Mapping[str, Figures]):
         for cell in self._cells.values():
             where = f", from [an older page]({cell['source']})" if "source" in cell else ""
             line = (
-                f"{' and '.join(cell['models'])}; {cell['machine']}; "
+                f"{' and '.join(cell['models']) or 'no model'}; {cell['machine']}; "
                 f"commit {cell['commit'] or 'unknown'}; {cell['date']}{where}"
             )
             found[line] = found.get(line, 0) + 1
