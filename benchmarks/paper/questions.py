@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.paper import hybrids, promise, table2
+from benchmarks.paper import attention, table2
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     hybrids.QUESTION,
     promise.QUESTION,
+    attention.QUESTION,
 )
