@@ -22,8 +22,8 @@ from unittest.mock import patch
 import tokenizers
 import torch
 
-from benchmarks.machines.kernels import profiled
 from benchmarks.machines.random_hybrids import CONTEXT, Shape, write_random
+from benchmarks.paper.passes import profiled
 from benchmarks.study import without_speculation
 from specinfer import LLM, EngineConfig, SamplingParams, SpeculationParams
 from specinfer.check.doctor import pass_bytes, tree_pass

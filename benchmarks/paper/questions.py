@@ -6,6 +6,7 @@ from typing import Final
 
 from benchmarks.paper import hybrids, promise, table2
 from benchmarks.paper import attention, table2
+from benchmarks.paper import attention, table2, trees
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
@@ -13,4 +14,5 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     hybrids.QUESTION,
     promise.QUESTION,
     attention.QUESTION,
+    trees.QUESTION,
 )
