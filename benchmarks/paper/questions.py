@@ -7,12 +7,14 @@ from typing import Final
 from benchmarks.paper import hybrids, promise, table2
 from benchmarks.paper import attention, table2
 from benchmarks.paper import attention, table2, trees
+from benchmarks.paper import attention, table2, trees, widths
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     hybrids.QUESTION,
     promise.QUESTION,
+    widths.QUESTION,
     attention.QUESTION,
     trees.QUESTION,
 )
