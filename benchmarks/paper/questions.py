@@ -8,6 +8,7 @@ from benchmarks.paper import hybrids, promise, table2
 from benchmarks.paper import attention, table2
 from benchmarks.paper import attention, table2, trees
 from benchmarks.paper import attention, table2, trees, widths
+from benchmarks.paper import attention, parallel, table2, trees, widths
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
@@ -17,4 +18,5 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     widths.QUESTION,
     attention.QUESTION,
     trees.QUESTION,
+    parallel.QUESTION,
 )

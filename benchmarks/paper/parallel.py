@@ -1,0 +1,180 @@
+"""Tree decoding against other ways to verify several tokens at once, on the same targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.paper.lab import Lab
+from benchmarks.paper.passes import BLOCK, expanded, filled_runner, medians, paths, tree_rows
+from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.ways import PLAIN, Way, compare, pair, shaped
+from benchmarks.study import row, spread
+from specinfer.models.language_model import LanguageModel
+from specinfer.sampling_params import SpeculationParams
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TREE: Final = (1, 1, 3, 1, 1, 1, 1, 1)  # the paper's expansion
+_LEVELS: Final = {"SmolLM2": 5, "Qwen": 8}  # levels that the head and the draft guess
+_TARGETS: Final = {
+    "SmolLM2": "SmolLM2-135M, guesses of its block head",
+    "Qwen": "Qwen2.5-Coder-1.5B, guesses of the 0.5B",
+}
+_PAPER: Final = 1.2  # speed of trees over sequences, at least
+_TEXT: Final = 128  # cached tokens before the passes that are timed
+_BEAMS: Final = "beams"
+_WAYS: Final = {
+    PLAIN: "one token a step",
+    "lookup": "prompt lookup, sized by cost",
+    "sequence": "sequence",
+    "tree": "tree",
+    _BEAMS: "a sequence for each leaf of the tree",
+    "cost": "tree sized by cost",
+    "all": "tree sized by cost, with lookups",
+}
+
+
+def keys(lab: Lab) -> list[str]:
+    targets = lab.pick(full=("SmolLM2", "Qwen"), quick=("SmolLM2",), toy=("SmolLM2",))
+    kinds = lab.pick(full=("Alpaca", "humaneval"), quick=("Alpaca", "humaneval"), toy=("Alpaca",))
+    return [f"{name},{kind}" for name in targets for kind in kinds]
+
+
+def measure(lab: Lab, key: str) -> Figures:
+    name, kind = key.split(",")
+    cost: dict[str, Any] = {"tree_size": "cost"}
+    ways = {
+        "lookup": Way({**cost, "lookup": True}, SpeculationParams(speculators=("lookup",))),
+        "sequence": shaped(*[1] * len(_TREE)),
+        "tree": shaped(*_TREE),
+        "cost": Way(cost),
+        "all": Way({**cost, "lookup": True}),
+    }
+    figures = compare(
+        lab,
+        name,
+        ways,
+        lab.questions(kind, lab.pick(full=8, quick=3, toy=1)),
+        batch=1,
+        max_tokens=lab.pick(full=48, quick=32, toy=8),
+        rounds=lab.pick(full=2, quick=1, toy=1),
+    )
+    target, drafts = pair(lab, name)
+    with lab.llm(target, drafts) as llm:
+        passes = _passes(llm.models.target, _TREE[: _LEVELS[name]], lab.pick(full=9, quick=3, toy=1))
+    return {"ways": figures, "passes": passes}
+
+
+def _passes(target: LanguageModel, widths: tuple[int, ...], rounds: int) -> dict[str, float]:
+    """Return the seconds of a pass over the tree, and over its sequences as a batch with one cached text."""
+    parents = expanded(widths)
+    sequences, text = paths(parents), _TEXT // BLOCK
+    own = -(-len(parents) // BLOCK)  # blocks behind the text, of a tree or a sequence
+    runner = filled_runner(target, text + own * len(sequences))
+    tables = [[*range(text), *range(text + own * at, text + own * (at + 1))] for at in range(len(sequences))]
+    tree = [tree_rows(_TEXT, tables[0], parents)]
+    beams = [
+        tree_rows(_TEXT, table, range(-1, len(path) - 1))
+        for table, path in zip(tables, sequences, strict=True)
+    ]
+    return medians({"tree": lambda: runner.forward(tree), _BEAMS: lambda: runner.forward(beams)}, rounds)
+
+
+def page(cells: Cells) -> list[str]:
+    lines = [
+        "One request at a time, greedy. Sequences and trees have eight levels (a head's five), and trees "
+        "three branches at the third. The step with a sequence for each leaf is computed: the tree's, with "
+        "the measured time of a pass over these sequences in place of that over the tree. A block head "
+        "guesses a whole tree in one pass; the 1.5B has no trained one.",
+        "",
+        "| | texts | way | tokens per step | ms per step | tokens/s | over one token a step | same texts |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, kind, cell in _sorted(cells):
+        for way, found in _all(cell).items():
+            lines.append(
+                row(
+                    *(_TARGETS[name], kind, _WAYS[way], f"{found['tokens_per_step']:.2f}"),
+                    *(
+                        f"{1e3 * found['seconds'] * found['tokens_per_step']:.1f}",
+                        f"{1 / found['seconds']:.1f}",
+                    ),
+                    *(
+                        f"{_speed(cell, way):.2f}",
+                        f"{found['same']} of {found['texts']}" if way != _BEAMS else "",
+                    ),
+                )
+            )
+    sequence, beams = _over(cells, "tree", "sequence"), _over(cells, "tree", _BEAMS)
+    wins: dict[str, int] = {}
+    for cell in cells.values():
+        best = max(_all(cell), key=lambda way: _speed(cell, way))
+        wins[best] = wins.get(best, 0) + 1
+    counted = ", ".join(f"{_WAYS[way]} in {count}" for way, count in sorted(wins.items()))
+    return [
+        *lines,
+        "",
+        f"The paper's tree has {sequence} of the speed of a sequence, and {beams} of that of a sequence for "
+        f"each leaf. The fastest ways of {len(cells)} targets and texts: {counted}.",
+    ]
+
+
+def plot(cells: Cells, figure: Figure) -> None:
+    axes = figure.subplots()
+    names = [(f"{name}, {kind}", cell) for name, kind, cell in _sorted(cells)]
+    for at, way in enumerate(_WAYS):
+        places = [place + (at - len(_WAYS) / 2) / (len(_WAYS) + 2) for place in range(len(names))]
+        axes.bar(places, [_speed(cell, way) for _, cell in names], 1 / (len(_WAYS) + 2), label=_WAYS[way])
+    axes.axhline(1, linewidth=0.8, color="#7f7f7f")
+    axes.set(
+        ylabel="speed over one token a step", xticks=range(len(names)), xticklabels=[n for n, _ in names]
+    )
+    figure.legend(fontsize=7, loc="outside right upper")
+
+
+def verdict(cells: Cells) -> Verdict:
+    enough = sum(_speed(cell, "tree", "sequence") >= _PAPER for cell in cells.values())
+    return Verdict(
+        paper=f"tree over sequence {_PAPER} to 1.5",
+        ours=f"{_over(cells, 'tree', 'sequence')}; sized by cost {_over(cells, 'cost', 'sequence')}; "
+        f"tree over a sequence a leaf {_over(cells, 'tree', _BEAMS)}",
+        outcome="reproduced" if enough == len(cells) else "did not hold",
+        why="" if enough == len(cells) else f"a tree reaches {_PAPER} in {enough} of {len(cells)} cells",
+    )
+
+
+def _sorted(cells: Cells) -> Iterator[tuple[str, str, Figures]]:
+    for name in _TARGETS:
+        for key, cell in cells.items():
+            if key.startswith(f"{name},"):
+                yield name, key.split(",")[1], cell
+
+
+def _all(cell: Figures) -> dict[str, Any]:
+    """Return the figures of all ways in the order of the page, with those of sequences for each leaf."""
+    tree, passes = cell["ways"]["tree"], cell["passes"]
+    more = (passes[_BEAMS] - passes["tree"]) / tree["tokens_per_step"]
+    found = {**cell["ways"], _BEAMS: {**tree, "seconds": tree["seconds"] + more}}
+    return {way: found[way] for way in _WAYS}
+
+
+def _speed(cell: Figures, way: str, over: str = PLAIN) -> float:
+    found = _all(cell)
+    return float(found[over]["seconds"] / found[way]["seconds"])
+
+
+def _over(cells: Cells, way: str, other: str) -> str:
+    return spread([_speed(cell, way, other) for cell in cells.values()], 2)
+
+
+QUESTION: Final = Question(
+    name="parallel",
+    asks="Do trees beat other ways to verify several tokens at once?",
+    keys=keys,
+    measure=measure,
+    page=page,
+    plot=plot,
+    verdict=verdict,
+)
