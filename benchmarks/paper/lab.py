@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from benchmarks.study import ask, total_figures
-from specinfer import LLM, SamplingParams, SpeculationFigures
+from specinfer import LLM, EngineConfig, SamplingParams, SpeculationFigures
 from specinfer.report.dataset import read_dataset
 
 Size = Literal["full", "quick", "toy"]
@@ -55,11 +55,13 @@ class Lab:
         Trees have a fixed size and no lookups unless the options say otherwise.
         """
         options = {"tree_size": "fixed", "lookup": False, "max_context": 2048, **options}
+        config = EngineConfig.from_options(model, {"drafts": tuple(drafts), **options})
         key = (model, *drafts)
         if self._open is None or self._key != key:
             self.close()
-            self._open, self._key = LLM(model, drafts=tuple(drafts), **options), key
-        return self._open.variant(**options)
+            self._open, self._key = LLM(config), key
+        # Not a variant of the open model's config, which has the options of an earlier cell.
+        return self._open.variant(config, drafts=self._open.config.speculation.drafts)
 
     def elsewhere(self, *models: str) -> None:
         """Free the models; a process of its own measures these."""
