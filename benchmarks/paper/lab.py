@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+import specinfer
 from benchmarks.study import ask, total_figures
 from specinfer import LLM, EngineConfig, SamplingParams, SpeculationFigures
+from specinfer.engine.steps import TreeEvent
 from specinfer.report.dataset import read_dataset
+from specinfer.tree.token_tree import draws_by_parent
 
 Size = Literal["full", "quick", "toy"]
 Value = TypeVar("Value")
@@ -48,6 +51,11 @@ class Lab:
         """Return the first `limit` prompts of a data set; `name` is the paper's, or a file's."""
         data = read_dataset(self.prompts / f"{DATASETS.get(name, name)}.jsonl").head(limit)
         return [conversation.turns[0] for conversation in data.conversations]
+
+    def pair(self, name: str) -> tuple[str, list[str]]:
+        """Return target and draft: "pair", two language models, or "head", SmolLM2 with the package's."""
+        head = Path(specinfer.__file__).parent / "data" / "heads" / "smollm2-135m-head"
+        return (self.target, [self.draft]) if name == "pair" else (self.small, [str(head)])
 
     def llm(self, model: str, drafts: Sequence[str] = (), **options: Any) -> LLM:
         """Return an LLM; the weights are read again only for another model or other drafts.
@@ -88,3 +96,12 @@ def answer(
         for seed in range(len(questions))
     ]
     return total_figures(ask(llm, questions, each))
+
+
+def ranks(event: TreeEvent) -> list[int]:
+    """Return the rank of each accepted guess among the guesses at its node; the first has 0."""
+    below = draws_by_parent(event.tree.draws)
+    guesses = [
+        dict.fromkeys(draw.node for draw in below.get(node, ())) for node in (0, *event.acceptance.path)
+    ]
+    return [list(of).index(node) for of, node in zip(guesses, event.acceptance.path, strict=False)]

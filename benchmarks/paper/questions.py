@@ -19,4 +19,10 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     attention.QUESTION,
     trees.QUESTION,
     parallel.QUESTION,
+from benchmarks.paper import table1, table2
+from benchmarks.paper.question import Question
+
+QUESTIONS: Final[tuple[Question, ...]] = (
+    table1.QUESTION,
+    table2.QUESTION,
 )
