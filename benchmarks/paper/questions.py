@@ -20,9 +20,11 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     trees.QUESTION,
     parallel.QUESTION,
 from benchmarks.paper import table1, table2
+from benchmarks.paper import table1, table2, table3
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table1.QUESTION,
     table2.QUESTION,
+    table3.QUESTION,
 )

@@ -1,0 +1,210 @@
+"""Table 3 of the paper: multi-step sampling against naive sampling, on the same trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan, nan
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.paper.lab import DATASETS, Lab
+from benchmarks.paper.laws import RULES, dense, mss_tokens, naive_tokens, rates, softmax
+from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.study import ask, row, total_figures
+from specinfer import RequestOutput, SamplingParams
+from specinfer.engine.steps import TreeEvent
+from specinfer.models.language_model import LanguageModel
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import Expansion
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PAIRS: Final = {"pair": "1.5B and 0.5B", "head": "SmolLM2's head"}
+_RULES: Final = {  # draw -> the engine's rule
+    "iid": "mss",
+    "without_replacement": "mss",
+    "top_k": "coupled",
+    "coupled": "coupled",
+}
+_WIDTH: Final = 5
+_ROOM: Final = 128  # nodes of a tree, at most
+
+
+def keys(lab: Lab) -> list[str]:
+    pairs = lab.pick(full=[*_PAIRS], quick=[*_PAIRS], toy=["pair"])
+    names = lab.pick(full=lab.datasets(), quick=["Alpaca"], toy=["Alpaca"])
+    return [f"{pair},{name},{draw}" for pair in pairs for name in names for draw in _RULES]
+
+
+def measure(lab: Lab, key: str) -> Figures:
+    pair, name, draw = key.split(",")
+    shape = Expansion((1, 1, _WIDTH, 1, 1, 1, 1, 1))
+    outputs: list[RequestOutput] = []
+    found: dict[str, list[Sequence[float]]] = {}
+    questions = lab.questions(name, lab.pick(full={"pair": 6, "head": 12}[pair], quick=2, toy=1))
+    with lab.llm(*lab.pair(pair), verifier=_RULES[draw], draw=draw, expansion=shape) as llm:
+        for seed, question in enumerate(questions):  # one at a time: a draw's law takes a megabyte
+            events: list[TreeEvent] = []
+            llm.on_tree = events.append
+            tokens = lab.pick(full=48, quick=16, toy=6)
+            outputs += ask(llm, [question], SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens))
+            if draw != "coupled":  # whose tree depends on the noise that verifies it
+                for rule, values in _exact(llm.models.target, outputs[-1], events).items():
+                    found.setdefault(rule, []).extend(values)
+    figures = total_figures(outputs)
+    means = {rule: [fmean(each) for each in zip(*rows, strict=True)] for rule, rows in found.items()}
+    return {"engine": figures.tokens_per_step, "steps": figures.steps, "exact": means}
+
+
+def _exact(
+    model: LanguageModel, output: RequestOutput, events: Sequence[TreeEvent]
+) -> dict[str, list[Sequence[float]]]:
+    """Return, for each tree of an answer, the mean tokens of a step by rule, and the rates at its root."""
+    text, cached = list(output.prompt_token_ids), 0
+    places = len(text) + len(output.token_ids) + _ROOM
+    runner = ModelRunner(model, num_blocks=1, block_size=places)
+    found: dict[str, list[Sequence[float]]] = {}
+    for tree, acceptance in ((event.tree, event.acceptance) for event in events):
+        if tree.num_nodes > 1:
+            tokens = [*text[cached:], *tree.token_ids[1:]]
+            root = len(text) - 1 - cached
+            logits = as_rows(runner.forward([Rows(tokens, cached, [0], root, tree.parents)]))
+            laws = {node: softmax(logits[node]) for node in {*tree.parents[1:]}}
+            made = {"naive tokens": [naive_tokens(tree, laws.__getitem__)]}
+            if (first := tree.draws[0]).rule.is_sampled:
+                made["mss tokens"] = [mss_tokens(tree, laws.__getitem__)]
+            if first.rule is DrawRule.IID:
+                made |= {rule: rates(laws[0], dense(first), rule, _WIDTH) for rule in RULES}
+            for rule, values in made.items():
+                found.setdefault(rule, []).append(values)
+            cached = len(text)
+        text += acceptance.tokens(tree)
+    return found
+
+
+def page(cells: Cells) -> list[str]:
+    lines = [
+        f"Tokens per step, sampled (T = 1), with trees of eight levels and {_WIDTH} branches at the third. "
+        "An exact figure is the mean over the trees of the run: both models' laws at each node give the "
+        "probability that a rule accepts the node. A figure of the engine counts what it accepted.",
+        "",
+        "| models, data set | naive, exact | `mss`, exact | ratio | `mss`, engine | `mss` without "
+        "replacement, exact | engine | the draft's likeliest, exact | engine | `coupled`, engine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        row("paper", "", "", "1.26 to 1.28", *[""] * 6),
+    ]
+    for pair, words in _PAIRS.items():
+        for name in DATASETS:
+            found = {draw: cells.get(f"{pair},{name},{draw}") for draw in _RULES}
+            if any(found.values()):
+                iid, without, top, coupled = found.values()
+                both = _tokens(iid, "naive"), _tokens(iid, "mss")
+                ratio = both[1] / both[0]
+                lines.append(
+                    row(
+                        f"{words}, {name}",
+                        *map(_two, (*both, ratio, _engine(iid), _tokens(without, "mss"), _engine(without))),
+                        *map(_two, (_tokens(top, "naive"), _engine(top), _engine(coupled))),
+                    )
+                )
+    lines += [
+        "",
+        "Exact probability that one of k guesses is accepted, from the laws at the roots:",
+        "",
+        "| models, rule | k = 1 | 2 | 3 | 4 | 5 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pair, words in _PAIRS.items():
+        means = _rates(cells, pair)
+        lines += [row(f"{words}, {RULES[rule]}", *map(_two, mean)) for rule, mean in means.items()]
+    one = _rates(cells, "pair") or _rates(cells, "head")
+    if one:
+        lines += [
+            "",
+            f"Multi-step sampling yields {_gains(cells)} times the tokens of naive sampling on the same "
+            "trees. Naive sampling accepts one draw with the probability sum(p q), multi-step sampling "
+            f"with sum(min(p, q)): {_two(one['naive'][0])} and {_two(one['mss'][0])} here.",
+        ]
+    return lines
+
+
+def plot(cells: Cells, figure: Figure) -> None:
+    ratios, guesses = figure.subplots(1, 2)
+    ratios.axhspan(1.26, 1.28, alpha=0.4, label="paper")
+    for pair, words in _PAIRS.items():
+        found = [cell for key, cell in cells.items() if key.startswith(f"{pair},") and key.endswith(",iid")]
+        mss = [_tokens(cell, "mss") for cell in found]
+        over = [each / _tokens(cell, "naive") for each, cell in zip(mss, found, strict=True)]
+        ratios.plot(mss, over, linestyle="", marker="o", label=words)
+        for rule, mean in _rates(cells, pair).items():
+            if pair == "pair":
+                guesses.plot(range(1, _WIDTH + 1), mean, marker="o", label=RULES[rule].replace(", ", ",\n"))
+    ratios.set(xlabel="tokens per step of mss", ylabel="mss over naive")
+    guesses.set(xlabel="guesses for one token", ylabel="probability of acceptance", ylim=(0, 1))
+    for axes in (ratios, guesses):
+        axes.legend(fontsize=7)
+
+
+def verdict(cells: Cells) -> Verdict:
+    found = _ratios(cells).values()
+    low, high = min(found, default=nan), max(found, default=nan)
+    return Verdict(
+        paper="1.26 to 1.28 times naive sampling",
+        ours=f"{_gains(cells)} times",
+        outcome="surpassed" if low > 1.28 else "reproduced" if high >= 1.26 else "did not hold",
+        why="" if high >= 1.26 else "the exact rates show why",
+    )
+
+
+def _tokens(cell: Figures | None, rule: str) -> float:
+    """Return the exact tokens per step of a rule; nan without a cell."""
+    found = cell["exact"].get(f"{rule} tokens") if cell else None
+    return float(found[0]) if found else nan
+
+
+def _engine(cell: Figures | None) -> float:
+    return float(cell["engine"]) if cell else nan
+
+
+def _two(figure: float) -> str:
+    return "" if isnan(figure) else f"{figure:.2f}"
+
+
+def _ratios(cells: Cells) -> dict[str, float]:
+    """Return by models the ratio of `mss` to naive sampling, of all trees of i.i.d. draws."""
+    found: dict[str, float] = {}
+    for pair, words in _PAIRS.items():
+        both = [cell for key, cell in cells.items() if key.startswith(f"{pair},") and key.endswith(",iid")]
+        if both:
+            found[words] = sum(_tokens(cell, "mss") for cell in both) / sum(
+                _tokens(cell, "naive") for cell in both
+            )
+    return found
+
+
+def _gains(cells: Cells) -> str:
+    return " and ".join(f"{ratio:.2f} ({words})" for words, ratio in _ratios(cells).items())
+
+
+def _rates(cells: Cells, pair: str) -> dict[str, list[float]]:
+    """Return by rule the mean rates of k = 1, 2, ... over the data sets."""
+    found = [cell["exact"] for key, cell in cells.items() if key.startswith(f"{pair},") and ",iid" in key]
+    return {
+        rule: [fmean(each) for each in zip(*(exact[rule] for exact in found), strict=True)]
+        for rule in RULES
+        if found
+    }
+
+
+QUESTION: Final = Question(
+    name="table3",
+    asks="How much does multi-step sampling gain over naive sampling?",
+    keys=keys,
+    measure=measure,
+    page=page,
+    plot=plot,
+    verdict=verdict,
+)
