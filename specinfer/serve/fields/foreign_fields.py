@@ -84,8 +84,9 @@ def translate(body: dict[str, Any], own: Own) -> None:
         _read_forms(body)
     if "chat_template_kwargs" in own:
         _read_template_fields(body, own)
-    for name in [name for name in body if name in REFUSED and name not in own]:
-        _check_neutral(name, body.pop(name), REFUSED[name])
+    for name in [*body]:
+        if name in REFUSED and name not in own:
+            _check_neutral(name, body.pop(name), REFUSED[name])
     _settle(body, own)
 
 
@@ -176,8 +177,9 @@ def _check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
 
 def _read_forms(body: dict[str, Any]) -> None:
     """Translate schemas of the answer, and vLLM's object with one form."""
-    for name in [name for name in SCHEMAS if name in body]:
-        _put_schema(body, body.pop(name), name)
+    for name in SCHEMAS:
+        if name in body:
+            _put_schema(body, body.pop(name), name)
     form = body.pop("structured_outputs", None)
     if form is None or isinstance(form, bool):  # OpenRouter's flag has no effect
         return
