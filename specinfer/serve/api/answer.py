@@ -38,8 +38,7 @@ _Conversation = TypeVar("_Conversation", bound=ConversationFields)
 class EndpointAnswer(ABC, Generic[_Fields]):
     """The answer to one request while it is generated: each delta of the engine becomes events.
 
-    `fields` have been checked.
-    ApiErrors have the endpoint's field names.
+    `fields` have been checked. ApiErrors have the endpoint's field names.
     """
 
     names: ClassVar[OwnNames | None] = None
@@ -108,7 +107,7 @@ class EndpointAnswer(ABC, Generic[_Fields]):
     ) -> tuple[tuple[int, ...], SamplingParams, list[AnswerReader]]:
         """Return the prompt of a conversation, its parameters, and a reader of each answer."""
         prompt = await ChatPrompt.of(self._service, fields, messages)
-        self._has_tools = bool(prompt.tools)
+        self._has_tools = prompt.has_tools
         room = self._service.room(prompt.token_ids, "messages")
         readers = [prompt.reader() for _ in range(self._n)]
         return prompt.token_ids, fields.sampling_params(room, **prompt.constraints), readers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -12,9 +12,9 @@ from specinfer.errors import RequestError, naming
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.call_format import Tool, for_template
+from specinfer.serve.dialect.call_format import for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.serve.dialect.dialect import AnswerReader, Dialect
+from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.serve.fields.conversation import ConversationFields, read_tools
 from specinfer.serve.http.api_error import ApiError, cut
@@ -32,10 +32,8 @@ class ChatPrompt:
 
     token_ids: tuple[int, ...]
     constraints: Mapping[str, Any]  # fields of SamplingParams that keep the answer parseable
-    dialect: Dialect
-    tools: Sequence[Tool]  # callable tools
-    starts_inside: bool  # the prompt ends inside reasoning
-    may_be_bare: bool  # a JSON object may be a call, not a structured answer
+    has_tools: bool  # some may be called
+    reader: Callable[[], AnswerReader]  # creates the reader of one answer
 
     @classmethod
     async def of(cls, service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
@@ -48,18 +46,14 @@ class ChatPrompt:
             service.field_policy.log_once(
                 f"tools of type {cut(kind)!r} are left out: this server has only functions"
             )
-        return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
-
-    def reader(self) -> AnswerReader:
-        """Create the reader of one answer."""
-        return self.dialect.reader(self.tools, self.starts_inside, bare=self.may_be_bare)
+        return await service.in_thread("messages", _prepare, service, fields, messages)
 
 
 def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
     dialect, choice, functions = service.dialect, fields.chosen, fields.functions
     variables = _variables(service, fields)
-    sizes = {"messages": _size(messages), "chat_template_kwargs": _size(variables.values())}
-    service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else _size(functions)})
+    sizes = {"messages": len(str(messages)), "chat_template_kwargs": len(str(variables))}  # about
+    service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else len(str(functions))})
     tools = read_tools(functions)
     tools = tools if choice.among(tools) else ()
     form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
@@ -107,7 +101,9 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
         (common_length(token_ids, encode(_common(rendered, messages[:count], render))), seconds)
         for seconds, count in fields.cached_prefixes.items()
     )
-    return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside, form is None)
+    # A JSON object is a structured answer with a form, and else it may be a call.
+    reader = partial(dialect.reader, tools, starts_inside, bare=form is None)
+    return ChatPrompt(token_ids, constraints, bool(tools), reader)
 
 
 def _common(whole: Rendered, first: Messages, render: Callable[..., Rendered]) -> Rendered:
@@ -120,11 +116,6 @@ def _common(whole: Rendered, first: Messages, render: Callable[..., Rendered]) -
     except RequestError:
         return whole.cut(0)
     return whole.cut(common_length(whole.text, text))
-
-
-def _size(parts: Iterable[object]) -> int:
-    """Return the approximate number of characters of parts of a conversation."""
-    return sum(len(str(one)) for one in parts)
 
 
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from specinfer.errors import RequestError, naming
 from specinfer.request import Delta, FinishReason
@@ -119,14 +119,14 @@ class Service:
                 param="n",
             )
 
-    async def in_thread(self, param: str, make: Callable[[], _Made]) -> _Made:
-        """Run `make` in a thread and return its result; its RequestErrors become ApiErrors.
+    async def in_thread(self, param: str, make: Callable[..., _Made], *given: Any) -> _Made:
+        """Call `make` in a thread and return its result; its RequestErrors become ApiErrors.
 
         `param` is the field for errors that name none.
         """
         try:
             with naming(param):
-                return await asyncio.to_thread(make)
+                return await asyncio.to_thread(make, *given)
         except RequestError as error:
             raise ApiError.of(error) from None
 
@@ -167,7 +167,7 @@ class Service:
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Raise ApiError if a prompt cannot fit; `sizes` holds the characters of each field."""
-        largest = max(sizes, key=lambda field: sizes[field])
+        largest = max(sizes, key=sizes.__getitem__)
         self._check_length(sum(sizes.values()) // _MAX_CHARACTERS, largest)
 
     def room(self, prompt: Sequence[int], param: str) -> int:
@@ -250,7 +250,7 @@ class Service:
         """Tokenize a prediction, once for all n, up to the length that can be used."""
         room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
         encode = partial(self.tokenizer.encode, add_special=False)
-        return await self.in_thread("prediction", lambda: relevant_tokens(text, room, encode))
+        return await self.in_thread("prediction", relevant_tokens, text, room, encode)
 
     def _check_load(self, works: Sequence[Work]) -> None:
         """Raise ApiError if works have too many log-probabilities to send, or cannot be taken now."""
