@@ -158,19 +158,17 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
         make: Callable[[Service, Any], EndpointAnswer[Any]],
         done: str = "",
     ) -> None:
-        def made(service: Service, fields: SamplingFields) -> EndpointAnswer[Any]:
-            return make(service, service.with_defaults(fields))
 
         async def streamed(fields: SamplingFields) -> AsyncGenerator[str]:
             if not pool.is_ready(fields.model):
                 yield ""  # opens the stream, which sends pings while it waits
-            async with pool.use(fields.model) as service, aclosing(made(service, fields).events()) as events:
+            async with pool.use(fields.model) as service, aclosing(make(service, fields).events()) as events:
                 async for one in events:
                     yield one
 
         async def whole(fields: SamplingFields) -> dict[str, Any]:
             async with pool.use(fields.model) as service:
-                return await made(service, fields).whole()
+                return await make(service, fields).whole()
 
         async def answer(request: Request) -> Response:
             fields = await read(request, kind)

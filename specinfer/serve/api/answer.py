@@ -45,9 +45,9 @@ class EndpointAnswer(ABC, Generic[_Fields]):
     opens_early: ClassVar[bool] = False  # whether a stream opens before the first delta
 
     def __init__(self, service: Service, fields: _Fields) -> None:
+        self._fields = service.with_defaults(fields)
         service.check_count(fields.n)
         self._service = service
-        self._fields = fields
         self._model = service.check_model(fields.model)
         self._n = fields.n or 1
         self._tally = Tally(0, n=self._n)
