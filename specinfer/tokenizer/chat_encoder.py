@@ -103,7 +103,7 @@ class ChatEncoder:
         """The token ids of a conversation that `render` renders; `more` are its parameters."""
         return self.encode(self.render(messages, **more))
 
-    @property
+    @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the chat templates read and a caller of `render` may give."""
         if not self._tokenizer.has_chat_template:
