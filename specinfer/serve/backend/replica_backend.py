@@ -13,8 +13,9 @@ import hashlib
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from specinfer.config import EngineConfig
@@ -238,20 +239,19 @@ class ReplicaBackend:
         most = max((r.facts.max_length for r in self._replicas if not r.is_left_out), default=0)
         length = min(len(one.work.prompt_token_ids) + one.work.params.max_tokens, most)
         may = [r for r in may if r.facts.max_length >= min(length, r.facts.max_context)]
-        works = {r.number: self._ledger.of(r.number) for r in may}
-        loads = {number: len(own) for number, own in works.items()}
-        suspects = {number: sum(other.is_suspect for other in own) for number, own in works.items()}
-        if one.is_suspect:
-            # A suspect waits for an engine without other works, so that a crash affects only one.
-            alone = {number: load for number, load in loads.items() if load == suspects[number]}
-            if not alone and not self._are_settled:
-                return None
-            loads = alone or loads
-            number = min(loads, key=loads.__getitem__, default=None)
-        else:
-            loads = {number: load for number, load in loads.items() if not suspects[number]} or loads
-            number = self._ring.choose(one.key, loads) if loads else None
-        return None if number is None else self._replicas[number]
+        loads: dict[int, int] = {}
+        apart: dict[int, int] = {}  # loads of those that keep suspects and other works apart
+        for replica in may:
+            works = self._ledger.of(replica.number)
+            loads[replica.number] = len(works)
+            if all(other.is_suspect == one.is_suspect for other in works):
+                apart[replica.number] = len(works)
+        # A suspect waits for an engine without other works, so that a crash affects only one.
+        if not loads or (one.is_suspect and not apart and not self._are_settled):
+            return None
+        loads = apart or loads
+        number = min(loads, key=loads.__getitem__) if one.is_suspect else self._ring.choose(one.key, loads)
+        return self._replicas[number]
 
     @property
     def _are_settled(self) -> bool:
@@ -346,12 +346,6 @@ class Ring:
             (_hash(f"{one} at {n}".encode()), one) for one in range(replicas) for n in range(_POSITIONS)
         )
 
-    def order(self, key: int) -> Iterator[int]:
-        """All replicas, in ring order after the position `key`."""
-        first = bisect_left(self._positions, (key, -1))
-        after = [one for _, one in self._positions[first:] + self._positions[:first]]
-        return iter(dict.fromkeys(after))
-
     def choose(self, key: int, loads: Mapping[int, int]) -> int:
         """First replica after `key` that has room for one more work.
 
@@ -359,7 +353,9 @@ class Ring:
         no replica may have more than 1.5 times the candidates' mean load, rounded up.
         """
         max_load = math.ceil(_MAX_LOAD * (sum(loads.values()) + 1) / len(loads))
-        return next(one for one in self.order(key) if one in loads and loads[one] < max_load)
+        after = bisect_left(self._positions, (key, -1))
+        order = chain(self._positions[after:], self._positions[:after])
+        return next(one for _, one in order if loads.get(one, max_load) < max_load)
 
 
 def _hash(text: bytes) -> int:
