@@ -94,20 +94,24 @@ class ModelPool:
     def find(self, name: str | None, *, listed: bool = False) -> PooledModel:
         """Return the model that answers requests for `name`; None is the first model.
 
-        Any name is that of a single model, unless it must be `listed`. Raises ApiError with status 404.
+        Any name is that of a single model without adapters, unless it must be `listed`. Raises ApiError with
+        status 404.
         """
-        if self.is_fixed:
-            self.services[0].check_model(name, listed=listed)
-        if self.is_fixed or not name:
-            return self.models[0]
-        if (found := self._by_name.get(name)) is None:
-            raise ApiError(
-                f"the model {cut(name)!r} is not served here; allowed: {', '.join(self._by_name)}",
-                param="model",
-                status=404,
-                code="model_not_found",
+        first = self.models[0]
+        name = name or first.served.names[0]
+        if (found := self._by_name.get(name)) is not None:
+            return found
+        if self.is_fixed and not listed and not first.served.engine.adapters:
+            self.field_policy.log_once(
+                f"{first.served.names[0]} answers requests for the model {cut(name)!r}"
             )
-        return found
+            return first
+        raise ApiError(
+            f"the model {cut(name)!r} is not served here; allowed: {', '.join(self._by_name)}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
 
     def is_ready(self, name: str | None) -> bool:
         """Return whether a model is loaded, so that its requests need not wait.

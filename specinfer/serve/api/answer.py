@@ -48,7 +48,8 @@ class EndpointAnswer(ABC, Generic[_Fields]):
         self._fields = service.with_defaults(fields)
         service.check_count(fields.n)
         self._service = service
-        self._model = service.check_model(fields.model)
+        known = (*service.models, *service.adapters)
+        self._model = fields.model if fields.model in known else service.models[0]
         self._n = fields.n or 1
         self._tally = Tally(0, n=self._n)
         self._has_tools = False

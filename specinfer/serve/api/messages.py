@@ -150,7 +150,6 @@ class Messages(GrowingAnswer[MessageFields]):
 
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
     """The number of prompt tokens, as the usage of an answer would report it."""
-    service.check_model(fields.model)
     fields.check()
     fields = fields.for_template(service.chat.variables)
     try:

@@ -26,7 +26,7 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.fields.sampling import SamplingFields
-from specinfer.serve.http.api_error import CALLER, ApiError, cut
+from specinfer.serve.http.api_error import CALLER, ApiError
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.prediction import relevant_tokens
 from specinfer.tokenizer import ChatEncoder, Tokenizer
@@ -70,26 +70,6 @@ class Service:
         self._max_completions = batch + config.max_waiting  # maximum of completions at a time
         self.busy = 0  # completions in progress or waiting
         self.draining = False
-
-    def check_model(self, name: str | None, *, listed: bool = False) -> str:
-        """Return the name of the model or adapter that answers a request for `name`.
-
-        Without adapters any name means the model. Raises ApiError for a name that is not served if there are
-        adapters, or if the name must be `listed`.
-        """
-        if name in self.models or name in self.adapters:
-            return str(name)
-        if name and (listed or self.adapters):
-            known = ", ".join((*self.models, *self.adapters))
-            raise ApiError(
-                f"the model {cut(name)!r} is not served here; allowed: {known}",
-                param="model",
-                status=404,
-                code="model_not_found",
-            )
-        if name:
-            self.field_policy.log_once(f"{self.models[0]} answers requests for the model {cut(name)!r}")
-        return self.models[0]
 
     def with_defaults(self, fields: _Fields) -> _Fields:
         """Fill absent sampling fields with the model's own sampling parameters; returns a copy.

@@ -39,7 +39,6 @@ class DetokenizeFields(Fields):
 
 async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     """Return the token ids of a text or a conversation; raises ApiError."""
-    service.check_model(fields.model)
     if (fields.prompt is None) == (not fields.messages):
         raise ApiError("give either prompt or messages", param="prompt")
     if fields.prompt is None:
@@ -66,7 +65,6 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
 
 async def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
     """Return the text of token ids, without special tokens; raises ApiError."""
-    service.check_model(fields.model)
     return {"prompt": await asyncio.to_thread(_text, service.tokenizer, fields.tokens)}
 
 
