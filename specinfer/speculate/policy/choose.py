@@ -12,10 +12,9 @@ nodes form trees.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from operator import neg, truediv
+from itertools import accumulate, compress
+from operator import truediv
 from typing import Final, NamedTuple
 
 _MORE_ROWS: Final = 4  # rows over which the price of a row is averaged, as cost curves have steps
@@ -36,9 +35,8 @@ class StepCosts(NamedTuple):
 
     def seconds_from(self, nodes: int, more: int) -> list[float]:
         """Return the seconds of the step with `nodes`, `nodes` + 1, ... `nodes` + `more` guesses."""
-        first = self.rows + nodes
-        found = [self.spent + taken for taken in self.passes[first : min(first + more, self.last) + 1]]
-        return found + [self.seconds(nodes + more)] * (more + 1 - len(found))
+        first, last = self.rows + nodes, self.last
+        return [self.spent + self.passes[min(rows, last)] for rows in range(first, first + more + 1)]
 
     def price(self, tokens: float, nodes: int) -> float:
         """Return the price of another row, in tokens, for a step that makes `tokens` with `nodes` guesses."""
@@ -50,7 +48,7 @@ class Candidates(NamedTuple):
     """One request's nodes as candidates for verification."""
 
     probabilities: Sequence[float]  # acceptance probabilities, [num_nodes]; the root's is 1
-    pinned: frozenset[int] | set[int]  # nodes that may not be dropped (tree/merging.py)
+    pinned: set[int]  # nodes that may not be dropped (tree/merging.py)
     max_nodes: int  # maximum nodes of the request, the root included
     all_stay: bool  # True if the request sets the size of its tree
 
@@ -61,9 +59,9 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    # For each tree: the nodes that stay, and those that may be dropped.
-    stay, droppable = list[list[int]](), list[list[int]]()
-    likely = list[float]()  # probabilities of all nodes that may be dropped
+    stay = list[list[int]]()  # nodes of each tree
+    # Nodes that may be dropped, with their probabilities and the list of their tree.
+    droppable = list[tuple[list[int], int, float]]()
     for probabilities, pinned, max_nodes, all_stay in trees:
         found = [node for node in range(1, len(probabilities)) if node not in pinned]
         room = max(0, max_nodes - 1 - len(pinned))
@@ -73,21 +71,11 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
         tokens += sum([probabilities[node] for node in kept]) - 1
         nodes += len(kept) - 1
         stay.append(kept)
-        droppable.append([] if all_stay else found)
-        likely += [probabilities[node] for node in droppable[-1]]
-    likely.sort(reverse=True)
-    count = best_count(likely, tokens, costs.seconds_from(nodes, len(likely)))
-    if not count:
-        return [sorted(kept) for kept in stay]
-    lowest = likely[count - 1]  # probability of the least likely node that stays
-    ties = count - bisect_left(likely, -lowest, key=neg)
-    for kept, found, (probabilities, *_) in zip(stay, droppable, trees, strict=True):
-        for node in found:
-            if probabilities[node] > lowest:
-                kept.append(node)
-            elif probabilities[node] == lowest and ties:
-                kept.append(node)
-                ties -= 1
+        if not all_stay:
+            droppable += [(kept, node, probabilities[node]) for node in found]
+    stays = fastest([gain for *_, gain in droppable], tokens, costs.seconds_from(nodes, len(droppable)))
+    for kept, node, _ in compress(droppable, stays):
+        kept.append(node)
     return [sorted(kept) for kept in stay]
 
 
