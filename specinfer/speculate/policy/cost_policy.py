@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
@@ -43,10 +42,7 @@ from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculation_config import MAX_DEPTH, SpeculationConfig
 from specinfer.tree import TokenTree
-from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import keep, pinned_nodes
-
-_NONE: Final = ()
 
 
 class CostPolicy(SpeculationPolicy):
@@ -79,8 +75,7 @@ class CostPolicy(SpeculationPolicy):
         self._starts = {name: DraftStarts(draft, acceptance.levels[name]) for name, draft in drafts.items()}
         self._entries: Sequence[PlanEntry] = ()  # this step's tree entries
         self._guessed: dict[str, tuple[PlanEntry, TokenTree]] = {}  # the guesses to learn from, by request id
-        self._step = 0, 0  # number of requests, and rows without guesses
-        self._costs = NOTHING  # costs of the step, if speculation is on
+        self._costs = NOTHING  # of the step
         self._row = 0.0  # seconds of another row of the target's pass in a step without prefill
         self._growing: dict[str, GrowingGuesses] = {}  # by request id, while a draft grows
         self._tokens, self._nodes = 0.0, 0  # expected tokens of the step so far, and its worthwhile nodes
@@ -140,30 +135,24 @@ class CostPolicy(SpeculationPolicy):
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
-        self._guessed, self._refused, self._off_reason, self._costs = {}, set(), None, NOTHING
-        rows = sum([entry.end - entry.start for entry in entries])
-        self._step = len(entries), rows
-        context = sum([entry.end for entry in entries]) / max(1, len(entries))
+        self._guessed, self._refused, self._off_reason = {}, set(), None
+        requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
+        context = sum([entry.end for entry in entries]) / max(1, requests)
         for model in self._models:
             model.begin(context)
+        last = rows + sum([entry.max_nodes - 1 for entry in trees])
+        passes = self._target.table(max(last, requests + 1))
+        self._costs = StepCosts(passes, rows, last, passes[requests] - passes[rows], float(requests))
+        self._row = passes[requests + 1] - passes[requests]
         own_size = any(map(has_own_size, trees))
         if self.guard is not None:
             names = [entry.request.request_id for entry in entries]
             self._off_reason = self.guard.begin(names, len(trees), rows, own_size)
             if self._off_reason is not None:
                 plan = StepPlan(
-                    tuple([e if has_own_size(e) else replace(e, speculators=_NONE) for e in entries])
+                    tuple([e if has_own_size(e) else replace(e, speculators=()) for e in entries])
                 )
-        if self._off_reason is None or own_size:
-            self._look_up(*self._step)
         return plan
-
-    def _look_up(self, requests: int, rows: int) -> None:
-        """Look up the target's passes for a step with these requests and rows without guesses."""
-        last = rows + sum([entry.max_nodes for entry in self._entries]) - len(self._entries)
-        passes = self._target.table(max(last, requests + 1))
-        self._costs = StepCosts(passes, rows, last, passes[requests] - passes[rows], float(requests))
-        self._row = passes[requests + 1] - passes[requests]
 
     def worth_starting(
         self,
@@ -266,13 +255,14 @@ class CostPolicy(SpeculationPolicy):
 
         Requests with a size of their own keep all nodes within it.
         """
-        chosen = list(trees)
-        guessed = [n for n, tree in enumerate(trees) if len(tree.token_ids) > 1]
-        self._guessed = {self._entries[n].request.request_id: (self._entries[n], trees[n]) for n in guessed}
-        if guessed:
-            candidates = [self._candidates(entry, tree) for entry, tree in self._guessed.values()]
-            for n, nodes in zip(guessed, choose(candidates, self._costs), strict=True):
-                chosen[n] = keep(trees[n], nodes)
+        chosen, candidates = list(trees), dict[int, Candidates]()
+        for n, (entry, tree) in enumerate(zip(self._entries, trees, strict=True)):
+            if len(tree.token_ids) > 1:
+                self._guessed[entry.request.request_id] = entry, tree
+                likely = path_probabilities(self.acceptance.node_rates(tree), tree.parents)
+                candidates[n] = Candidates(likely, pinned_nodes(tree), entry.max_nodes, has_own_size(entry))
+        for n, nodes in zip(candidates, choose([*candidates.values()], self._costs), strict=True):
+            chosen[n] = keep(trees[n], nodes)
         if self.guard is not None:
             sizes = [min(e.max_nodes, len(t.token_ids)) for e, t in zip(self._entries, chosen, strict=True)]
             self.guard.nodes = sum(sizes) - len(sizes)
@@ -280,8 +270,6 @@ class CostPolicy(SpeculationPolicy):
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
         """Return the acceptance probabilities of the chosen nodes and the expected seconds of the step."""
-        if self._costs is NOTHING:  # speculation is off
-            self._look_up(*self._step)
         costs = self._costs
         likely = [path_probabilities(self.acceptance.node_rates(tree), tree.parents) for tree in trees]
         without, requests = costs.passes[costs.rows], int(costs.tokens)
@@ -314,12 +302,6 @@ class CostPolicy(SpeculationPolicy):
         droppable.sort(reverse=True)
         count = best_count(droppable, tokens, self._costs.seconds_from(nodes, len(droppable)))
         self._tokens, self._nodes = tokens + sum(droppable[:count]), nodes + count
-
-    def _candidates(self, entry: PlanEntry, tree: TokenTree) -> Candidates:
-        """Return a request's nodes as candidates for verification."""
-        likely = path_probabilities(self.acceptance.node_rates(tree), tree.parents)
-        pinned = pinned_nodes(tree) if any_sampled(tree.draws) else frozenset[int]()
-        return Candidates(likely, pinned, entry.max_nodes, has_own_size(entry))
 
     def _spend(self, seconds: float) -> None:
         """Add the seconds of a draft's pass to the step."""
