@@ -124,13 +124,10 @@ class DraftLevels:
         They combine the counts of its temperature class with those of all requests.
         """
         kind = bisect_left(TEMPERATURES, temperature)
-        rates = self._rates.get(kind)
-        if rates is None:
-            counts = self.alike[kind]
-            rates = self._rates[kind] = [
-                counts.rate(level, usual, _CLASS_PRIOR) for level, usual in enumerate(self.all.rates())
-            ]
-        return rates
+        if kind not in self._rates:
+            usual, counts = self.all.rates(), self.alike[kind]
+            self._rates[kind] = [counts.rate(n, usual[n], _CLASS_PRIOR) for n in range(len(usual))]
+        return self._rates[kind]
 
     def fade(self, kept: float) -> None:
         """Multiply all counts by `kept`."""
@@ -191,11 +188,8 @@ class AcceptanceRates:
             table, above = self._of(run.speculator), chosen.setdefault(run.speculator, set())
             kinds = map(bisect_left, repeat(_EDGES), run.confidences)
             for parent, node, kind in zip(run.parents, run.nodes, kinds, strict=True):
-                if parent in above:
-                    rate = table[kind]
-                else:
-                    rate = table[kind + _FIRST]
-                    above.add(parent)
+                rate = table[kind] if parent in above else table[kind + _FIRST]
+                above.add(parent)
                 if rate > rates[node]:
                     rates[node] = rate
         rates[0] = 1.0

@@ -48,8 +48,6 @@ class PricedDraft(NamedTuple):
 
     def reading(self, unread: Sequence[int]) -> list[float]:
         """Return the seconds that each request's unread tokens beyond USUAL_UNREAD add to a shared pass."""
-        if max(unread) <= USUAL_UNREAD:  # the usual case
-            return [0.0] * len(unread)
         together, expected = USUAL_UNREAD * len(unread), self.costs.expected
         without = expected(together)
         return [

@@ -19,7 +19,7 @@ in 128 steps, and in more than it was on, the layers get the memory, and the dra
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -110,7 +110,8 @@ class Guard:
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
         self.allowance = Allowance(KNOWN_COST_TOLERANCE if known else DEFAULT_TOLERANCE)
         self._overheads = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
-        self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
+        # By the size of the batch, in powers of two.
+        self.plain_steps = defaultdict[int, PlainSteps](PlainSteps)
         self.off_steps = self._on_steps = 0  # steps in which speculation was off, and on
         self._turn = 0  # counter that selects the draft's pass to learn from
         # State of the step:
@@ -157,9 +158,10 @@ class Guard:
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self.allowance.allows(requests, self._plain, new=not self._names <= known)
-        plain_step = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
-        plain_step = plain_step and self._target.settled  # a measurement needs settled costs
-        self._off_reason = GUARD if not allowed else PLAIN if plain_step else None
+        self._alike = self.plain_steps[requests.bit_length()]
+        measures = not self._known and self._undisturbed and self._alike.due(self._slowness)
+        # A measurement needs settled costs.
+        self._off_reason = GUARD if not allowed else PLAIN if measures and self._target.settled else None
         self.off_steps += self._off_reason is not None
         self._on_steps += self._off_reason is None
         return self._off_reason
@@ -197,9 +199,9 @@ class Guard:
         if self._off_reason is not None:
             self.allowance.count_plain(seconds)
             if self._undisturbed:
-                self._of_size(self._requests).learn(self._slowness, seconds / self._pass)
+                self._alike.learn(self._slowness, seconds / self._pass)
             return
-        self._of_size(self._requests).since += 1
+        self._alike.since += 1
         if self._own_size:
             return
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
@@ -225,17 +227,11 @@ class Guard:
         """True if the step, kept plain, measures the time of plain steps."""
         return self._requests > 0 and not self._prompts and not self._own_size
 
-    def _of_size(self, requests: int) -> PlainSteps:
-        return self.plain_steps.setdefault(requests.bit_length(), PlainSteps())
-
     def _multiple(self, requests: int) -> float:
         """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1."""
         wanted = requests.bit_length()
-        seen = [size for size, plain in self.plain_steps.items() if plain.multiples]
-        if not seen:
-            return 1.0
-        nearest = min(seen, key=lambda size: abs(size - wanted))
-        return _median(self.plain_steps[nearest].multiples)
+        seen = {size: plain.multiples for size, plain in self.plain_steps.items() if plain.multiples}
+        return _median(seen[min(seen, key=lambda size: abs(size - wanted))]) if seen else 1.0
 
     def _reads(self, one: LevelPass) -> bool:
         """Return whether a draft's pass read texts, beyond the tokens that are read in every step."""
@@ -243,8 +239,6 @@ class Guard:
 
     def _seconds_of_nodes(self) -> float:
         """Return the additional seconds of the target's pass for the verified guesses."""
-        if not self.nodes:
-            return 0.0
         return self._target.expected(self._rows + self.nodes) - self._target.expected(self._rows)
 
     def _learn(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
