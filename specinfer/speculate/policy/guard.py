@@ -114,17 +114,8 @@ class Guard:
         self.plain_steps = defaultdict[int, PlainSteps](PlainSteps)
         self.off_steps = self._on_steps = 0  # steps in which speculation was off, and on
         self._turn = 0  # counter that selects the draft's pass to learn from
-        # State of the step:
-        self._names: frozenset[str] = frozenset()  # ids of its requests
-        self._requests = 0  # requests with a tree
-        self._rows = 0  # rows of the target without guesses
-        self.nodes = 0  # verified guesses; set once they are chosen
-        self._own_size = False  # True if a request has its own size
-        self._off_reason: str | None = None  # why speculation is off
-        self._pass = 0.0  # seconds of a pass without guesses and prompts
-        self._slowness = 1.0  # time of such a pass, relative to the curve
-        self._plain = 0.0  # seconds of a plain step without prompts
-        self._memory_cost = 0.0  # additional seconds of the pass because the draft holds memory of layers
+        self._names: frozenset[str] = frozenset()  # ids of the last step's requests
+        self.nodes = 0  # verified guesses of the step; set once they are chosen
 
     @property
     def factors(self) -> dict[str, float]:
@@ -146,18 +137,22 @@ class Guard:
             own_size: True if a request has a size of its own.
         """
         self._requests, self._rows, self.nodes, self._own_size = requests, rows, 0, own_size
-        known = self._names
+        self._prompts = rows > requests  # True if there are prefill rows
+        # True if the step, kept plain, measures the time of plain steps.
+        self._undisturbed = requests > 0 and not self._prompts and not own_size
+        new = not self._names.issuperset(names)
         self._names = frozenset(names)
         if not (self.allowance.guessing or own_size) and self.off_steps >= max(_GIVEN_UP, self._on_steps):
             self._give_to_layers()
-        self._pass = self._target.expected(max(1, requests))
-        self._slowness = self._target.slowness(max(1, requests))
+        self._pass = self._target.expected(max(1, requests))  # seconds without guesses and prompts
+        self._slowness = self._target.slowness(max(1, requests))  # the same, relative to the curve
         self._memory_cost = self._memory_cost_of(max(1, rows))
+        # Seconds of a plain step without prompts.
         if self._known:
             self._plain = self._pass - self._memory_cost_of(max(1, requests)) + self.overhead
         else:
             self._plain = self._multiple(requests) * self._pass
-        allowed = self.allowance.allows(requests, self._plain, new=not self._names <= known)
+        allowed = self.allowance.allows(requests, self._plain, new=new)
         self._alike = self.plain_steps[requests.bit_length()]
         measures = not self._known and self._undisturbed and self._alike.due(self._slowness)
         # A measurement needs settled costs.
@@ -216,16 +211,6 @@ class Guard:
         if self._prompts:
             reading += self._memory_cost
         self.allowance.count_guessing(seconds, self._plain, spent - reading, saved, reading)
-
-    @property
-    def _prompts(self) -> bool:
-        """True if the step has prefill rows."""
-        return self._rows > self._requests
-
-    @property
-    def _undisturbed(self) -> bool:
-        """True if the step, kept plain, measures the time of plain steps."""
-        return self._requests > 0 and not self._prompts and not self._own_size
 
     def _multiple(self, requests: int) -> float:
         """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1."""
