@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api.chat_prompt import ChatPrompt
+from specinfer.serve.api.chat_prompt import build_prompt
 from specinfer.serve.api.reports import Tally
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_parser import (
@@ -107,9 +107,10 @@ class EndpointAnswer(ABC, Generic[_Fields]):
         self, fields: ConversationFields, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[tuple[int, ...], SamplingParams, list[AnswerReader]]:
         """Return the prompt of a conversation, its parameters, and a reader of each answer."""
-        prompt = await ChatPrompt.of(self._service, fields, messages)
+        service = self._service
+        prompt = await service.in_thread("messages", build_prompt, service, fields, messages)
         self._has_tools = prompt.has_tools
-        room = self._service.room(prompt.token_ids, "messages")
+        room = service.room(prompt.token_ids, "messages")
         readers = [prompt.reader() for _ in range(self._n)]
         return prompt.token_ids, fields.sampling_params(room, **prompt.constraints), readers
 

@@ -35,21 +35,17 @@ class ChatPrompt:
     has_tools: bool  # some may be called
     reader: Callable[[], AnswerReader]  # creates the reader of one answer
 
-    @classmethod
-    async def of(cls, service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
-        """Build the prompt of a request with these messages; raises ApiError.
 
-        This runs in a thread even for short conversations, because it compiles schemas and runs the chat
-        template, a program of the model's author.
-        """
-        for kind in fields.left_out:
-            service.field_policy.log_once(
-                f"tools of type {cut(kind)!r} are left out: this server has only functions"
-            )
-        return await service.in_thread("messages", _prepare, service, fields, messages)
+def build_prompt(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
+    """Return the prompt of a request with these messages; raises ApiError and RequestError.
 
-
-def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
+    Callers run it in a thread even for short conversations, because it compiles schemas and runs the chat
+    template, a program of the model's author.
+    """
+    for kind in fields.left_out:
+        service.field_policy.log_once(
+            f"tools of type {cut(kind)!r} are left out: this server has only functions"
+        )
     dialect, choice, functions = service.dialect, fields.chosen, fields.functions
     variables = _variables(service, fields)
     sizes = {"messages": len(str(messages)), "chat_template_kwargs": len(str(variables))}  # about

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api.answer import Event, GrowingAnswer, Part, Parts
-from specinfer.serve.api.chat_prompt import ChatPrompt
+from specinfer.serve.api.chat_prompt import build_prompt
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.call_parser import Event as Found
@@ -153,6 +153,7 @@ async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any
     fields.check()
     fields = fields.for_template(service.chat.variables)
     try:
-        return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
+        prompt = await service.in_thread("messages", build_prompt, service, fields, fields.conversation)
     except ApiError as error:
         raise _OWN_NAMES.renamed(error) from None
+    return {"input_tokens": len(prompt.token_ids)}

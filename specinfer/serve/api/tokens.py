@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from specinfer.serve.api.chat import ChatFields, ChatMessage
-from specinfer.serve.api.chat_prompt import ChatPrompt
+from specinfer.serve.api.chat_prompt import build_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Fields, Ids, Items
 from specinfer.serve.fields.conversation import ConversationFields
@@ -43,7 +43,8 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
         raise ApiError("give either prompt or messages", param="prompt")
     if fields.prompt is None:
         fields.check()
-        prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
+        messages = [message.rendered() for message in fields.messages]
+        prompt = await service.in_thread("messages", build_prompt, service, fields, messages)
         tokens = prompt.token_ids
     else:
         for name in sorted(fields.model_fields_set & _OF_CHAT - {"add_special_tokens"}):
