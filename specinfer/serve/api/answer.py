@@ -45,7 +45,7 @@ class EndpointAnswer(ABC, Generic[_Fields]):
     opens_early: ClassVar[bool] = False  # whether a stream opens before the first delta
 
     def __init__(self, service: Service, fields: _Fields) -> None:
-        self._fields = service.with_defaults(fields)
+        self._fields = fields.with_defaults(service.sampling)
         service.check_count(fields.n)
         self._service = service
         known = (*service.models, *service.adapters)

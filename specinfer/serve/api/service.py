@@ -25,7 +25,6 @@ from specinfer.serve.backend.work import BackendError, EngineInfo, Observe, Unav
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.body import FieldPolicy
-from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import CALLER, ApiError
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.prediction import relevant_tokens
@@ -34,7 +33,6 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 _MAX_CHARACTERS: Final = 64  # a token, on average; a longer prompt cannot fit and is not tokenized
 MAX_FIGURES: Final = 1 << 18  # log-probabilities of prompts; each is an object here and 70 bytes of JSON
 _Made = TypeVar("_Made")
-_Fields = TypeVar("_Fields", bound=SamplingFields)
 
 
 class Service:
@@ -70,17 +68,6 @@ class Service:
         self._max_completions = batch + config.max_waiting  # maximum of completions at a time
         self.busy = 0  # completions in progress or waiting
         self.draining = False
-
-    def with_defaults(self, fields: _Fields) -> _Fields:
-        """Fill absent sampling fields with the model's own sampling parameters; returns a copy.
-
-        Raises ApiError for a range of penalties that is not the whole text.
-        """
-        if fields.takes_defaults:
-            missing = {name: one for name, one in self.sampling.items() if getattr(fields, name, one) is None}
-            fields = fields.model_copy(update=missing)
-        fields.check_range()
-        return fields
 
     def check_count(self, n: int | None, prompts: int = 1) -> None:
         """Raise ApiError for more completions than one request may have, before any of them takes memory."""

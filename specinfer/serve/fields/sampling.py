@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field
 
@@ -121,15 +121,21 @@ class SamplingFields(Fields):
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)
 
-    def check_range(self) -> None:
-        """Raise ApiError for a range of penalties that is not the whole text, if there are penalties."""
-        penalties = self.repetition_penalty not in (None, 1), self.frequency_penalty, self.presence_penalty
-        if self.repeat_last_n not in (None, -1) and any(penalties):
+    def with_defaults(self, usual: Mapping[str, float]) -> Self:
+        """Return a copy with the model's own sampling parameters, `usual`, in place of absent fields.
+
+        Raises ApiError for a range of penalties that is not the whole text, if there are penalties.
+        """
+        usual = usual if self.takes_defaults else {}
+        own = self.model_copy(update={name: usual[name] for name in usual if getattr(self, name, 0) is None})
+        penalties = own.frequency_penalty, own.presence_penalty, own.repetition_penalty not in (None, 1)
+        if own.repeat_last_n not in (None, -1) and any(penalties):
             raise ApiError(
-                f"repeat_last_n is {self.repeat_last_n}, and penalties look at the whole text; allowed: -1; "
+                f"repeat_last_n is {own.repeat_last_n}, and penalties look at the whole text; allowed: -1; "
                 "remove it, or set the penalties to have no effect",
                 param="repeat_last_n",
             )
+        return own
 
     def check_equal(self, name: str, other: str) -> None:
         """Raise ApiError if two fields with one meaning are given and differ."""

@@ -13,10 +13,6 @@ from specinfer.errors import ConfigError
 from specinfer.sampling_params import DEFAULT_SAMPLING, usual_sampling
 from specinfer.serve.api.infill import InfillFields
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import (
-    ScriptedBackend,
-    scripted_service,
-)
 from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.asked import Asked
 
@@ -63,10 +59,9 @@ def test_a_range_of_penalties_is_refused_with_penalties(tokenizer: Tokenizer) ->
         assert not refused or "allowed: -1" in answer.json()["error"]["message"]
 
 
-def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
+def test_editors_have_llama_cpps_defaults() -> None:
     assert InfillFields(input_prefix="", input_suffix="").takes_defaults is False
-    service = scripted_service(tokenizer, ScriptedBackend(), sampling=SAMPLING)
-    fields = service.with_defaults(InfillFields(input_prefix="a", input_suffix="b"))
+    fields = InfillFields(input_prefix="a", input_suffix="b").with_defaults(SAMPLING)
     params = fields.sampling_params(8)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
     assert params.repetition_penalty == 1
