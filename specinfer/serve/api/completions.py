@@ -158,7 +158,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
     def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
         fields = self._fields
         room = self._service.room(prompt, "prompt")
-        guess = fields.prediction
+        guess, ends = fields.prediction, fields.stop_token_ids
         # Numbers of top tokens to report at each prompt token.
         tops = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
         max_tokens = min(_DEFAULT_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
@@ -167,7 +167,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
             logprobs=fields.logprobs,
             prompt_logprobs=max((top for top in tops if top is not None), default=None),
             prediction=guess.text if isinstance(guess, Prediction) else guess,
-            stop_token_ids=self._service.fill_in_ends(fields.stop_token_ids) if fields.suffix else None,
+            stop_token_ids=self._service.fill_in_ends(ends) if fields.suffix else ends,
         )
 
     def _choice(self, number: int, delta: Delta) -> dict[str, Any]:

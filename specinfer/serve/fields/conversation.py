@@ -215,7 +215,6 @@ class ConversationFields(SamplingFields):
                 "answer; lower it, or raise the answer's maximum",
                 param=self.budget_field,
             )
-        if more.get("grammar") is None:
-            return super().params(**{"response_format": self.answer_format} | more)
-        bare = self.model_copy(update=dict.fromkeys((*_FORMS, "response_format")))
-        return SamplingFields.params(bare, **more)
+        if "grammar" in more:
+            return super().params(**dict.fromkeys((*_FORMS, "response_format")) | more)
+        return super().params(response_format=self.answer_format, **more)

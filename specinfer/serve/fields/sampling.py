@@ -144,17 +144,13 @@ class SamplingFields(Fields):
             raise ApiError(f"{name} and {other} are given, and differ; give one of them", param=name)
 
     def params(self, **more: Any) -> SamplingParams:
-        """Convert to SamplingParams, with `more` of its fields; None means the default.
+        """Convert to SamplingParams, with `more` in place of its fields; None means the default.
 
         Raises ApiError, which names the field.
         """
-        given = {
-            name: value
-            for name in SamplingFields.model_fields
-            if name in SamplingParams.__dataclass_fields__ and (value := getattr(self, name)) is not None
-        }
-        given |= {name: value for name, value in more.items() if value is not None}
+        shared = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+        given = {name: getattr(self, name) for name in shared} | more
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**{name: one for name, one in given.items() if one is not None})
         except RequestError as error:
             raise ApiError.of(error) from None
