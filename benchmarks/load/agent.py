@@ -6,7 +6,9 @@ A scripted agent has a long system prompt, and turns of new text. One, two or te
 times to the first token, from the second turn on, are summed and divided by a lower bound. The bound is the
 time of prompts with a turn's new text alone, behind the system prompt, which is in the cache. They attend to
 less text than the agent's prompts, so the bound is not quite within reach. A pool for three of ten
-agents is the server's option: `--kv-cache-memory`.
+agents is the server's option: `--kv-cache-memory`. A command can end the server or its engine in the middle:
+
+    --restart 4 "kill -9 $(cat engine.pid)" --restart 8 "./stop; ./start &"
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import argparse
 import asyncio
 import random
 from collections.abc import Sequence
-from uuid import uuid4
+from itertools import pairwise
 
 from benchmarks.load.client import Answer, Client
 
 _WORDS = ["file", "line", "test", "run", "read", "write", "error", "name", "value", "list", "call", "class"]
 _ANSWER = 32  # tokens
-_RUN = uuid4()  # no run finds the prompts of another
+_RUN = " ".join(random.choices(_WORDS, k=8))  # begins system prompts, as no run may find those of another
+_RESTART = 600  # seconds until a server has to answer again
 Turn = dict[str, str]
 
 
@@ -32,29 +35,56 @@ def main() -> None:
     options.add_argument("--turns", type=int, default=12)
     options.add_argument("--system", type=int, default=3000, help="words of the system prompt")
     options.add_argument("--new", type=int, nargs=2, default=(200, 600), help="words of a turn, from and to")
-    print(asyncio.run(measure(options.parse_args())))
+    options.add_argument(
+        "--restart",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TURN", "COMMAND"),
+        help="run a shell command after this turn, and wait until the server answers; repeatable",
+    )
+    args = options.parse_args()
+    if any(not turn.isdecimal() or not 0 < int(turn) < args.turns for turn, _ in args.restart):
+        options.error(f"--restart: TURN has to be a number from 1 to {args.turns - 1}")
+    print(asyncio.run(measure(args)))
 
 
 async def measure(args: argparse.Namespace) -> str:
-    """Return the figures of the agents, as a line."""
+    """Return the figures of the agents, a line for the turns from one restart to the next."""
     scripts = [script(number, args) for number in range(args.agents)]
     talks = [texts[:1] for texts in scripts]
-    asked: list[Answer] = []
-    least: list[Answer] = []
+    restarts = {int(turn): command for turn, command in args.restart}
+    asked: list[tuple[int, Answer]] = []  # with the turn
+    least: list[tuple[int, Answer]] = []
     async with Client(args.url, 3600) as client:
         for turn in range(1, args.turns + 1):
             for talk, texts in zip(talks, scripts, strict=True):
                 talk.append(texts[turn])
-                asked.append(answer := await ask(client, talk, "agents"))
+                answer = await ask(client, talk)
+                asked.append((turn, answer))
                 talk.append({"role": "assistant", "content": answer.text})
+            if turn in restarts:
+                await restart(client, restarts[turn])
         for texts in scripts:
-            least += [await ask(client, [texts[0], text], "bound") for text in texts[1:]]
-    later = asked[args.agents :], [one for i, one in enumerate(least) if i % args.turns]
-    seconds, bound = (sum(one.first_seconds for one in answers) for answers in later)
-    computed, new = (sum(one.prompt_tokens - one.cached_tokens for one in answers) for answers in later)
+            least += [(turn, await ask(client, [texts[0], texts[turn]])) for turn in range(1, args.turns + 1)]
+    return "\n".join(
+        f"{args.agents} agents, turns {first + 1} to {last}: "
+        + figures(*([one for turn, one in answers if first < turn <= last] for answers in (asked, least)))
+        for first, last in pairwise(sorted({1, *restarts, args.turns}))
+    )
+
+
+def figures(asked: Sequence[Answer], least: Sequence[Answer]) -> str:
+    """Return the sums of answers, and of those to the new text alone."""
+    seconds, bound = (sum(one.first_seconds for one in answers) for answers in (asked, least))
+    computed, new = (
+        sum(one.prompt_tokens - (one.cached_tokens or 0) for one in answers) for answers in (asked, least)
+    )
+    are_reported = all(one.cached_tokens is not None for one in [*asked, *least])
+    tokens = f"{computed}, {new} for the new text alone" if are_reported else "not reported"
     return (
-        f"{args.agents} agents: {seconds:.2f} s to first tokens, {bound:.2f} s for the new text alone, ratio "
-        f"{seconds / bound:.3f}; {computed} tokens computed, {new} for the new text alone"
+        f"{seconds:.2f} s to first tokens, {bound:.2f} s for the new text alone, "
+        f"ratio {seconds / bound:.3f}; tokens computed: {tokens}"
     )
 
 
@@ -63,15 +93,26 @@ def script(number: int, args: argparse.Namespace) -> list[Turn]:
     chance = random.Random(number)
     sizes = [args.system, *(chance.randint(*args.new) for _ in range(args.turns))]
     texts = [" ".join(chance.choices(_WORDS, k=size)) for size in sizes]
+    texts[0] = f"{_RUN} {texts[0]}"
     return [{"role": "user" if place else "system", "content": text} for place, text in enumerate(texts)]
 
 
-async def ask(client: Client, talk: Sequence[Turn], purpose: str) -> Answer:
-    """Return an answer; `purpose` keeps the caches of agents and of the bound apart."""
-    answer = await client.ask(talk, temperature=0, max_tokens=_ANSWER, cache_salt=f"{purpose} {_RUN}")
+async def ask(client: Client, talk: Sequence[Turn]) -> Answer:
+    """Return an answer; raises SystemExit if there is none."""
+    answer = await client.ask(talk, temperature=0, max_tokens=_ANSWER)
     if answer.error:
         raise SystemExit(f"a request failed: {answer.error}")
     return answer
+
+
+async def restart(client: Client, command: str) -> None:
+    """Run a command, and wait until a short prompt has an answer; raises SystemExit or TimeoutError."""
+    process = await asyncio.create_subprocess_shell(command)
+    if status := await process.wait():
+        raise SystemExit(f"exit status {status}: {command}")
+    async with asyncio.timeout(_RESTART):
+        while (await client.ask([{"role": "user", "content": "Hello"}], max_tokens=1)).error:
+            await asyncio.sleep(0.2)
 
 
 if __name__ == "__main__":

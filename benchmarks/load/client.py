@@ -21,7 +21,7 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)  # of the chunks with text
     text: str = ""
     tokens: int = 0  # by the server's count, else the chunks
-    cached_tokens: int = 0  # prompt tokens read from the server's cache
+    cached_tokens: int | None = None  # prompt tokens read from the server's cache, if it reports them
     prompt_tokens: int = 0
     tokens_per_step: float | None = None  # if the server reports it
     error: str = ""
@@ -94,7 +94,7 @@ class Client:
 
 def _count(answer: Answer, chunk: Any) -> None:
     answer.tokens, answer.prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
-    answer.cached_tokens = getattr(chunk.usage.prompt_tokens_details, "cached_tokens", None) or 0
+    answer.cached_tokens = getattr(chunk.usage.prompt_tokens_details, "cached_tokens", None)
     speculation = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding") or {}
     if speculation.get("num_spec_steps"):
         answer.tokens_per_step = 1 + speculation["num_accepted_draft_tokens"] / speculation["num_spec_steps"]
