@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import sha256
@@ -22,6 +23,7 @@ _FOLDER: Final = "specinfer-prompts-"  # other entries of the store's folder are
 _MAX_WAITING: Final = 1 << 28  # bytes of files that wait to be written, and of those read ahead
 _PART: Final = 16  # one over this part of the size is made free at once
 _MAX_LOST: Final = 1 << 16  # names of files that were not written, the last ones
+_SKEW: Final = 60.0  # seconds that another machine's clock may be ahead
 _AHEAD: Final = 8  # files that the disk reads at once
 _SUM: Final = 32  # bytes of the checksum at the beginning of a file
 
@@ -176,10 +178,13 @@ class PromptFiles:
     def _evict(self, needed: int) -> None:
         """Remove the least recently used files until a part of the size is free."""
         files: list[tuple[float, int, Path]] = []
+        latest = time.time() + _SKEW
         for path in self._root.glob(f"{_FOLDER}*/*"):
-            with contextlib.suppress(FileNotFoundError):  # another process evicted it
+            with contextlib.suppress(OSError):  # another process evicted it, or its user has no rights
                 found = path.stat()
-                files.append((found.st_mtime, found.st_size, path))
+                # A later time is of a clock that was wrong; each use of the file corrects it.
+                used = found.st_mtime if found.st_mtime < latest else 0.0
+                files.append((used, found.st_size, path))
         self._room = max(self._size // _PART, needed)
         left = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):

@@ -267,6 +267,21 @@ def test_two_engines_use_one_folder_within_its_size(model: Path, tmp_path: Path)
     assert (tmp_path / "other").exists()
 
 
+def test_a_clock_that_was_wrong_leaves_room_for_new_texts(model: Path, tmp_path: Path) -> None:
+    filled(model, tmp_path)
+    size = sum(path.stat().st_size for path in files(tmp_path))
+    for seconds in (0, 1 << 33):
+        for path in files(tmp_path):
+            os.utime(path, (seconds, seconds))
+        new = [seconds % 7 + 1, *PROMPT[1:]]
+        with opened(model, None) as llm:
+            expected = answer(llm, new)[0]
+        for cached in (0, 48):
+            with opened(model, tmp_path, prompt_store_size=size) as llm:
+                assert answer(llm, new) == (expected, cached), seconds
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= size
+
+
 def test_engines_with_other_numbers_share_no_file(model: Path, tmp_path: Path) -> None:
     filled(model, tmp_path)
     for options in ({"block_size": 8}, {"dtype": "bfloat16"}, {"kernels": "torch"}):
