@@ -1,59 +1,11 @@
-"""Penalties, on rows a person can compute: eight tokens, logits 4, 2, 0, -2, -4, 1, -1, 3."""
+"""Penalties of tokens that occur often, and of texts that go on; test_changes.py has the oracle."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from specinfer import SamplingParams
 from specinfer.processors.changes import Penalties
-
-ROW = [4.0, 2.0, 0.0, -2.0, -4.0, 1.0, -1.0, 3.0]
-
-
-def penalised(
-    params: dict[str, Any], prompt: Sequence[int], output: Sequence[int], path: Sequence[int] = ()
-) -> list[float]:
-    penalties = Penalties.of(SamplingParams(**params), prompt)
-    penalties.commit(output)
-    row = np.array(ROW, dtype=np.float32)
-    penalties.changes(path).apply(row)
-    return [float(x) for x in row]
-
-
-def test_what_each_takes_from_a_logit() -> None:
-    for params, prompt, output, expected in (
-        # Once for every token of the output, however often it occurs; the prompt does not count.
-        ({"presence_penalty": 1}, [7, 7], [0, 3, 3], [3, 2, 0, -3, -4, 1, -1, 3]),
-        ({"presence_penalty": -0.5}, [7], [0, 3, 3], [4.5, 2, 0, -1.5, -4, 1, -1, 3]),
-        # For each time.
-        ({"frequency_penalty": 0.5}, [7, 7], [0, 3, 3], [3.5, 2, 0, -3, -4, 1, -1, 3]),
-        ({"frequency_penalty": -2}, [], [0, 3, 3], [6, 2, 0, 2, -4, 1, -1, 3]),
-        # Divides what is above zero and multiplies what is below; once, and for the prompt's tokens too.
-        ({"repetition_penalty": 2}, [7, 7], [0, 3, 3, 2], [2, 2, 0, -4, -4, 1, -1, 1.5]),
-        ({"repetition_penalty": 0.5}, [4], [0], [8, 2, 0, -2, -2, 1, -1, 3]),
-        # The repetition penalty comes first: 4 / 2 - 2 * 0.5 - 1, and the prompt's 3 / 2 alone.
-        (
-            {"repetition_penalty": 2, "frequency_penalty": 0.5, "presence_penalty": 1},
-            [7],
-            [0, 0],
-            [0, 2, 0, -2, -4, 1, -1, 1.5],
-        ),
-    ):
-        for cut in range(len(output) + 1):  # for every start of the path
-            assert penalised(params, prompt, output[:cut], output[cut:]) == expected, params
-
-
-def test_looking_at_a_path_leaves_no_trace() -> None:
-    penalties = Penalties([], repetition=1, frequency=1, presence=0)
-    penalties.commit([2])
-    for path, expected in [([], 1), ([2, 2], 3), ([5], 1), ([], 1), ([2], 2)]:
-        row = np.zeros(8, dtype=np.float32)
-        penalties.changes(path).apply(row)
-        assert row[2] == -expected
 
 
 @pytest.mark.parametrize("committed", [0, 14, 15, 16, 40])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,20 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer import SamplingParams
 from specinfer.kernels.choice import choose_kernels
 from specinfer.request import Logprob
 from specinfer.verify.logprobs import (
     LOGPROB_BYTES,
     PromptLogprobs,
     Scores,
-    processed_logprobs,
     raw_logprobs,
     report,
     score,
 )
 from specinfer.verify.scan import NUMPY, LogitBlock, Scan
-from tests.exact.oracles import processed_law
 
 
 class Characters:
@@ -41,24 +37,6 @@ def reported(row: list[float], chosen: int, top: int) -> list[tuple[int, float, 
     return [(token, entry.logprob, entry.rank) for token, entry in found.items()]
 
 
-ROW = [-1.5, -0.7, -math.inf, -1.5, -2.5]
-
-
-def test_the_chosen_token_and_the_likeliest() -> None:
-    for chosen, top, expected in (
-        (1, 0, [(1, -0.7, 1)]),
-        (4, 0, [(4, -2.5, 4)]),
-        (1, 1, [(1, -0.7, 1)]),  # the chosen one is the likeliest: named once
-        # The chosen one first; equal ones have one rank, the lowest id first.
-        (4, 2, [(4, -2.5, 4), (1, -0.7, 1), (0, -1.5, 2)]),
-        (3, 3, [(3, -1.5, 2), (1, -0.7, 1), (0, -1.5, 2)]),
-        # An excluded token is not among the likeliest, however many are requested.
-        (0, 99, [(0, -1.5, 2), (1, -0.7, 1), (3, -1.5, 2), (4, -2.5, 4)]),
-        (2, 1, [(2, -math.inf, 5), (1, -0.7, 1)]),
-    ):
-        assert reported(ROW, chosen, top) == expected, (chosen, top)
-
-
 def test_figures_closer_than_float32_keep_their_order() -> None:
     row = [-20.0, -20.0 + 1e-9, -20.0 + 2e-9, -0.1]
     assert [token for token, *_ in reported(row, 3, 4)] == [3, 2, 1, 0]
@@ -72,18 +50,6 @@ def test_figures_closer_than_float32_keep_their_order() -> None:
 def test_the_likeliest_are_those_of_a_full_sort(row: list[float], top: int) -> None:
     order = [i for i in sorted(range(len(row)), key=lambda i: (-row[i], i)) if row[i] > -math.inf]
     assert [token for token, *_ in reported(row, 0, top)] == list(dict.fromkeys([0, *order[:top]]))
-
-
-LOGITS = np.array([3.0, 1.0, 0.0, -1.0, -np.inf, 700.0, 699.0], dtype=np.float32)
-
-
-@pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5, "temperature": 3}]
-)
-def test_processed_ones_are_those_of_the_law_tokens_are_chosen_from(params: dict[str, Any]) -> None:
-    logits, asked = LOGITS[:5], SamplingParams(**params)
-    expected = [math.log(p) if p > 0 else -math.inf for p in processed_law(logits, asked)]
-    assert processed_logprobs(logits, asked).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 # Many rows at once, and what is kept of them.

@@ -27,32 +27,9 @@ def verify(tree, p, uniforms):
     return verify_multistep(tree, lambda node: np.array(p), coin)
 
 
-def test_a_draw_is_accepted_while_r_is_below_p_over_q():
-    tree = root_with((1, IID, [0.5, 0.5]))  # p / q = 0.8
-    assert verify(tree, [0.6, 0.4], [[0.79], [0.0]]) == Acceptance((1,), 0)
-    assert verify(tree, [0.6, 0.4], [[0.81, 0.99]]) == Acceptance((), 0)
-
-
 def test_r_zero_does_not_accept_a_token_of_probability_zero():
     tree = root_with((1, IID, [0.5, 0.5]), (1, POINT, None))
     assert verify(tree, [1.0, 0.0], [[0.0, 0.0, 0.0]]) == Acceptance((), 0)
-
-
-def test_a_duplicate_point_mass_has_its_turn_and_is_rejected():
-    tree = root_with((1, POINT, None), (1, POINT, None), (2, POINT, None))
-    assert tree.num_nodes == 3
-    # turn 0: .5 >= p(1) = .4; turn 1: nothing left of 1; turn 2: p(2) = .2 / .6
-    assert verify(tree, [0.4, 0.4, 0.2], [[0.5, 0.0, 0.33], [0.0]]) == Acceptance((2,), 0)
-    assert verify(tree, [0.4, 0.4, 0.2], [[0.5, 0.0, 0.34, 0.99]]) == Acceptance((), 0)
-
-
-def test_without_replacement_renormalises_what_the_speculator_has_left():
-    q = [0.5, 0.25, 0.25]
-    tree = root_with((0, WITHOUT, q), (1, WITHOUT, q))
-    # turn 0: 0.2 / 0.5; left (0, .25, .25) -> (0, .5, .5) from p = (.2, .5, .3) - q = (0, .25, .05)
-    #
-    # turn 1: p(1) = .25 / .3 = .83, q(1) = .5: always accepted
-    assert verify(tree, [0.2, 0.5, 0.3], [[0.41, 0.999], [0.0]]) == Acceptance((2,), 0)
 
 
 def test_the_walk_goes_on_below_an_accepted_node_and_asks_only_about_visited_nodes():
