@@ -1,14 +1,12 @@
-"""POST /v1/responses, read by OpenAI's client."""
+"""POST /v1/responses, read by OpenAI's client; its fields, and refusals that name them."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
-from pydantic import BaseModel
 
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api.responses import ResponseStore
@@ -77,23 +75,6 @@ def test_a_stream_has_the_events_that_the_client_knows(tokenizer: Tokenizer) -> 
     assert item["content"][0]["text"] == events[-4]["text"] == "Hello"
     assert {one["item_id"] for one in events if "item_id" in one} == {item["id"]}
     assert server.http.get(f"/responses/{last['id']}").json() == last
-
-
-def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> None:
-    class Place(BaseModel):
-        city: str
-
-    server = ResponsesServer(tokenizer, says("Hel", "lo"), says('{"city": "Rome"}'))
-    with server.responses.stream(model=MODEL, input="Hi") as stream:
-        snapshots = [one.snapshot for one in stream if one.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert snapshots == ["Hel", "Hello"]
-    assert final.output_text == "Hello"
-    parsed = server.responses.parse(model=MODEL, input="Where?", text_format=Place)
-    assert parsed.output_parsed == Place(city="Rome")
-    form = server.backend.works[1].params.structured_output
-    assert json.loads(form.source)["properties"] == {"city": {"title": "City", "type": "string"}}
-    assert parsed.text.format.type == "json_schema"
 
 
 def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
@@ -174,17 +155,6 @@ def test_an_answer_belongs_to_the_key_of_its_request(tokenizer: Tokenizer) -> No
     assert status_and_body("DELETE", place, "own")[0] == 200
 
 
-def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
-    server = ResponsesServer(tokenizer, says("two", logprobs=True), says("four"))
-    first = server.responses.create(
-        model=MODEL, input="One", include=["message.output_text.logprobs"], store=False
-    )
-    back = [item.model_dump() for item in first.output]
-    items: Any = [{"role": "user", "content": "One"}, *back, {"role": "user", "content": "Three"}]
-    server.responses.create(model=MODEL, input=items)
-    assert server.prompts[-1] == "user: One\nassistant: two\nuser: Three\nassistant: "
-
-
 def test_store_false_is_honoured(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, stored_responses=2)
     answers = [
@@ -232,3 +202,83 @@ def test_the_oldest_leave_where_all_are_too_large() -> None:
     store.forget("d")
     store.keep("e", {}, [])
     assert store.conversation("e") == ()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": ""}, "input"),
+    ({}, "input"),
+    ({"input": [{"id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal"),
+    ({"input": [{"role": "user", "content": [{"text": "a"}]}]}, "input[0].content[0].type"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"n": 2}, "n"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"trace": True}, "trace"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
+]
+
+
+def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
+    server = ResponsesServer(tokenizer)
+    for body, param in REFUSED:
+        whole = {"input": "Hi"} | body if body else {}
+        status, named, message = server.refusal(**whole)
+        assert (status, named) == (400, param), body
+        assert "response_format.json" not in message
+        assert ("image input is not supported by this server" in message) == ("input_image" in str(body))
+    assert server.backend.works == []
+
+
+def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
+    nothing: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "background": False,
+        "reasoning": {"effort": "low", "summary": "detailed"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "truncation": "auto",
+        "service_tier": "flex",
+        "n": 1,
+        "trace": False,
+        "user": "u",
+        "prompt_cache_key": "k",
+        "top_logprobs": 0,
+        "include": ["web_search_call.results"],
+        "max_tool_calls": 2,
+        "conversation": None,
+    }
+    server = ResponsesServer(tokenizer, says("a"))
+    answer = server.http.post("/responses", json=nothing | {"input": "Hi"})
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json())
+    assert server.backend.works[0].params.structured_output is None
+    assert server.backend.works[0].params.logprobs is None
+
+
+def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
+    complaint = Delta(
+        "",
+        finish_reason=FinishReason.ERROR,
+        error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
+        parameter="max_tokens",
+    )
+    server = ResponsesServer(tokenizer, [complaint])
+    _, param, message = server.refusal(input="Hi")
+    assert param == "max_output_tokens"
+    assert message.endswith("lower max_output_tokens")

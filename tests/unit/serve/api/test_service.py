@@ -121,17 +121,6 @@ async def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokeniz
     assert error.value.status == 503
 
 
-async def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer) -> None:
-    backend = Slow()
-    backend.trouble = "the engine died"
-    backend.more.set()
-    answer = service_of(backend, tokenizer).answer([(1,)], [GREEDY])
-    await anext(answer)
-    with pytest.raises(ApiError, match="the engine died") as error:
-        await anext(answer)
-    assert error.value.status == 500
-
-
 @pytest.mark.parametrize(
     ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
 )
