@@ -63,15 +63,6 @@ def restarts(backend: ReplicaBackend) -> int:
     return sum(one.restarts for one in backend._replicas)
 
 
-async def test_an_engine_that_dies_when_it_is_ready_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
-    async with engines() as backend:
-        await until(lambda: restarts(backend) == 1)
-        assert backend._replicas[0].pid is not None
-
-
 async def test_what_an_engine_sent_before_it_died_arrives_although_a_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
