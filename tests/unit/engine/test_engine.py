@@ -57,28 +57,6 @@ def test_the_text_is_the_targets_alone_and_in_a_batch(
     assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
 
 
-def test_chunks_and_blocks_of_any_size_do_not_change_the_text(
-    tiny: Tiny, expected: dict[str, list[list[int]]]
-) -> None:
-    for limits in (
-        {"max_step_tokens": 7, "max_batch_size": 3},  # prompts of 40 tokens come in chunks
-        {"max_step_tokens": 2, "max_batch_size": 2},
-        {"block_size": 3},
-        {"max_batch_size": 1},
-    ):
-        llm = tiny.llm(drafts=["similar"], lookup=True, **limits)
-        assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"], limits
-
-
-def test_requests_without_blocks_are_preempted_and_lose_nothing(
-    tiny: Tiny, expected: dict[str, list[list[int]]]
-) -> None:
-    slot = 2 * 2 * 2 * 8 * 4 * 2  # bytes of a position: K and V, 2 layers, 2 heads of 8, float32, 2 models
-    llm = tiny.llm(drafts=["similar"], kv_cache_memory=slot * 120, block_size=4)
-    assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
-    assert llm.statistics().preemptions > 0
-
-
 def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
     # Each wrong or stale K or V in the draft's cache would make it guess something else somewhere.
     llm = tiny.llm(drafts=["target"], expansion=(1, 2, 1))
@@ -110,50 +88,6 @@ def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, lis
         engine.check_integrity()
     assert not engine.has_work
     assert [finished[f"keep-{i}"] for i in range(len(PROMPTS))] == expected["T=1"]
-
-
-def test_mss_runs_in_batches_and_reports_the_same_seed_the_same_way(tiny: Tiny) -> None:
-    params = SamplingParams(temperature=1, seed=4, max_tokens=20)
-    for draw in ("iid", "without_replacement"):
-        llm = tiny.llm(drafts=["similar"], lookup=True, verifier="mss", draw=draw, expansion=(2, 2))
-        assert run(llm, PROMPTS, params) == run(llm, PROMPTS, params)
-
-
-def test_the_context_ends_a_request(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], lookup=True)
-    (output,) = llm.generate([list(range(60))], SamplingParams(temperature=0, max_tokens=500))
-    assert output.finish_reason is FinishReason.LENGTH
-    assert len(output.prompt_token_ids) + len(output.token_ids) == 96
-
-
-def test_every_step_is_traced(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], lookup=True)
-    events = []
-    llm.on_tree = events.append
-    (output,) = llm.generate([PROMPTS[0]], SAMPLING["greedy"])
-    said = [
-        token
-        for event in events
-        for token in (*(event.tree.token_ids[n] for n in event.acceptance.path), event.acceptance.next_token)
-    ]
-    assert said[: len(output.token_ids)] == list(output.token_ids)
-    for event in events:
-        event.tree.check_integrity()
-        assert event.to_json()["proposed_by"][0] == []
-        assert all(event.to_json()["proposed_by"][1:])
-
-
-def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Tiny) -> None:
-    llm = tiny.llm(lookup=True)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    whole = llm.generate([PROMPTS[0]], params)[0]
-    pieces = list(llm.stream(PROMPTS[0], params))
-    assert "".join(piece.new_text for piece in pieces) == whole.text
-    assert pieces[-1].token_ids == whole.token_ids
-    dropped = llm.stream(PROMPTS[0], params)
-    next(dropped)
-    dropped.close()
-    assert_idle(llm)
 
 
 def test_an_interrupt_of_a_caller_leaves_an_llm_that_works(

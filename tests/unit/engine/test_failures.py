@@ -13,11 +13,9 @@ from specinfer import SamplingParams
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ModelFileError
 from specinfer.llm import LLM
-from specinfer.plan import StepPlan
 from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
-from specinfer.speculators import Outcome, Speculator, TokenTree
 from tests.engines import Tiny, assert_idle, engine_of, runner_of
 from tests.flights import flight_over
 
@@ -142,24 +140,6 @@ def test_a_model_that_cannot_be_read_ends_the_requests_of_the_step_alone(
     assert len(failed) <= 2
     assert heard == [], "a server's process does not end"
     assert_idle(llm)
-
-
-class Raising(Speculator):
-    """A caller's speculator that is broken."""
-
-    name = "broken"
-
-    def propose(self, plan: StepPlan) -> list[TokenTree]:
-        raise ZeroDivisionError
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        raise ZeroDivisionError
-
-
-def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM.from_models(tiny.llm(lookup=True).config, tiny.llm().models, [Raising()])
-    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
-    assert len(caplog.records) == 1
 
 
 def test_a_listener_that_raises_ends_its_request(tiny: Tiny) -> None:

@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.errors import RequestError
 from specinfer.request import FinishReason
-from tests.engines import assert_idle, write_tiny
-from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOCAB, Oracle, params_of
-
-
-def test_what_cannot_be_served_is_one_line_and_costs_no_other(llms: dict[str, LLM]) -> None:
-    for params, says in (
-        (
-            {"choice": ["no"], "allowed_token_ids": [97, EOS]},
-            "choice and allowed_token_ids leave no token to begin with; relax one of them",
-        ),
-        (
-            {"allowed_token_ids": [97], "bad_words": ["a"]},
-            "allowed_token_ids and bad_words leave no token to begin with; relax one of them",
-        ),
-        (
-            {"allowed_token_ids": [EOS], "min_tokens": 1},
-            "allowed_token_ids and min_tokens leave no token to begin with; relax one of them",
-        ),
-        (
-            {"allowed_token_ids": [97, 128]},
-            "allowed_token_ids has token id 128, outside the model's vocabulary of 128 tokens",
-        ),
-    ):
-        llm = llms["both"]
-        with pytest.raises(RequestError) as caught:
-            llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(**params)])
-        assert str(caught.value) == says, params
-        assert_idle(llm)
-
-
-def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:
-    llm = write_tiny(tmp_path, vocab_size=VOCAB).llm()
-    with pytest.raises(RequestError, match="choice needs a model with an end-of-text token, which marks"):
-        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(choice=["yes"])])
-    assert_idle(llm)
+from tests.engines import assert_idle
+from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, Oracle, params_of
 
 
 @pytest.mark.parametrize("speculation", SPECULATION)
