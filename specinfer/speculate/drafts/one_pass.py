@@ -2,8 +2,8 @@
 
 A level's guesses depend on the previous token only by the Markov term, if there is one. So with native
 kernels trees of point masses and coupled draws are grown best first. Other trees are drawn level by level, as
-a draft model's: without native kernels, for samples, for requests with their own shapes, and for those
-whose processors or filters need whole rows.
+a draft model's: without native kernels, for samples, with a fixed shape, and for requests whose processors or
+filters need whole rows.
 
 Best first: all guesses are known before a tree grows, so a heap yields the likeliest path that is not in the
 tree, and the tree's n nodes are the n likeliest of all. One native call grows the trees of all requests
@@ -59,6 +59,7 @@ class OnePassTrees:
         self._name = name
         self._model = model
         self._vocabulary = vocabulary
+        self._is_fixed = not shape.learned
         self.shape = shape._replace(learned=False)  # trees drawn by levels have a fixed shape
         self._node_limit = MAX_NODES  # present limit of nodes of a best-first tree
         library = model.kernels.library
@@ -67,10 +68,9 @@ class OnePassTrees:
             self._grow_best_first = NativeTrees(name, model, vocabulary, library).grow
 
     def max_nodes(self, request: Request) -> int:
-        """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
-        own = request.params.speculation.expansion
-        min_nodes = 0 if self._grow_best_first is None else MAX_NODES
-        return max(min_nodes, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
+        """Return the nodes of a full tree of the expansion, or the maximum of any tree."""
+        shaped = self.shape.max_nodes(request)
+        return shaped if self._by_levels(request) else max(MAX_NODES, shaped)
 
     def open(self, growth: Growth, first: int, levels: int) -> GuessedTree:
         """Return an initial tree whose levels are the guessing rows first..first+levels-1."""
@@ -102,8 +102,7 @@ class OnePassTrees:
         best_first: list[GuessedTree] = []
         for one in guessed:
             request = one.growth.entry.request
-            shaped = request.params.speculation.expansion is not None
-            if self._grow_best_first is not None and one.site.candidates and not shaped:
+            if one.site.candidates and not self._by_levels(request):
                 best_first.append(one)
             else:
                 one.growth.limit = min(one.growth.limit, self.shape.depth(request))
@@ -112,6 +111,11 @@ class OnePassTrees:
             self._grow_best_first(best_first, made.logits_RU, self._node_limit)
         while by_level:
             by_level = self._grow_a_level(by_level, made.logits_RU, made.read_RD)
+
+    def _by_levels(self, request: Request) -> bool:
+        """Return whether all trees of a request have a fixed shape."""
+        is_fixed = self._is_fixed or request.params.speculation.expansion is not None
+        return self._grow_best_first is None or is_fixed
 
     def _grow_a_level(
         self, guessed: Sequence[GuessedTree], logits_TU: Tensor, read_TD: Tensor

@@ -32,7 +32,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 @pytest.fixture(scope="module")
 def trees(head: Loaded) -> OnePassTrees:
-    return OnePassTrees("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
+    return OnePassTrees(
+        "head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED, learned=True), head[1]
+    )
 
 
 def grown(trees: OnePassTrees, head: BlockModel) -> int:
@@ -52,19 +54,22 @@ def chain(nodes: int, name: str = "head") -> TokenTree:
 
 
 @pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
-def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any], native: bool) -> None:
+def test_what_is_drawn_by_levels_has_a_shape(
+    head: Loaded, params: dict[str, Any], native: bool, learned: bool
+) -> None:
     model, vocabulary = head
-    learned = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=True)
+    shape = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=learned)
     entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    mine = OnePassTrees("head", model, learned, vocabulary)
+    mine = OnePassTrees("head", model, shape, vocabulary)
     if not native:
         mine._grow_best_first = None
-        assert mine.max_nodes(entry.request) == 5
+    assert mine.max_nodes(entry.request) == (32 if native and learned else 5)
     mine.grow([mine.open(growth, 0, LEVELS)], HeadPass((), read_TD, model.logits(read_TD)))
-    by_levels = "top_p" in params or not native
+    by_levels = "top_p" in params or not native or not learned
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
 
