@@ -53,23 +53,27 @@ class Lab:
         return [conversation.turns[0] for conversation in data.conversations]
 
     def pair(self, name: str) -> tuple[str, list[str]]:
-        """Return target and draft: "pair", two language models, or "head", SmolLM2 with the package's."""
+        """Return target and draft: "pair", two language models, or "head", SmolLM2 with the package's.
+
+        Toy models have no head; a language model is in its place.
+        """
         head = Path(specinfer.__file__).parent / "data" / "heads" / "smollm2-135m-head"
-        return (self.target, [self.draft]) if name == "pair" else (self.small, [str(head)])
+        own = self.draft if self.size == "toy" else str(head)
+        return (self.target, [self.draft]) if name == "pair" else (self.small, [own])
 
     def llm(self, model: str, drafts: Sequence[str] = (), **options: Any) -> LLM:
-        """Return an LLM; the weights are read again only for another model or other drafts.
+        """Return an LLM; the weights are read again only for another model or more drafts.
 
         Trees have a fixed size and no lookups unless the options say otherwise.
         """
         options = {"tree_size": "fixed", "lookup": False, "max_context": 2048, **options}
         config = EngineConfig.from_options(model, {"drafts": tuple(drafts), **options})
-        key = (model, *drafts)
-        if self._open is None or self._key != key:
+        if self._open is None or model != self._key[0] or not {*drafts} <= {*self._key[1:]}:
             self.close()
-            self._open, self._key = LLM(config), key
+            self._open, self._key = LLM(config), (model, *drafts)
+        found = zip(self._key[1:], self._open.config.speculation.drafts, strict=True)
         # Not a variant of the open model's config, which has the options of an earlier cell.
-        return self._open.variant(config, drafts=self._open.config.speculation.drafts)
+        return self._open.variant(config, drafts=tuple(path for name, path in found if name in drafts))
 
     def elsewhere(self, *models: str) -> None:
         """Free the models; a process of its own measures these."""

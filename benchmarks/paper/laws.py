@@ -17,7 +17,6 @@ RULES: Final = {
     "mss": "multi-step sampling, i.i.d. draws",
     "naive": "naive sampling, i.i.d. draws",
     "likeliest": "naive sampling, the draft's likeliest",
-    "as drawn": "multi-step sampling that takes the likeliest for draws (not lossless)",
 }
 
 
@@ -67,15 +66,13 @@ def mss_tokens(tree: TokenTree, law: Callable[[int], Law]) -> float:
 
 def rates(p: Law, q: Law, rule: str, most: int) -> list[float]:
     """Return the probability that a rule accepts one of k guesses from q for one token, k = 1..most."""
-    likeliest = np.argsort(-q, kind="stable")[:most]
     if rule == "likeliest":
-        return [float(mass) for mass in p[likeliest].cumsum()]
+        return [float(mass) for mass in p[np.argsort(-q, kind="stable")[:most]].cumsum()]
     if rule == "naive":
         return [float(p @ (1.0 - (1.0 - q) ** k)) for k in range(1, most + 1)]
     found, left = list[float](), 1.0
-    for token in likeliest:
-        accepted = np.minimum(p, q).sum() if rule == "mss" else min(1.0, p[token] / q[token])
-        left *= 1.0 - float(accepted)
+    for _ in range(most):
+        left *= 1.0 - float(np.minimum(p, q).sum())
         found.append(1.0 - left)
         p = residual(p, q)
     return found

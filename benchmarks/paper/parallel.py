@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.paper.lab import Lab
 from benchmarks.paper.passes import BLOCK, expanded, filled_runner, medians, paths, tree_rows
 from benchmarks.paper.question import Cells, Figures, Question, Verdict
-from benchmarks.paper.ways import PLAIN, Way, compare, pair, shaped
+from benchmarks.paper.ways import PLAIN, compare, shaped
 from benchmarks.study import row, spread
 from specinfer.models.language_model import LanguageModel
-from specinfer.sampling_params import SpeculationParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TREE: Final = (1, 1, 3, 1, 1, 1, 1, 1)  # the paper's expansion
-_LEVELS: Final = {"SmolLM2": 5, "Qwen": 8}  # levels that the head and the draft guess
+_LEVELS: Final = {"head": 5, "pair": 8}  # levels that the head and the draft guess
 _TARGETS: Final = {
-    "SmolLM2": "SmolLM2-135M, guesses of its block head",
-    "Qwen": "Qwen2.5-Coder-1.5B, guesses of the 0.5B",
+    "head": "SmolLM2-135M, guesses of its block head",
+    "pair": "Qwen2.5-Coder-1.5B, guesses of the 0.5B",
 }
 _PAPER: Final = 1.2  # speed of trees over sequences, at least
 _TEXT: Final = 128  # cached tokens before the passes that are timed
@@ -37,7 +37,7 @@ _WAYS: Final = {
 
 
 def keys(lab: Lab) -> list[str]:
-    targets = lab.pick(full=("SmolLM2", "Qwen"), quick=("SmolLM2",), toy=("SmolLM2",))
+    targets = lab.pick(full=("head", "pair"), quick=("head",), toy=("head",))
     kinds = lab.pick(full=("Alpaca", "humaneval"), quick=("Alpaca", "humaneval"), toy=("Alpaca",))
     return [f"{name},{kind}" for name in targets for kind in kinds]
 
@@ -46,22 +46,22 @@ def measure(lab: Lab, key: str) -> Figures:
     name, kind = key.split(",")
     cost: dict[str, Any] = {"tree_size": "cost"}
     ways = {
-        "lookup": Way({**cost, "lookup": True}, SpeculationParams(speculators=("lookup",))),
+        "lookup": {**cost, "lookup": True, "drafts": ()},
         "sequence": shaped(*[1] * len(_TREE)),
         "tree": shaped(*_TREE),
-        "cost": Way(cost),
-        "all": Way({**cost, "lookup": True}),
+        "cost": cost,
+        "all": {**cost, "lookup": True},
     }
     figures = compare(
         lab,
         name,
         ways,
-        lab.questions(kind, lab.pick(full=8, quick=3, toy=1)),
+        lab.questions(kind, lab.pick(full=6, quick=3, toy=1)),
         batch=1,
         max_tokens=lab.pick(full=48, quick=32, toy=8),
         rounds=lab.pick(full=2, quick=1, toy=1),
     )
-    target, drafts = pair(lab, name)
+    target, drafts = lab.pair(name)
     with lab.llm(target, drafts) as llm:
         passes = _passes(llm.models.target, _TREE[: _LEVELS[name]], lab.pick(full=9, quick=3, toy=1))
     return {"ways": figures, "passes": passes}
@@ -94,25 +94,13 @@ def page(cells: Cells) -> list[str]:
     ]
     for name, kind, cell in _sorted(cells):
         for way, found in _all(cell).items():
-            lines.append(
-                row(
-                    *(_TARGETS[name], kind, _WAYS[way], f"{found['tokens_per_step']:.2f}"),
-                    *(
-                        f"{1e3 * found['seconds'] * found['tokens_per_step']:.1f}",
-                        f"{1 / found['seconds']:.1f}",
-                    ),
-                    *(
-                        f"{_speed(cell, way):.2f}",
-                        f"{found['same']} of {found['texts']}" if way != _BEAMS else "",
-                    ),
-                )
-            )
+            rate, steps = 1 / found["seconds"], found["tokens_per_step"]
+            speeds = f"{steps:.2f} | {1e3 * steps / rate:.1f} | {rate:.1f} | {_speed(cell, way):.2f}"
+            same = "" if way == _BEAMS else f"{found['same']} of {found['texts']}"
+            lines.append(row(_TARGETS[name], kind, _WAYS[way], speeds, same))
     sequence, beams = _over(cells, "tree", "sequence"), _over(cells, "tree", _BEAMS)
-    wins: dict[str, int] = {}
-    for cell in cells.values():
-        best = max(_all(cell), key=lambda way: _speed(cell, way))
-        wins[best] = wins.get(best, 0) + 1
-    counted = ", ".join(f"{_WAYS[way]} in {count}" for way, count in sorted(wins.items()))
+    fastest = [max(_all(cell), key=partial(_speed, cell)) for cell in cells.values()]
+    counted = ", ".join(f"{_WAYS[way]} in {fastest.count(way)}" for way in _WAYS if way in fastest)
     return [
         *lines,
         "",
@@ -124,13 +112,13 @@ def page(cells: Cells) -> list[str]:
 def plot(cells: Cells, figure: Figure) -> None:
     axes = figure.subplots()
     names = [(f"{name}, {kind}", cell) for name, kind, cell in _sorted(cells)]
-    for at, way in enumerate(_WAYS):
-        places = [place + (at - len(_WAYS) / 2) / (len(_WAYS) + 2) for place in range(len(names))]
-        axes.bar(places, [_speed(cell, way) for _, cell in names], 1 / (len(_WAYS) + 2), label=_WAYS[way])
+    ways = [way for way in _WAYS if way != PLAIN]
+    for at, way in enumerate(ways):
+        places = [place + (at - len(ways) / 2) / (len(ways) + 2) for place in range(len(names))]
+        axes.bar(places, [_speed(cell, way) for _, cell in names], 1 / (len(ways) + 2), label=_WAYS[way])
     axes.axhline(1, linewidth=0.8, color="#7f7f7f")
-    axes.set(
-        ylabel="speed over one token a step", xticks=range(len(names)), xticklabels=[n for n, _ in names]
-    )
+    axes.set_xticks(range(len(names)), [name for name, _ in names])
+    axes.set(ylabel="speed over one token a step")
     figure.legend(fontsize=7, loc="outside right upper")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.paper.lab import Lab, answer, ranks
 from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.table2 import LAW, MODES
 from benchmarks.study import row
 from specinfer.tree.token_tree import Expansion
 
@@ -30,32 +31,26 @@ _PAPER: Final[Mapping[str, Mapping[str, Sequence[int]]]] = {  # percent; LLaMA-7
         "PIQA": (55, 82, 91, 95, 97),
     },
 }
-_PAIRS: Final = {"pair": "1.5B and 0.5B", "head": "SmolLM2's head"}
-_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "greedy": {"temperature": 0.0, "verifier": "coupled"},
-    "mss": {"temperature": 1.0, "verifier": "mss"},
-    "coupled": {"temperature": 1.0, "verifier": "coupled"},
-}
-_LAW: Final = {"greedy": "greedy", "mss": "stochastic", "coupled": "stochastic"}
+PAIRS: Final = {"pair": "1.5B and 0.5B", "head": "SmolLM2's head"}
 _MOST: Final = 5  # guesses
 
 
 def keys(lab: Lab) -> list[str]:
-    pairs = lab.pick(full=[*_PAIRS], quick=[*_PAIRS], toy=["pair"])
-    return [f"{pair},{name},{mode}" for pair in pairs for name in lab.datasets() for mode in _MODES]
+    pairs = lab.pick(full=[*PAIRS], quick=[*PAIRS], toy=["pair"])
+    return [f"{pair},{name},{mode}" for pair in pairs for name in lab.datasets() for mode in MODES]
 
 
 def measure(lab: Lab, key: str) -> Figures:
     pair, name, mode = key.split(",")
-    taken: list[int] = []  # of every step, the rank of the accepted guess; _MOST: none was accepted
+    taken: list[int] = []  # the rank of each accepted guess; _MOST: a step accepted none
     limit = lab.pick(full={"pair": 20, "head": 40}[pair], quick=4, toy=1)
-    options = {"verifier": _MODES[mode]["verifier"], "expansion": Expansion((_MOST,))}
+    options = {"verifier": MODES[mode]["verifier"], "expansion": Expansion((_MOST,))}
     with lab.llm(*lab.pair(pair), **options) as llm:
         llm.on_tree = lambda event: taken.extend((ranks(event) or [_MOST])[: event.tree.num_nodes - 1])
         answer(
             llm,
             lab.questions(name, limit),
-            temperature=_MODES[mode]["temperature"],
+            temperature=MODES[mode]["temperature"],
             max_tokens=lab.pick(full=64, quick=24, toy=8),
         )
     return {"taken": [taken.count(rank) for rank in range(_MOST)], "steps": len(taken)}
@@ -71,15 +66,15 @@ def page(cells: Cells) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name in _PAPER["greedy"]:
-        for mode in _MODES:
-            found = {pair: cells.get(f"{pair},{name},{mode}") for pair in _PAIRS}
+        for mode in MODES:
+            found = {pair: cells.get(f"{pair},{name},{mode}") for pair in PAIRS}
             lines += [
-                row(name, f"{mode}, {_PAIRS[pair]}", *(f"{rate:.0f}" for rate in _rates(cell)))
+                row(name, f"{mode}, {PAIRS[pair]}", *(f"{rate:.0f}" for rate in _rates(cell)))
                 for pair, cell in found.items()
                 if cell
             ]
             if any(found.values()):
-                lines.append(row(name, f"{_LAW[mode]}, paper", *_PAPER[_LAW[mode]][name]))
+                lines.append(row(name, f"{LAW[mode]}, paper", *_PAPER[LAW[mode]][name]))
     counts = {law: _compared(cells, law) for law in _PAPER}
     return [
         *lines,
@@ -96,8 +91,8 @@ def plot(cells: Cells, figure: Figure) -> None:
         guesses = range(1, _MOST + 1)
         papers = [fmean(rates[k - 1] for rates in _PAPER[law].values()) for k in guesses]
         axes.plot(guesses, papers, linestyle=":", marker=".", label="paper")
-        for mode in (mode for mode in _MODES if _LAW[mode] == law):
-            for pair, words in _PAIRS.items():
+        for mode in (mode for mode in MODES if LAW[mode] == law):
+            for pair, words in PAIRS.items():
                 found = [_rates(cell) for key, cell in cells.items() if _is(key, pair, mode)]
                 if found:
                     means = [fmean(rates) for rates in zip(*found, strict=True)]

@@ -15,7 +15,7 @@ from specinfer.tree.token_tree import Expansion
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WIDTHS: Final = (1, 2, 3, 4, 5)  # at the third level
+WIDTHS: Final = (1, 2, 3, 4, 5)  # at the third level
 _PAPER: Final[Mapping[str, Mapping[str, Sequence[float]]]] = {  # LLaMA-7B with a draft of 68M
     "greedy": {
         "Alpaca": (2.95, 3.07, 3.21, 3.33, 3.43),
@@ -32,39 +32,40 @@ _PAPER: Final[Mapping[str, Mapping[str, Sequence[float]]]] = {  # LLaMA-7B with 
         "PIQA": (1.67, 1.93, 2.08, 2.15, 2.21),
     },
 }
-_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+MODES: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {"temperature": 0.0, "verifier": "coupled"},
     "coupled": {"temperature": 1.0, "verifier": "coupled"},
     "mss": {"temperature": 1.0, "verifier": "mss"},
 }
-_LAW: Final = {"greedy": "greedy", "coupled": "stochastic", "mss": "stochastic"}
+LAW: Final = {"greedy": "greedy", "coupled": "stochastic", "mss": "stochastic"}
 _FIXED: Final = "fixed"  # eight levels, with the branches at the third
 _COST: Final = "cost"  # trees of a learned shape, sized by the cost of a pass
 
 
 def keys(lab: Lab) -> list[str]:
-    return [f"{name},{mode},{size}" for name in lab.datasets() for mode in _MODES for size in (_FIXED, _COST)]
+    # Sizes by cost come first: they need a quiet machine.
+    return [f"{name},{mode},{size}" for size in (_COST, _FIXED) for name in lab.datasets() for mode in MODES]
 
 
 def measure(lab: Lab, key: str) -> Figures:
     name, mode, size = key.split(",")
     shape: dict[str, Any] = {"tree_size": "cost", "max_batch_size": 1}
     if size == _FIXED:
-        shape = {"expansion": Expansion((1, 1, max(_WIDTHS), 1, 1, 1, 1, 1))}
+        shape = {"expansion": Expansion((1, 1, max(WIDTHS), 1, 1, 1, 1, 1))}
     steps: list[list[int]] = []  # ranks of the accepted guesses
-    with lab.llm(lab.target, [lab.draft], verifier=_MODES[mode]["verifier"], **shape) as llm:
+    with lab.llm(lab.target, [lab.draft], verifier=MODES[mode]["verifier"], **shape) as llm:
         llm.on_tree = lambda event: steps.extend([ranks(event)][: event.tree.num_nodes - 1])
         figures = answer(
             llm,
             lab.questions(name, lab.pick(full=12 if size == _FIXED else 8, quick=3, toy=1)),
-            temperature=_MODES[mode]["temperature"],
+            temperature=MODES[mode]["temperature"],
             max_tokens=lab.pick(full=64, quick=24, toy=8),
         )
     accepted = {size: [len(taken) for taken in steps]}
     if size == _FIXED:  # a narrower tree is a part of this one
         accepted = {
             str(width): [2 if len(taken) > 2 and taken[2] >= width else len(taken) for taken in steps]
-            for width in _WIDTHS
+            for width in WIDTHS
         }
     return {
         "nodes_per_step": figures.drafted_tokens / max(1, figures.steps),
@@ -85,14 +86,14 @@ def page(cells: Cells) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in _PAPER["greedy"]:
-        for mode in _MODES:
-            ours = [_tokens(cells, name, mode, width) for width in (*map(str, _WIDTHS), _COST)]
+        for mode in MODES:
+            ours = [_tokens(cells, name, mode, width) for width in (*map(str, WIDTHS), _COST)]
             if any(ours):
-                paper = [f"{figure:.2f}" for figure in _PAPER[_LAW[mode]][name]]
+                paper = [f"{figure:.2f}" for figure in _PAPER[LAW[mode]][name]]
                 lines.append(row(name, f"{mode}, ours", *(f"{one:.2f}" if one else "" for one in ours)))
-                lines.append(row(name, f"{_LAW[mode]}, paper", *paper, ""))
+                lines.append(row(name, f"{LAW[mode]}, paper", *paper, ""))
     above, figures = _compared(cells)
-    means = {mode: _means(cells, mode) for mode in _MODES}
+    means = {mode: _means(cells, mode) for mode in MODES}
     gains = [f"{mean[-1] / mean[0]:.2f} ({mode})" for mode, mean in means.items() if mean]
     papers = [f"{fmean(_papers(law, 5)) / fmean(_papers(law, 1)):.2f} ({law})" for law in _PAPER]
     return [
@@ -105,21 +106,21 @@ def page(cells: Cells) -> list[str]:
 
 def plot(cells: Cells, figure: Figure) -> None:
     widths, accepted = figure.subplots(1, 2)
-    for mode in _MODES:
-        widths.plot(_WIDTHS[: len(means := _means(cells, mode))], means, marker="o", label=mode)
+    for mode in MODES:
+        widths.plot(WIDTHS[: len(means := _means(cells, mode))], means, marker="o", label=mode)
         shares = _distribution(cells, mode)
         accepted.step(range(len(shares)), shares, where="post", label=mode)
     for law in _PAPER:
-        papers = [fmean(_papers(law, width)) for width in _WIDTHS]
-        widths.plot(_WIDTHS, papers, linestyle=":", marker=".", label=f"{law}, paper")
-    widths.set(xlabel="tree width", ylabel="tokens per step", xticks=_WIDTHS)
+        papers = [fmean(_papers(law, width)) for width in WIDTHS]
+        widths.plot(WIDTHS, papers, linestyle=":", marker=".", label=f"{law}, paper")
+    widths.set(xlabel="tree width", ylabel="tokens per step", xticks=WIDTHS)
     accepted.set(xlabel="accepted guesses in a step, at most", ylabel="share of steps", ylim=(0, 1))
     widths.legend(fontsize=8)
 
 
 def verdict(cells: Cells) -> Verdict:
     above, figures = _compared(cells)
-    ours = [f"{means[-1]:.2f} {mode}" for mode in _MODES if (means := _means(cells, mode))]
+    ours = [f"{means[-1]:.2f} {mode}" for mode in MODES if (means := _means(cells, mode))]
     return Verdict(
         paper="3.46 tokens a step greedy, 2.27 sampled, width 5",
         ours=", ".join(ours),
@@ -145,7 +146,7 @@ def _means(cells: Cells, mode: str) -> list[float]:
     """Return the mean tokens per step over the data sets, by width; empty without cells."""
     found = [
         [one for name in _PAPER["greedy"] if (one := _tokens(cells, name, mode, str(width)))]
-        for width in _WIDTHS
+        for width in WIDTHS
     ]
     return [fmean(each) for each in found if each]
 
@@ -154,9 +155,9 @@ def _compared(cells: Cells) -> tuple[int, int]:
     """Return the number of figures that reach the paper's, and of all that it has."""
     pairs = [
         (ours, papers[width - 1])
-        for mode, law in _LAW.items()
+        for mode, law in LAW.items()
         for name, papers in _PAPER[law].items()
-        for width in _WIDTHS
+        for width in WIDTHS
         if (ours := _tokens(cells, name, mode, str(width)))
     ]
     return sum(round(ours, 2) >= paper for ours, paper in pairs), len(pairs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from benchmarks.paper.lab import DATASETS, Lab
 from benchmarks.paper.laws import RULES, dense, mss_tokens, naive_tokens, rates, softmax
 from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.table1 import PAIRS
 from benchmarks.study import ask, row, total_figures
 from specinfer import RequestOutput, SamplingParams
 from specinfer.engine.steps import TreeEvent
@@ -22,7 +23,6 @@ from specinfer.tree.token_tree import Expansion
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PAIRS: Final = {"pair": "1.5B and 0.5B", "head": "SmolLM2's head"}
 _RULES: Final = {  # draw -> the engine's rule
     "iid": "mss",
     "without_replacement": "mss",
@@ -34,7 +34,7 @@ _ROOM: Final = 128  # nodes of a tree, at most
 
 
 def keys(lab: Lab) -> list[str]:
-    pairs = lab.pick(full=[*_PAIRS], quick=[*_PAIRS], toy=["pair"])
+    pairs = lab.pick(full=[*PAIRS], quick=[*PAIRS], toy=["pair"])
     names = lab.pick(full=lab.datasets(), quick=["Alpaca"], toy=["Alpaca"])
     return [f"{pair},{name},{draw}" for pair in pairs for name in names for draw in _RULES]
 
@@ -44,14 +44,14 @@ def measure(lab: Lab, key: str) -> Figures:
     shape = Expansion((1, 1, _WIDTH, 1, 1, 1, 1, 1))
     outputs: list[RequestOutput] = []
     found: dict[str, list[Sequence[float]]] = {}
-    questions = lab.questions(name, lab.pick(full={"pair": 6, "head": 12}[pair], quick=2, toy=1))
+    questions = lab.questions(name, lab.pick(full={"pair": 6, "head": 16}[pair], quick=2, toy=1))
     with lab.llm(*lab.pair(pair), verifier=_RULES[draw], draw=draw, expansion=shape) as llm:
         for seed, question in enumerate(questions):  # one at a time: a draw's law takes a megabyte
             events: list[TreeEvent] = []
             llm.on_tree = events.append
             tokens = lab.pick(full=48, quick=16, toy=6)
             outputs += ask(llm, [question], SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens))
-            if draw != "coupled":  # whose tree depends on the noise that verifies it
+            if draw != "coupled":  # a coupled tree depends on the noise that verifies it
                 for rule, values in _exact(llm.models.target, outputs[-1], events).items():
                     found.setdefault(rule, []).extend(values)
     figures = total_figures(outputs)
@@ -96,7 +96,7 @@ def page(cells: Cells) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
         row("paper", "", "", "1.26 to 1.28", *[""] * 6),
     ]
-    for pair, words in _PAIRS.items():
+    for pair, words in PAIRS.items():
         for name in DATASETS:
             found = {draw: cells.get(f"{pair},{name},{draw}") for draw in _RULES}
             if any(found.values()):
@@ -117,7 +117,7 @@ def page(cells: Cells) -> list[str]:
         "| models, rule | k = 1 | 2 | 3 | 4 | 5 |",
         "|---|---|---|---|---|---|",
     ]
-    for pair, words in _PAIRS.items():
+    for pair, words in PAIRS.items():
         means = _rates(cells, pair)
         lines += [row(f"{words}, {RULES[rule]}", *map(_two, mean)) for rule, mean in means.items()]
     one = _rates(cells, "pair") or _rates(cells, "head")
@@ -134,14 +134,12 @@ def page(cells: Cells) -> list[str]:
 def plot(cells: Cells, figure: Figure) -> None:
     ratios, guesses = figure.subplots(1, 2)
     ratios.axhspan(1.26, 1.28, alpha=0.4, label="paper")
-    for pair, words in _PAIRS.items():
-        found = [cell for key, cell in cells.items() if key.startswith(f"{pair},") and key.endswith(",iid")]
-        mss = [_tokens(cell, "mss") for cell in found]
-        over = [each / _tokens(cell, "naive") for each, cell in zip(mss, found, strict=True)]
+    for pair, words in PAIRS.items():
+        mss = [_tokens(cell, "mss") for cell in _iid(cells, pair)]
+        over = [_tokens(cell, "mss") / _tokens(cell, "naive") for cell in _iid(cells, pair)]
         ratios.plot(mss, over, linestyle="", marker="o", label=words)
-        for rule, mean in _rates(cells, pair).items():
-            if pair == "pair":
-                guesses.plot(range(1, _WIDTH + 1), mean, marker="o", label=RULES[rule].replace(", ", ",\n"))
+    for rule, mean in _rates(cells, "pair").items():
+        guesses.plot(range(1, _WIDTH + 1), mean, marker="o", label=RULES[rule].replace(", ", ",\n"))
     ratios.set(xlabel="tokens per step of mss", ylabel="mss over naive")
     guesses.set(xlabel="guesses for one token", ylabel="probability of acceptance", ylim=(0, 1))
     for axes in (ratios, guesses):
@@ -155,7 +153,6 @@ def verdict(cells: Cells) -> Verdict:
         paper="1.26 to 1.28 times naive sampling",
         ours=f"{_gains(cells)} times",
         outcome="surpassed" if low > 1.28 else "reproduced" if high >= 1.26 else "did not hold",
-        why="" if high >= 1.26 else "the exact rates show why",
     )
 
 
@@ -173,16 +170,17 @@ def _two(figure: float) -> str:
     return "" if isnan(figure) else f"{figure:.2f}"
 
 
+def _iid(cells: Cells, pair: str) -> list[Figures]:
+    return [cell for key, cell in cells.items() if key.startswith(f"{pair},") and key.endswith(",iid")]
+
+
 def _ratios(cells: Cells) -> dict[str, float]:
-    """Return by models the ratio of `mss` to naive sampling, of all trees of i.i.d. draws."""
-    found: dict[str, float] = {}
-    for pair, words in _PAIRS.items():
-        both = [cell for key, cell in cells.items() if key.startswith(f"{pair},") and key.endswith(",iid")]
-        if both:
-            found[words] = sum(_tokens(cell, "mss") for cell in both) / sum(
-                _tokens(cell, "naive") for cell in both
-            )
-    return found
+    """Return by models the ratio of `mss` to naive sampling, over the data sets."""
+    return {
+        words: fmean(_tokens(cell, "mss") for cell in found) / fmean(_tokens(cell, "naive") for cell in found)
+        for pair, words in PAIRS.items()
+        if (found := _iid(cells, pair))
+    }
 
 
 def _gains(cells: Cells) -> str:
@@ -191,12 +189,9 @@ def _gains(cells: Cells) -> str:
 
 def _rates(cells: Cells, pair: str) -> dict[str, list[float]]:
     """Return by rule the mean rates of k = 1, 2, ... over the data sets."""
-    found = [cell["exact"] for key, cell in cells.items() if key.startswith(f"{pair},") and ",iid" in key]
-    return {
-        rule: [fmean(each) for each in zip(*(exact[rule] for exact in found), strict=True)]
-        for rule in RULES
-        if found
-    }
+    found = [cell["exact"] for cell in _iid(cells, pair)]
+    columns = {rule: zip(*(exact[rule] for exact in found), strict=True) for rule in RULES if found}
+    return {rule: [fmean(each) for each in column] for rule, column in columns.items()}
 
 
 QUESTION: Final = Question(

@@ -19,18 +19,18 @@ from specinfer.runtime.kv_cache import bytes_per_block, process_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MODELS: Final = {"SmolLM2": "SmolLM2-135M", "Qwen": "Qwen2.5-Coder-1.5B"}
+_MODELS: Final = {"head": "SmolLM2-135M", "pair": "Qwen2.5-Coder-1.5B"}
 _TEXT: Final = 512  # cached tokens before the trees
 _ASKED: Final = (32, 64, 128)  # the sizes of the paper's experiment
 
 
 def keys(lab: Lab) -> list[str]:
-    return list(lab.pick(full=_MODELS, quick=_MODELS, toy={"SmolLM2": ""}))
+    return list(lab.pick(full=_MODELS, quick=_MODELS, toy={"head": ""}))
 
 
 def measure(lab: Lab, key: str) -> Figures:
     """Return figures by number of nodes."""
-    model = lab.target if key == "Qwen" else lab.small
+    model = lab.target if key == "pair" else lab.small
     sizes = lab.pick(full=(1, 8, 16, *_ASKED), quick=(1, 8, 16, *_ASKED), toy=(1, 4))
     lab.elsewhere(model)
     # A new process, as memory that earlier passes used is not taken again.
@@ -84,14 +84,10 @@ def page(cells: Cells) -> list[str]:
     ]
     for name, cell in _sorted(cells):
         for nodes, found in cell.items():
-            seconds = found["seconds"]
+            ms, over = 1e3 * found["seconds"], found["seconds"] / cell["1"]["seconds"]
             sizes = [f"{found[kind] / 1e6:.1f}" for kind in ("kv_bytes", "logit_bytes", "peak_bytes")]
-            lines.append(
-                row(
-                    *(_MODELS[name], nodes, f"{1e3 * seconds:.1f}", f"{seconds / cell['1']['seconds']:.2f}"),
-                    *(f"{1e3 * seconds / int(nodes):.2f}", f"{found['attention']:.0%}", *sizes),
-                )
-            )
+            times = f"{ms:.1f} | {over:.2f} | {ms / int(nodes):.2f}"
+            lines.append(row(_MODELS[name], nodes, times, f"{found['attention']:.0%}", *sizes))
     largest = [(name, list(cell.items())[-1], cell["1"]) for name, cell in _sorted(cells)]
     costs = [
         f"a tree of {nodes} nodes takes {found['seconds'] / one['seconds']:.1f} times as long as one node "
@@ -111,12 +107,8 @@ def plot(cells: Cells, figure: Figure) -> None:
     latency, memory = figure.subplots(1, 2)
     for name, cell in _sorted(cells):
         nodes = [int(count) for count in cell]
-        latency.plot(
-            nodes,
-            [one["seconds"] / cell["1"]["seconds"] for one in cell.values()],
-            marker="o",
-            label=_MODELS[name],
-        )
+        times = [one["seconds"] / cell["1"]["seconds"] for one in cell.values()]
+        latency.plot(nodes, times, marker="o", label=_MODELS[name])
         memory.plot(nodes, [(one["kv_bytes"] + one["peak_bytes"]) / 1e6 for one in cell.values()], marker="o")
     latency.set(xlabel="nodes", ylabel="time of a pass over one node's")
     memory.set(xlabel="nodes", ylabel="memory of a tree, MB")
