@@ -206,6 +206,12 @@ def spread(values: Sequence[float], digits: int) -> str:
     return middle if len(values) == 1 else f"{middle} [{low} - {high}]"
 
 
+def span(values: Sequence[float], digits: int) -> str:
+    """Return "least to most", or the only value."""
+    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
 def digest(value: Any) -> str:
     """Return a digest of a cell's question or settings."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

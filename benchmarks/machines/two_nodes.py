@@ -1,6 +1,6 @@
-"""Two nodes connected by a network: network namespaces of this machine, for ranks.py and for tests.
+"""Two nodes connected by a network: network namespaces of this machine, for ranks.py and tests.
 
-    with two_nodes(mbit=1000) as nodes:      makes them and a link of this bandwidth; needs root
+    with two_nodes(mbit=1000) as nodes:      makes them and a link of this bandwidth, as root
         with follower(nodes, model, core):   rank 1 of `model` on the second node, on that core
             enter(nodes.here)                moves this process to the first node
 
@@ -20,9 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.errors import UserError
+
 MASTER = "10.213.9.1:29500"
 _NETWORK = 0x40000000  # CLONE_NEWNET
 _BURST = "64kb"  # bytes without a limit
+
+
+class NoNodesError(UserError):
+    """This machine cannot have these nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def enter(node: str) -> None:
 
 
 def call(*words: str) -> None:
-    """Run a command; raises with its output if it fails."""
+    """Run a command; raises NoNodesError with its output if it fails."""
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: {' '.join(words)}: {done.stderr.strip()}; network namespaces need root")
+        raise NoNodesError(f"{' '.join(words)}: {done.stderr.strip()}; network namespaces need root")

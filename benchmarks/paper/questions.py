@@ -27,4 +27,10 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     parallel.QUESTION,
     hybrids.QUESTION,
     promise.QUESTION,
+from benchmarks.paper import distributed, table2
+from benchmarks.paper.question import Question
+
+QUESTIONS: Final[tuple[Question, ...]] = (
+    table2.QUESTION,
+    distributed.QUESTION,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machines.two_nodes import MASTER, Nodes, call, two_nodes
+from benchmarks.machines.two_nodes import MASTER, Nodes, NoNodesError, call, two_nodes
 from tests.ranks import INT8, PROMPTS, soon
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def nodes() -> Iterator[Nodes]:
     with ExitStack() as stack:
         try:
             found = stack.enter_context(two_nodes())
-        except SystemExit as error:
+        except NoNodesError as error:
             pytest.skip(f"no network namespaces can be had: {error}")
         yield found
 
