@@ -1,271 +1,174 @@
-"""A cell of offload.py: a row's answers to its prompts, under a limit.
+"""Engines that answer under a memory limit: rows of a cell, whose passes read the rest from the disk.
 
-Every engine under a limit is a child in a memory cgroup, and does not run if none can be made. Before it
-runs, the pages of its files are dropped from the cache, so that its reads count for its limit.
+Every engine is a child in a memory cgroup. Before it runs, the pages of its files are dropped from the cache,
+so that its reads count for its limit. Only the resident run, whose texts are the reference, has unlimited
+memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-from benchmarks.machines.memory_group import NoGroupError, memory_group
-from benchmarks.peers.engines import INSTALL, OURS, Home, WeightsError, script_of
-from benchmarks.peers.process import Worker, WorkerError
-from benchmarks.study import digest
+from benchmarks.machines.memory_group import memory_group
+from benchmarks.offload.dithered import dithered
+from benchmarks.peers.engines import INSTALL, OURS, Home, WeightsError, default_home, script_of
+from benchmarks.peers.process import Worker
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
-PLAIN: Final = "plain"
-RESIDENT: Final = "resident"
-# Bytes per weight; int4 has a scale and a zero for 32 of them.
-BYTES: Final = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}
-DRAFT_TOKENS: Final = 16  # length of a peer's chain; a pass takes seconds, so it may be long
-WARM_UP_TOKENS: Final = 2
-TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
+_BYTES: Final = 2  # of a weight in bfloat16
+_GUESSES: Final = 16  # length of a peer's chain; a pass takes seconds, so it may be long
+_PEER_TOKENS: Final = 24  # of a peer's answer
+_TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
+_ASSISTANCE: Final = {
+    "num_assistant_tokens": _GUESSES,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One engine in one mode."""
 
-    name: str
     peer: str | None = None  # engines.script_of has the names; None: specinfer
-    form: str = "folder"  # the dithered folder, or "bf16" or "q8_0" as a GGUF file
-    draft: str | None = None  # the small model as the available GGUF "file", or as "safetensors"
+    draft: str | None = None  # form of the small model, see Home.weights
     options: Mapping[str, Any] = field(default_factory=dict)
-    edits: bool | None = None  # True: only for edits; False: never for edits; None: every workload
-    predicts: bool = False  # gets the old file as the prediction
-    kinds: tuple[str, ...] = tuple(BYTES)  # quantizations of the target that it runs for
 
 
-_ASSISTANCE: Final = {
-    "num_assistant_tokens": DRAFT_TOKENS,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.0,
+# Incremental has one-node trees: no draft, no `offload="auto"` copy of the target, no lookups.
+ROWS: Final[Mapping[str, Row]] = {
+    "incremental": Row(options={"lookup": False, "max_nodes": 1}),
+    "self": Row(options={"drafts": ["self"], "draft_quantization": "int4", "lookup": False}),
+    "small": Row(draft="file", options={"draft_quantization": "int4", "lookup": False}),
+    "auto": Row(),
+    "llama.cpp": Row(peer="llama_cpp"),
+    "llama.cpp + small": Row(peer="llama_cpp", draft="file", options={"draft_tokens": _GUESSES}),
+    "accelerate": Row(peer="transformers"),
+    "accelerate + small": Row(peer="transformers", draft="safetensors", options={"assistance": _ASSISTANCE}),
 }
-_SELF: Final = {"drafts": ["self"], "draft_quantization": "int4", "lookup": False}
 
 
-def _peers() -> list[Row]:
-    rows: list[Row] = []
-    own: dict[str, Any]
-    for form, kinds in (("bf16", ("none",)), ("q8_0", ("none", "int8"))):
-        own = {"peer": "llama_cpp", "form": form, "edits": False, "kinds": kinds}
-        guessing: dict[str, Any] = {"draft": "file", "options": {"draft_tokens": DRAFT_TOKENS}}
-        rows.append(Row(name=f"llama.cpp {form}", **own))
-        rows.append(Row(name=f"llama.cpp {form} + small", **own, **guessing))
-    own = {"peer": "transformers", "edits": False, "kinds": ("none",)}
-    rows.append(Row(name="accelerate", **own))
-    rows.append(
-        Row(name="accelerate + small", draft="safetensors", options={"assistance": _ASSISTANCE}, **own)
-    )
-    return rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Answers under a limit: `share` of the model's bytes and `spare` beyond the memory of Python itself."""
 
-
-# Plain has one-node trees: no draft, no `offload="auto"` copy of the target, no lookups.
-ROWS: Final = (
-    Row(name=PLAIN, options={"lookup": False, "max_nodes": 1}),
-    Row(name="self", options=_SELF, kinds=("none", "int8")),
-    Row(name="small", draft="file", options={"draft_quantization": "int4", "lookup": False}),
-    Row(name="auto"),
-    Row(name="prediction", options={"lookup": False, "offload": "layers"}, edits=True, predicts=True),
-    *_peers(),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A quantization under a limit."""
-
-    kind: str
-    share: float  # share of its bytes that may be in memory
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.share:.0%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Workload, sampling and batch size; cells of one question are compared."""
-
-    workload: str
+    model: str  # a GGUF file is dithered first (dithered.py)
+    draft: str
+    questions: Sequence[str]
     temperature: float
-    batch: int
+    max_tokens: int
+    rounds: int  # in which the questions are dealt out; a peer answers one of each
+    share: float
+    spare: int
+    limited: bool  # False: no cgroup enforces the limit
 
-    def __str__(self) -> str:
-        return f"{self.workload} T={self.temperature:g} batch {self.batch}"
+    def answered(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the figures of these ROWS, the incremental one first.
 
+        Raises WorkerError for an engine that cannot run, WeightsError for a model that it cannot read, and
+        NoGroupError.
+        """
+        source = Path(self.model)
+        gguf, folder = dithered(source, source.parent) if source.suffix == ".gguf" else (source, source)
+        files = resolve(str(folder))
+        encoder = ChatEncoder(Tokenizer.load(files))
+        prompts = [encoder.token_ids([{"role": "user", "content": one}]) for one in self.questions]
+        context = max(map(len, prompts)) + self.max_tokens + _TREE_ROOM
+        weights = sum(shape[0] * shape[1] for shape in open_model(files).shapes.values() if len(shape) == 2)
+        with Worker([sys.executable, *script_of(OURS)], {}, 120) as worker:
+            limit = worker.ask({"model": None})["own"] + int(self.share * _BYTES * weights) + self.spare
+        known = self._run(Row(options=ROWS["incremental"].options), None, folder, prompts, context)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for number in range(self.rounds):
+            dealt = [*range(number, len(prompts), self.rounds)]
+            for name in names if number % 2 == 0 else reversed(names):
+                row = ROWS[name]
+                asked = [prompts[at] for at in (dealt[:1] if row.peer else dealt)]
+                model = gguf if row.peer == "llama_cpp" else folder
+                found[name].append(self._run(row, limit, model, asked, context))
+                length = self._length(row)
+                texts = zip(found[name][-1].pop("texts"), dealt, strict=False)
+                same = [text == known["texts"][at][:length] for text, at in texts]
+                found[name][-1] |= {"same": sum(same), "texts": len(same)}
+        plain = [one["tokens_per_s"] for one in found[names[0]]]
+        return {name: _figures(each, plain) for name, each in found.items()}
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    prediction: str | None = None
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Common data of all cells."""
-
-    folder: Path  # the dithered model
-    gguf: Path  # the same in bfloat16
-    draft: Path
-    prompts: dict[str, list[Prompt]]  # by workload
-    home: Home
-    own: int  # bytes of Python itself
-    args: argparse.Namespace
-
-    def bytes(self, limit: Limit) -> int:
-        """Return the bytes of the weights in memory."""
-        shapes = open_model(resolve(str(self.folder))).shapes.values()
-        weights = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
-        return int(limit.share * weights * BYTES[limit.kind])
-
-    def dealt(self, question: Question, round_: int) -> range:
-        """Return the prompt numbers of a question's round."""
-        count = len(self.prompts[question.workload])
-        return range(round_ * count // self.args.rounds, (round_ + 1) * count // self.args.rounds)
-
-    def context(self, question: Question) -> int:
-        """Return the number of KV slots for an answer."""
-        longest = max(len(prompt.tokens) for prompt in self.prompts[question.workload])
-        return longest + int(self.args.max_tokens) + TREE_ROOM
-
-
-def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: int) -> dict[str, Any]:
-    """Return one row's answers to its prompts of a round, or the reason for their absence."""
-    python = Path(sys.executable) if row.peer is None else bench.home.python(row.peer)
-    if not python.exists():
-        return {"error": f"not installed; {INSTALL}"}
-    command = [str(python), *script_of(row.peer or OURS)]
-    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
-    room = bench.bytes(limit)
-    memory = {"own": bench.own, "room": room}
-    try:
-        setup, files = setup_of(bench, limit, question, row, None if row.name == RESIDENT else room)
-
-        def answered(command: Sequence[str]) -> dict[str, Any]:
-            with Worker(command, environment, bench.args.timeout) as worker:
-                cell = converse(bench, worker, setup, question, row, round_)
-                return {**cell, **memory, "peak": worker.peak_memory()}
-
-        if row.name == RESIDENT:
-            return answered(command)
-        with memory_group(bench.own + room) as group:
-            for file in files:
-                forget(file)
-            return {**answered(group.inside(command)), "kills": group.oom_kills()}
-    except NoGroupError as error:
-        return {"error": f"not run: {error}"}
-    except (WorkerError, WeightsError, ValueError, OSError) as error:
-        return {"error": str(error)}
-
-
-def setup_of(
-    bench: Bench, limit: Limit, question: Question, row: Row, room: int | None
-) -> tuple[dict[str, Any], list[Path]]:
-    """Return the child's first message and the files it reads; `room` is None for the resident run."""
-    options = dict(row.options)
-    model = {"folder": bench.folder, "bf16": bench.gguf}.get(row.form)
-    model = model or bench.home.weights(bench.gguf, row.form)
-    draft = None if row.draft is None else bench.home.weights(bench.draft, row.draft)
-    if row.peer is None:
-        options |= {
-            "quantization": limit.kind,
-            "dtype": "bfloat16",
-            "max_batch_size": question.batch,
-            "max_context": bench.context(question),
-            "prefix_reuse": False,
+    def _run(
+        self, row: Row, limit: int | None, model: Path, prompts: Sequence[Sequence[int]], context: int
+    ) -> dict[str, Any]:
+        """Return the texts and figures of one row's answers; without a limit it is resident."""
+        home = Home(default_home())
+        python = Path(sys.executable) if row.peer is None else home.python(row.peer)
+        if not python.exists():
+            raise WeightsError(f"{row.peer} is not installed; {INSTALL}")
+        draft = None if row.draft is None else home.weights(resolve(self.draft).path, row.draft)
+        options = dict(row.options)
+        if row.peer is None:
+            options |= {"quantization": "none", "dtype": "bfloat16", "max_batch_size": 1}
+            options |= {"max_context": context, "prefix_reuse": False}
+            options |= {} if draft is None else {"drafts": [str(draft)]}
+            options |= {} if limit is None else {"offload": "auto", "memory": limit}
+        elif row.peer == "transformers":
+            options["memory"] = limit
+        setup = {"model": str(model), "draft": draft and str(draft), "context": context, "options": options}
+        command, threads = [str(python), *script_of(row.peer or OURS)], len(os.sched_getaffinity(0))
+        environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        with ExitStack() as stack:
+            if limit is not None and self.limited:
+                command = stack.enter_context(memory_group(limit)).inside(command)
+            for file in [*model.glob("*.safetensors")] if model.is_dir() else [model]:
+                _forget(file)
+            worker = stack.enter_context(Worker(command, environment, 1800))
+            worker.ask({**setup, "threads": threads})
+            self._answer(worker, row, prompts[0], 2)  # everything is warm
+            replies = [self._answer(worker, row, prompt, self._length(row)) for prompt in prompts]
+        later = [reply["answers"][0]["arrivals"] for reply in replies]
+        steps = sum(len(arrivals) - 1 for arrivals in later)
+        tokens = sum(count for arrivals in later for _, count in arrivals[1:])
+        streamed, passes = (
+            sum(reply.get("counted", {}).get(name, 0) for reply in replies)
+            for name in ("streamed_bytes", "steps")
+        )
+        return {
+            "texts": [reply["answers"][0]["tokens"] for reply in replies],
+            "tokens_per_s": tokens / sum(arrivals[-1][0] - arrivals[0][0] for arrivals in later),
+            "tokens_per_pass": tokens / steps,
+            "mb_per_pass": streamed / max(1, passes) / 1e6,
         }
-        if draft is not None:
-            options["drafts"] = [str(draft)]
-        if room is not None:
-            options = {"offload": "auto", "memory": bench.own + room, **options}
-    elif row.peer == "transformers":
-        options["memory"] = bench.own + (room or 0)
-    setup = {
-        "model": str(model),
-        "draft": None if draft is None else str(draft),
-        "threads": bench.args.threads,
-        "context": bench.context(question),
-        "options": options,
+
+    def _length(self, row: Row) -> int:
+        return min(self.max_tokens, _PEER_TOKENS) if row.peer else self.max_tokens
+
+    def _answer(self, worker: Worker, row: Row, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        if row.peer is not None:
+            return {"answers": [worker.ask({"prompt": prompt, "max_tokens": max_tokens})]}
+        law = {"temperature": self.temperature, "max_tokens": max_tokens, "ignore_eos": True, "seed": 0}
+        return worker.ask({"prompts": [prompt], "params": [law]})
+
+
+def _figures(rounds: Sequence[Mapping[str, Any]], plain: Sequence[float]) -> dict[str, Any]:
+    """Return medians over rounds, with the gain over incremental decoding in the same round."""
+    found = {
+        name: median(one[name] for one in rounds)
+        for name in ("tokens_per_s", "tokens_per_pass", "mb_per_pass")
     }
-    paths = [path for path in (model, draft) if path is not None]
-    return setup, [
-        file for path in paths for file in ([*path.glob("*.safetensors")] if path.is_dir() else [path])
-    ]
+    gain = median(one["tokens_per_s"] / speed for one, speed in zip(rounds, plain, strict=True))
+    texts = {name: sum(one[name] for one in rounds) for name in ("same", "texts")}
+    return {**found, "gain": gain, **texts}
 
 
-def converse(
-    bench: Bench, worker: Worker, setup: dict[str, Any], question: Question, row: Row, round_: int
-) -> dict[str, Any]:
-    """Load, warm up and answer, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
-    versions = worker.ask(setup)["versions"]
-    prompts, numbers = bench.prompts[question.workload], [*bench.dealt(question, round_)]
-    args, max_tokens = bench.args, int(bench.args.max_tokens)
-    if row.peer is not None:
-        numbers, max_tokens = numbers[: args.peer_prompts], min(max_tokens, args.peer_tokens)
-    ask(worker, row, question, [(numbers[0], prompts[numbers[0]])], WARM_UP_TOKENS, salt="warm")
-    answers, groups = [], []
-    measured, busy = time.perf_counter(), worker.busy_elsewhere()
-    for start in range(0, len(numbers), question.batch):
-        batch = [(number, prompts[number]) for number in numbers[start : start + question.batch]]
-        asked_at = time.perf_counter()
-        reply = ask(worker, row, question, batch, max_tokens, salt=str(start))
-        for number, answer in zip(numbers[start:], reply["answers"], strict=False):
-            if len(answer["tokens"]) != max_tokens:
-                raise ValueError(f"made {len(answer['tokens'])} tokens for prompt {number}")
-            head = digest(answer["tokens"][: args.peer_tokens])
-            answers.append({"prompt": number, "text": digest(answer["tokens"]), "head": head})
-        whole = time.perf_counter() - asked_at
-        groups.append({**timed(reply["answers"]), "whole": whole, "counted": reply.get("counted", {})})
-    busy = max(worker.busy_elsewhere() - busy, 0.0) / (time.perf_counter() - measured)
-    return {"answers": answers, "groups": groups, "versions": versions, "busy_elsewhere": busy}
-
-
-def ask(
-    worker: Worker,
-    row: Row,
-    question: Question,
-    batch: Sequence[tuple[int, Prompt]],
-    max_tokens: int,
-    salt: str,
-) -> dict[str, Any]:
-    """Return the answers to some concurrent prompts; a peer gets one."""
-    if row.peer is not None:
-        [(_, prompt)] = batch
-        return {"answers": [worker.ask({"prompt": prompt.tokens, "max_tokens": max_tokens})]}
-    law = {"temperature": question.temperature, "max_tokens": max_tokens, "ignore_eos": True}
-    params = [
-        {**law, "seed": number, "cache_salt": salt}
-        | ({"prediction": prompt.prediction} if row.predicts else {})
-        for number, prompt in batch
-    ]
-    return worker.ask({"prompts": [prompt.tokens for _, prompt in batch], "params": params})
-
-
-def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens, seconds and passes after the first token of all prompts."""
-    first = max(answer["arrivals"][0][0] for answer in answers)
-    later = [[(at, n) for at, n in answer["arrivals"] if at > first] for answer in answers]
-    everything = [arrival for arrivals in later for arrival in arrivals]
-    return {
-        "tokens": sum(n for _, n in everything),
-        "seconds": max((at for at, _ in everything), default=first) - first,
-        "passes": max(len(arrivals) for arrivals in later),
-    }
-
-
-def forget(file: Path) -> None:
+def _forget(file: Path) -> None:
     """Drop a file's pages from the cache, so that reading them counts for the reader's limit."""
-    if hasattr(os, "posix_fadvise"):
-        number = os.open(file, os.O_RDONLY)
-        os.fdatasync(number)
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(number)
+    number = os.open(file, os.O_RDONLY)
+    os.fdatasync(number)
+    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(number)

@@ -28,9 +28,11 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     hybrids.QUESTION,
     promise.QUESTION,
 from benchmarks.paper import distributed, table2
+from benchmarks.paper import distributed, offloading, table2
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     distributed.QUESTION,
+    offloading.QUESTION,
 )

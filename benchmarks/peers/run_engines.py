@@ -1,4 +1,4 @@
-"""Engines as children of peers.py and offload.py: python run_engines.py NAME.
+"""Engines as children of peers.py and cells.py: python run_engines.py NAME.
 
 It runs in every engine's environment, so it imports only the standard library. An engine is behind stdin and
 stdout, one JSON object per line:
