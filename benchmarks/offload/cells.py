@@ -86,7 +86,7 @@ class Job:
         weights = sum(shape[0] * shape[1] for shape in open_model(files).shapes.values() if len(shape) == 2)
         with Worker([sys.executable, *script_of(OURS)], {}, 120) as worker:
             limit = worker.ask({"model": None})["own"] + int(self.share * _BYTES * weights) + self.spare
-        known = self._run(Row(options=ROWS["incremental"].options), None, folder, prompts, context)
+        known = self._run(ROWS["incremental"], None, folder, prompts, context)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for number in range(self.rounds):
             dealt = [*range(number, len(prompts), self.rounds)]
@@ -125,8 +125,9 @@ class Job:
         with ExitStack() as stack:
             if limit is not None and self.limited:
                 command = stack.enter_context(memory_group(limit)).inside(command)
-            for file in [*model.glob("*.safetensors")] if model.is_dir() else [model]:
-                _forget(file)
+            for path in (model,) if draft is None else (model, draft):
+                for file in path.glob("*.safetensors") if path.is_dir() else [path]:
+                    _forget(file)
             worker = stack.enter_context(Worker(command, environment, 1800))
             worker.ask({**setup, "threads": threads})
             self._answer(worker, row, prompts[0], 2)  # everything is warm

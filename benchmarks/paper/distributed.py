@@ -53,7 +53,7 @@ def measure(lab: Lab, key: str) -> Figures:
         max_tokens=lab.pick(full=32, quick=16, toy=8),
         rounds=lab.pick(full=2, quick=1, toy=1),
     )
-    lab.leave(lab.target, lab.draft)
+    lab.elsewhere(lab.target, lab.draft)
     try:
         return apart(Layout.of(layout), job)
     except NoNodesError as error:
