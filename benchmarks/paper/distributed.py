@@ -192,9 +192,10 @@ def _eight_gpus(cells: Cells) -> list[str]:
             lines.append(row(name, f"{step:.1f}", f"{step / pass_ms(1):.2f}", f"{tokens:.2f}", gain))
     return lines and [
         "",
-        "This is a model, not a measurement: 70 billion parameters in bfloat16 on eight H100 that each read "
-        "2.7 TB/s and compute 400 TFLOP/s, two exchanges a layer of 12 us and at 225 GB/s, eight passes of "
-        "a draft of a billion parameters with 0.15 ms each besides, and 2 ms of Python a step. One token "
+        "This is a model, not a measurement: 70 billion parameters in bfloat16 on eight H100. Each reads "
+        "2.7 TB/s and computes 400 TFLOP/s; a layer has two exchanges of 12 us and their bytes at 225 GB/s. "
+        "A step has eight passes of a draft of a billion parameters, each 0.15 ms and the reading of its "
+        "weights, and 2 ms of Python. One token "
         f"without guesses takes {pass_ms(1):.1f} ms. The gain holds if that draft agrees as often as ours.",
         "",
         "| guesses | ms a step | tokens a step that pay | measured here, one core | gain |",
