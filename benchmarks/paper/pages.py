@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def write_index(out: Path, questions: Sequence[tuple[Question, Cells]]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    text = re.sub(r"^\|.*", lambda found: re.sub(r" *\| *", "|", found[0]), text, flags=re.M)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not write_whole(path, text):
         raise UserError(f"cannot write {path}; is its folder writable, is the disk full?")

@@ -111,7 +111,7 @@ def test_every_question_of_the_paper_is_answered_by_a_page_and_a_plot_of_its_cel
     for question in QUESTIONS:
         made = run("--only", question.name)
         assert list((out / "cells" / question.name).glob("*.json")), question.name
-        assert b"| " in made[f"{question.name}.md"]
+        assert b"\n|" in made[f"{question.name}.md"]
         assert b"</svg>" in made[f"{question.name}.svg"]
         assert f"]({question.name}.md)".encode() in made["index.md"]
     assert len(made) == 2 * len(QUESTIONS) + 1
