@@ -29,10 +29,14 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     promise.QUESTION,
 from benchmarks.paper import distributed, table2
 from benchmarks.paper import distributed, offloading, table2
+from benchmarks.paper import heads, hybrids, promise, table2
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     distributed.QUESTION,
     offloading.QUESTION,
+    hybrids.QUESTION,
+    heads.QUESTION,
+    promise.QUESTION,
 )
