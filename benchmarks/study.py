@@ -92,17 +92,8 @@ def settings_of(args: argparse.Namespace, *, without: Iterable[str] = ()) -> dic
 class Study:
     """Cells by name, each on disk once it is measured, and the page made from them."""
 
-    def __init__(
-        self,
-        question: str,
-        out: Path | None,
-        settings: Mapping[str, Any],
-        digests: Mapping[str, str] | None = None,
-    ) -> None:
-        """Read the cells of an earlier run; exits if the file has other settings.
-
-        `digests` has the digest of each cell's question; cells with another digest are dropped.
-        """
+    def __init__(self, question: str, out: Path | None, settings: Mapping[str, Any]) -> None:
+        """Read the cells of an earlier run; exits if the file has other settings."""
         self.out = out or default_result(question, Path(settings["model"]).stem)
         self.file = self.out.with_suffix(".json")
         if self.file == self.out:
@@ -116,9 +107,6 @@ class Study:
                     f"error: {self.file} holds cells of {found}, not {self.settings}; give another --out"
                 )
             self.cells = stored["cells"]
-        if digests is not None:
-            known = {name: cell for name, cell in self.cells.items() if name in digests}
-            self.cells = {name: cell for name, cell in known.items() if cell["digest"] == digests[name]}
 
     def keep(self, name: str, cell: Mapping[str, Any]) -> None:
         """Add a cell with its commit, and write all cells, one per line."""
