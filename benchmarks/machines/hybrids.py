@@ -50,9 +50,9 @@ RIGHT, SECOND = 0.7, 0.1
 GUESSED: Final = Expansion.parse("2,1,1,1")  # eight nodes
 
 
-def write_models(shapes: tuple[Shape, Shape], folder: Path) -> None:
-    """Write the files of a shape and its draft: the model, a plain one, and the draft."""
-    for name, shape in {"model": shapes[0], "plain": shapes[0].plain, "draft": shapes[1]}.items():
+def write_models(folder: Path, **shapes: Shape) -> None:
+    """Write a file for each name: `model`, and `plain` for passes or `draft` for guesses."""
+    for name, shape in shapes.items():
         write_random(shape, folder / f"{name}.gguf")
 
 

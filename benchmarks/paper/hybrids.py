@@ -40,9 +40,11 @@ def measure(lab: Lab, key: str) -> Figures:
         raise NotHereError(f"native kernels are needed: {why}")
     torch.set_num_threads(use_threads(None, kernels))
     with TemporaryDirectory() as made:
-        write_models(_SHAPES[name], Path(made))
+        model, draft = _SHAPES[name]
         if kind == _GUESSES:
+            write_models(Path(made), model=model, draft=draft)
             return guesses(Path(made), kernels, lab.pick(full=3, quick=1, toy=1))
+        write_models(Path(made), model=model, plain=model.plain)
         return passes(Path(made), cast(Quantization, kind), kernels, Bandwidth(kernels.library))
 
 
