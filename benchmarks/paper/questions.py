@@ -39,4 +39,10 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     hybrids.QUESTION,
     heads.QUESTION,
     promise.QUESTION,
+from benchmarks.paper import ssms, table2
+from benchmarks.paper.question import Question
+
+QUESTIONS: Final[tuple[Question, ...]] = (
+    table2.QUESTION,
+    ssms.QUESTION,
 )
