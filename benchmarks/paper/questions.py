@@ -40,9 +40,11 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     heads.QUESTION,
     promise.QUESTION,
 from benchmarks.paper import ssms, table2
+from benchmarks.paper import predictors, ssms, table2
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     ssms.QUESTION,
+    predictors.QUESTION,
 )
