@@ -41,10 +41,12 @@ QUESTIONS: Final[tuple[Question, ...]] = (
     promise.QUESTION,
 from benchmarks.paper import ssms, table2
 from benchmarks.paper import predictors, ssms, table2
+from benchmarks.paper import adaptation, predictors, ssms, table2
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
     table2.QUESTION,
     ssms.QUESTION,
     predictors.QUESTION,
+    adaptation.QUESTION,
 )

@@ -27,7 +27,6 @@ SCRIPTS = {
 RUNS = {
     "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
     "perplexity": "--dataset ROWS --limit 2",
-    "policy_live": "--draft DRAFT --texts 1 --max-tokens 8 --chat ROWS --code ROWS --maths ROWS",
     "serving": "--dataset ROWS --users 1 2 --max-tokens 8 --context 256 --engines specinfer-bf16+ngram",
     "soak": "--dataset ROWS --minutes 0.05 --clients 2 --max-tokens 8 --aborts 4 --kv-cache-memory 64MB",
 }
@@ -73,9 +72,6 @@ def test_script(
         return
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from more
     monkeypatch.setenv("SPECINFER_PEERS", str(tmp_path))
-    if name == "policy_live":  # a token is a byte
-        edits = [edit for edit in module.read_edits() if len(edit.prompt) < 2000]
-        monkeypatch.setattr(module, "read_edits", lambda: edits)
     out = tmp_path / "page.md"
     options = ["--model", "MODEL", *RUNS[name].split(), "--out", str(out)]
     run(*(words.get(word, word) for word in options))
@@ -85,7 +81,7 @@ def test_script(
     def refuse(*args: Any, **options: Any) -> LLM:
         raise AssertionError("a model is loaded although everything was measured")
 
-    if name in ("policy_live", "soak"):  # a second run continues behind the first
+    if name == "soak":  # a second run continues behind the first
         monkeypatch.setattr(module, "LLM", refuse)
         run(*(words.get(word, word) for word in options))
         assert out.read_text() == page
