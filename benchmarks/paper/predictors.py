@@ -62,7 +62,7 @@ def keys(lab: Lab) -> list[str]:
 
 
 def measure(lab: Lab, key: str) -> Figures:
-    count, limit = lab.pick(full=(40, 64), quick=(8, 64), toy=(3, 24))
+    count, limit = lab.pick(full=(20, 64), quick=(8, 64), toy=(3, 24))
     questions = [text for name in lab.datasets() for text in lab.questions(name, count)]
     common: dict[str, Any] = {"temperature": _MODES[key], "max_tokens": limit, "logprobs": _TOP}
     each = [SamplingParams(seed=seed, **common) for seed in range(len(questions))]
