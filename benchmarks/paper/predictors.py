@@ -43,6 +43,8 @@ _UNITS: Final = (16, 64, 256)  # of an MLP's hidden layer
 _SEEN: Final = ("policy", "draft", "all four")  # they know each guess's probability once it is drawn
 _MLPS: Final = [f"{inputs}, {units}" for inputs in _INPUTS for units in _UNITS]
 _FADE: Final = 0.8  # factor of the average of accepted guesses at each step
+_PATIENCE: Final = 5  # epochs without a gain, which end a training
+_GAIN: Final = 1e-3  # least gain of an epoch, in log-loss
 _TOP: Final = 20  # likeliest tokens that make the entropy
 
 
@@ -157,14 +159,14 @@ def _by_policy(steps: Sequence[_Step], temperature: float) -> Tensor:
 
 
 def _trained(x_SLW: Tensor, right_SL: Tensor, learnt_SL: Tensor, ends_S1: Tensor, units: int) -> Tensor:
-    """Return an MLP's probabilities; training ends if ten epochs do not improve on `ends_S1`."""
+    """Return an MLP's probabilities; the texts of `ends_S1` tell when training ends."""
     x_NW, y_N = x_SLW[learnt_SL & ~ends_S1], right_SL[learnt_SL & ~ends_S1]
     mean_W, scale_W = x_NW.mean(0), x_NW.std(0) + 1e-6
     x_NW, x_SLW = (x_NW - mean_W) / scale_W, (x_SLW - mean_W) / scale_W
     mlp = nn.Sequential(nn.Linear(x_NW.shape[1], units), nn.ReLU(), nn.Linear(units, 1), nn.Sigmoid())
     optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-3)
     best, waited, likely_SL = math.inf, 0, torch.full_like(right_SL, 0.5)
-    while waited < 10:
+    while waited < _PATIENCE:
         for rows in torch.tensor_split(torch.randperm(len(x_NW)), 1 + len(x_NW) // 128):
             optimizer.zero_grad()
             torch.autograd.backward(log_loss(mlp(x_NW[rows])[:, 0], y_N[rows]))
@@ -172,7 +174,7 @@ def _trained(x_SLW: Tensor, right_SL: Tensor, learnt_SL: Tensor, ends_S1: Tensor
         with torch.no_grad():
             now_SL = mlp(x_SLW)[..., 0]
         loss = float(log_loss(now_SL[learnt_SL & ends_S1], right_SL[learnt_SL & ends_S1]))
-        best, waited, likely_SL = (loss, 0, now_SL) if loss < best else (best, waited + 1, likely_SL)
+        best, waited, likely_SL = (loss, 0, now_SL) if loss < best - _GAIN else (best, waited + 1, likely_SL)
     return likely_SL
 
 
