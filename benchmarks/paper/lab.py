@@ -80,11 +80,6 @@ class Lab:
         self.close()
         self._key = models
 
-    def elsewhere(self, *models: str) -> None:
-        """Free the models; a process of its own measures these."""
-        self.close()
-        self._key = models
-
     def models(self) -> list[str]:
         """Return the file names of the models that are open or measured elsewhere."""
         return [Path(name).name for name in self._key]
