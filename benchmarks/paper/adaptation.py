@@ -115,10 +115,10 @@ def _choice(event: TreeEvent) -> list[int]:
 
 def page(cells: Cells) -> list[str]:
     lines = [
-        "The kind of text switches every 50 steps: chat, edits of code, which lookups guess well, and "
-        "answers to random tokens at temperature 1.5. Each fixed choice makes the same tokens in turn with "
-        "the policy, which chooses speculators and nodes anew in every step. Prompts are not timed. The "
-        "policy starts with what earlier runs on the machine have learned, as always.",
+        "The kind of text switches every 50 steps: chat, edits of code, and answers to random tokens at "
+        "temperature 1.5. Each fixed choice makes the same tokens in turn with the policy, which chooses "
+        "speculators and nodes anew in every step. Prompts are not timed. The policy starts with what "
+        "earlier runs on the machine have learned, as always.",
         "",
         "| speculators | text | none, tokens/s | policy over none | best fixed choice over none | draft's "
         f"nodes, first {_FEW} steps and last | lookups' |",
