@@ -41,11 +41,8 @@ _OLDER: Final = ("short", "warm", "blocks", "long", "longer")
 def keys(lab: Lab) -> list[str]:
     shapes = lab.pick(full=["5,2", "1,2", "1,10"], quick=[], toy=["2,1", "1,2"])  # SSMs, and layers of each
     older = lab.pick(full=_OLDER, quick=(), toy=())
-    return [
-        f"{kind},{one}"
-        for kind, of in (("older", older), ("merged", _MERGED), ("trained", shapes))
-        for one in of
-    ]
+    every = {"older": older, "merged": _MERGED, "trained": shapes}
+    return [f"{kind},{one}" for kind, each in every.items() for one in each]
 
 
 def measure(lab: Lab, key: str) -> Figures:
@@ -72,18 +69,15 @@ def _trained(lab: Lab, members: int, layers: int) -> Figures:
     lab.elsewhere(lab.small)
     minutes, collecting = lab.pick(full=(2.5, 3.0), quick=(0.0, 0.0), toy=(0.02, 0.05))
     options = {"quantization": "int8", "max_context": 1024, "threads": 1, "lookup": False}
-    kind = SsmKind(layers=layers, depth=_DEPTH)
-    tuning = partial(
-        TuneConfig, target=EngineConfig.from_options(lab.small, options), kind=kind, max_tokens=192
-    )
+    engine, kind = EngineConfig.from_options(lab.small, options), SsmKind(layers=layers, depth=_DEPTH)
+    tuning = partial(TuneConfig, target=engine, kind=kind, max_tokens=192)
     work = cache_dir() / "paper" / lab.size
     if not (corpus := Corpus(work / "corpus" / "work" / "shards")).tokens:
         files = lab.pick(full=["dolly_train", "alpaca_train"], quick=[], toy=["alpaca"])
         prompts = read_prompts([lab.prompts / f"{file}.jsonl" for file in files])
         shutil.rmtree(work, ignore_errors=True)
-        Tuning(tuning(out=work / "corpus", minutes=3 * collecting, collect_minutes=collecting)).collect(
-            prompts
-        )
+        config = tuning(out=work / "corpus", minutes=3 * collecting, collect_minutes=collecting)
+        Tuning(config).collect(prompts)
         corpus = Corpus(corpus.folder)
     out = work / f"{members}-{layers}"
     shutil.rmtree(out, ignore_errors=True)
@@ -166,14 +160,11 @@ def _existing(cells: Cells) -> dict[str, tuple[float, float]]:
 def plot(cells: Cells, figure: Figure) -> None:
     trained, merged = figure.subplots(1, 2)
     for pool in _pools(cells):
-        heads, alone = "block" in pool["name"], "independent" in pool["name"]
+        color, line = f"C{int('block' in pool['name'])}", ":" if "independent" in pool["name"] else "-"
         places = range(1, 1 + len(pool["pool"]))
-        trained.plot(
-            places, pool["pool"], marker=".", color=f"C{int(heads)}", linestyle=":" if alone else "-"
-        )
-    trained.set(
-        xlabel="SSMs (blue), block heads; dots: independent", ylabel="tokens a pass", xticks=range(1, 6)
-    )
+        trained.plot(places, pool["pool"], color=color, linestyle=line, marker=".")
+    trained.set(xlabel="SSMs (blue), block heads; dotted: independent", ylabel="tokens a pass")
+    trained.set_xticks(range(1, 6))
     bars = _existing(cells)
     merged.barh([*bars], [tokens for tokens, _ in bars.values()])
     merged.set(xlabel="tokens a step, existing speculators")
