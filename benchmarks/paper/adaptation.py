@@ -44,7 +44,7 @@ def keys(lab: Lab) -> list[str]:
 
 def measure(lab: Lab, key: str) -> Figures:
     names = (lab.target, lab.draft) if key == "draft" else (lab.small, "smollm2-135m-head")
-    common = {"lookup": True, "max_context": 4096}
+    common: dict[str, Any] = {"lookup": True, "max_context": 4096}
     with (
         lab.llm(names[0], names[1:], tree_size="cost", **common) as chooses,
         lab.llm(names[0], names[1:], tree_size="fixed", **common) as fixed,

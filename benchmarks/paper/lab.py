@@ -12,6 +12,7 @@ from benchmarks.study import ask, total_figures
 from specinfer import LLM, EngineConfig, SamplingParams, SpeculationFigures
 from specinfer.engine.steps import TreeEvent
 from specinfer.report.dataset import read_dataset
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree.token_tree import draws_by_parent
 
 Size = Literal["full", "quick", "toy"]
@@ -61,7 +62,9 @@ class Lab:
         own = self.draft if self.size == "toy" else str(head)
         return (self.target, [self.draft]) if name == "pair" else (self.small, [own])
 
-    def llm(self, model: str, drafts: Sequence[str] = (), **options: Any) -> LLM:
+    def llm(
+        self, model: str, drafts: Sequence[str] = (), speculators: Sequence[Speculator] = (), **options: Any
+    ) -> LLM:
         """Return an LLM; the weights are read again only for another model or more drafts.
 
         Trees have a fixed size and no lookups unless the options say otherwise.
@@ -73,7 +76,8 @@ class Lab:
             self._open, self._key = LLM(config), (model, *drafts)
         found = zip(self._key[1:], self._open.config.speculation.drafts, strict=True)
         # Not a variant of the open model's config, which has the options of an earlier cell.
-        return self._open.variant(config, drafts=tuple(path for name, path in found if name in drafts))
+        chosen = tuple(path for name, path in found if name in drafts)
+        return self._open.variant(config, speculators=speculators, drafts=chosen)
 
     def elsewhere(self, *models: str) -> None:
         """Free the models; a process of its own measures these."""

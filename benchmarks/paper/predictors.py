@@ -70,7 +70,11 @@ def measure(lab: Lab, key: str) -> Figures:
     each = [SamplingParams(seed=seed, **common) for seed in range(len(questions))]
     listener = HiddenStateListener((open_model(resolve(lab.target)).config.num_layers,))
     events: list[TreeEvent] = []
-    recorded = {"expansion": Expansion((1,) * _LEVELS), "prefix_reuse": False, "speculators": [listener]}
+    recorded: dict[str, Any] = {
+        "expansion": Expansion((1,) * _LEVELS),
+        "prefix_reuse": False,
+        "speculators": [listener],
+    }
     with lab.llm(lab.target, [lab.draft], **recorded) as llm:
         llm.on_tree = events.append
         steps = _steps(events, ask(llm, questions, each), listener)

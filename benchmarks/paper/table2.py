@@ -61,7 +61,8 @@ def measure(lab: Lab, key: str) -> Figures:
             temperature=MODES[mode]["temperature"],
             max_tokens=lab.pick(full=64, quick=24, toy=8),
         )
-    accepted = {size: [len(taken) for taken in steps]}
+    unguessed = [0] * (figures.steps - len(steps))  # steps without guesses
+    accepted = {size: [*(len(taken) for taken in steps), *unguessed]}
     if size == _FIXED:  # a narrower tree is a part of this one
         accepted = {
             str(width): [2 if len(taken) > 2 and taken[2] >= width else len(taken) for taken in steps]

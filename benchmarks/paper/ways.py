@@ -34,9 +34,9 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     """Return the figures of decoding without speculation and of these ways.
 
-    `batch` requests run at once. The first round is not measured: in it the prompts enter the cache, and the
-    policy learns the costs of passes. `seconds` is the median over the rounds of a request's mean time per
-    token, from arrival to end.
+    `batch` requests run at once. The first round is not measured: in it the policy learns what passes cost.
+    Every other round has the ways in the other order. `seconds` is the median over the rounds of a request's
+    mean time per token after the first.
     """
     target, drafts = lab.pair(models)
     shape = {"max_batch_size": batch, "max_context": 1024, "max_step_tokens": ROWS, "lookup_memory": 0}
@@ -49,8 +49,8 @@ def compare(
         }
         runs[PLAIN] = opened.enter_context(without_speculation(runs[PLAIN]))
         answers: dict[str, list[list[RequestOutput]]] = {name: [] for name in runs}
-        for _ in range(1 + rounds):
-            for name, llm in runs.items():
+        for number in range(1 + rounds):
+            for name, llm in list(runs.items())[:: -1 if number % 2 else 1]:
                 answers[name].append([one for group in groups for one in ask(llm, group, params)])
     texts = [one.token_ids for one in answers[PLAIN][0]]
     return {name: _figures(found[1:], texts) for name, found in answers.items()}
@@ -58,8 +58,9 @@ def compare(
 
 def _figures(rounds: Sequence[Sequence[RequestOutput]], texts: Sequence[Sequence[int]]) -> dict[str, float]:
     total = total_figures(output for outputs in rounds for output in outputs)
-    tokens = sum(map(len, texts))
-    times = [sum((one.timing.finished or 0) - one.timing.arrived for one in outputs) for outputs in rounds]
+    tokens = sum(map(len, texts)) - len(texts)
+    timings = [[one.timing for one in outputs] for outputs in rounds]
+    times = [sum((t.finished or 0) - (t.first_token or 0) for t in one) for one in timings]
     return {
         "seconds": median(times) / tokens,
         "tokens_per_step": total.tokens_per_step,

@@ -21,7 +21,7 @@ _SMALL: Final = 2  # the largest batch at which the paper found wide trees best
 
 
 def keys(lab: Lab) -> list[str]:
-    batches: Mapping[str, Sequence[int]] = {"head": (1, 2, 4, 8, 16, 32), "pair": (1, 4, 16)}
+    batches: Mapping[str, Sequence[int]] = {"head": (1, 2, 4, 8, 16, 32), "pair": (1, 2, 4)}
     chosen = lab.pick(full=batches, quick={"head": (1, 4, 16)}, toy={"head": (1, 2)})
     return [f"{name},{batch}" for name, sizes in chosen.items() for batch in sizes]
 
@@ -40,7 +40,7 @@ def measure(lab: Lab, key: str) -> Figures:
         lab.questions("Alpaca", max(least, int(batch))),
         batch=int(batch),
         max_tokens=lab.pick(full=24, quick=24, toy=8),
-        rounds=lab.pick(full=2, quick=1, toy=1),
+        rounds=lab.pick(full=3, quick=1, toy=1),
     )
 
 

@@ -26,11 +26,16 @@ model, store, lives, prompt, options = sys.argv[1], sys.argv[2], *map(json.loads
 for life in range(lives):
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        with LLM(model, prompt_store=store, **options) as llm:
-            os.write(writing, b"1")
-            for number in range(256):
-                llm.generate([[life, number, *prompt]], SamplingParams(temperature=0, max_tokens=10))
-    os.read(reading, 1)
+        try:
+            with LLM(model, prompt_store=store, **options) as llm:
+                os.write(writing, b"1")
+                for number in range(256):
+                    llm.generate([[life, number, *prompt]], SamplingParams(temperature=0, max_tokens=10))
+        finally:
+            os._exit(1)  # what follows is the parent's
+    os.close(writing)
+    assert os.read(reading, 1), "the engine did not start"
+    os.close(reading)
     time.sleep(random.Random(life).uniform(0, 0.1))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
