@@ -59,7 +59,7 @@ def measure(lab: Lab, key: str) -> Figures:
         lab.questions(kind, lab.pick(full=6, quick=3, toy=1)),
         batch=1,
         max_tokens=lab.pick(full=48, quick=32, toy=8),
-        rounds=lab.pick(full=3, quick=1, toy=1),
+        rounds=lab.pick(full=2, quick=1, toy=1),
     )
     target, drafts = lab.pair(name)
     with lab.llm(target, drafts) as llm:
