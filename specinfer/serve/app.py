@@ -158,7 +158,6 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
         make: Callable[[Service, Any], EndpointAnswer[Any]],
         done: str = "",
     ) -> None:
-
         async def streamed(fields: SamplingFields) -> AsyncGenerator[str]:
             if not pool.is_ready(fields.model):
                 yield ""  # opens the stream, which sends pings while it waits

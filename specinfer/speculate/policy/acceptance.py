@@ -66,74 +66,65 @@ class LevelRate(NamedTuple):
         return self.first + self.other
 
 
-class LevelCounts:
-    """Counts of right guesses at each of `depth` levels, among those below an accepted node."""
+class DraftLevels:
+    """Counts of one draft's right guesses at each of `depth` levels, among those below an accepted node.
+
+    All requests are counted together, and by temperature class.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        # For each level: right first guesses, right other guesses, and tries.
-        self.counts = [[0.0, 0.0, 0.0] for _ in range(depth)]
-
-    def learn(self, level: int, choice: int | None) -> None:
-        """Count which guess at `level` was right, or None; level 0 has the root's children."""
-        if level == 0:  # also fades levels that are not tried now
-            self.fade(_LEVEL_MEMORY)
-        if level < self.depth:
-            firsts, others, tries = self.counts[level]
-            self.counts[level] = [firsts + (choice == 0), others + bool(choice), tries + 1]
-
-    def fade(self, kept: float) -> None:
-        """Multiply all counts by `kept`."""
-        self.counts = [[count * kept for count in level] for level in self.counts]
-
-    def rate(self, level: int, usual: LevelRate, prior: float) -> LevelRate:
-        """Return the rate of one level, with the rate `usual` as a prior that weighs `prior` tries."""
-        firsts, others, tries = self.counts[level]
-        missed = 1 - usual.first
-        behind = usual.other / missed if missed > 0 else 0.0
-        first = (firsts + prior * usual.first) / (tries + prior)
-        other = (others + prior * behind) / (tries - firsts + prior)
-        return LevelRate(first, (1 - first) * other)
-
-    def rates(self) -> list[LevelRate]:
-        """Return the rates of guesses at each level below accepted nodes, [depth]."""
-        rates, above = list[LevelRate](), LevelRate(_FIRST_RATE, 0.0)
-        for level in range(self.depth):
-            above = self.rate(level, above, _LEVEL_PRIOR)
-            rates.append(above)
-        return rates
-
-
-class DraftLevels:
-    """Level counts of one draft: for all requests, and by temperature class."""
-
-    def __init__(self, depth: int) -> None:
-        self.all = LevelCounts(depth)
-        self.alike = [LevelCounts(depth) for _ in range(len(TEMPERATURES) + 1)]
+        # Counts of all requests, then of each class; by level: right first guesses, right others, and tries.
+        self.counts = [[[0.0, 0.0, 0.0] for _ in range(depth)] for _ in range(len(TEMPERATURES) + 2)]
         self._rates: dict[int, list[LevelRate]] = {}  # cache by temperature class
 
     def learn(self, level: int, choice: int | None, temperature: float) -> None:
-        """Count which of a request's guesses at a level was right, or None."""
-        self.all.learn(level, choice)
-        self.alike[bisect_left(TEMPERATURES, temperature)].learn(level, choice)
+        """Count which of a request's guesses at a level was right, or None; level 0 is below the root."""
         self._rates = {}
+        for kind in (0, 1 + bisect_left(TEMPERATURES, temperature)):
+            if level == 0:  # also fades levels that are not tried now
+                self.counts[kind] = _faded(self.counts[kind], _LEVEL_MEMORY)
+            if level < self.depth:
+                firsts, others, tries = self.counts[kind][level]
+                self.counts[kind][level] = [firsts + (choice == 0), others + bool(choice), tries + 1]
+
+    def fade(self, kept: float) -> None:
+        """Multiply all counts by `kept`."""
+        self._rates = {}
+        self.counts = [_faded(counts, kept) for counts in self.counts]
+
+    def usual_rates(self) -> list[LevelRate]:
+        """Return the rates of all requests' guesses at each level below accepted nodes, [depth]."""
+        rates, above = list[LevelRate](), LevelRate(_FIRST_RATE, 0.0)
+        for counts in self.counts[0]:
+            above = _rate(counts, above, _LEVEL_PRIOR)
+            rates.append(above)
+        return rates
 
     def rates(self, temperature: float) -> list[LevelRate]:
         """Return the rates of guesses at each level below accepted nodes for a request, [depth].
 
         They combine the counts of its temperature class with those of all requests.
         """
-        kind = bisect_left(TEMPERATURES, temperature)
+        kind = 1 + bisect_left(TEMPERATURES, temperature)
         if kind not in self._rates:
-            usual, counts = self.all.rates(), self.alike[kind]
-            self._rates[kind] = [counts.rate(n, usual[n], _CLASS_PRIOR) for n in range(len(usual))]
+            levels = zip(self.counts[kind], self.usual_rates(), strict=True)
+            self._rates[kind] = [_rate(counts, usual, _CLASS_PRIOR) for counts, usual in levels]
         return self._rates[kind]
 
-    def fade(self, kept: float) -> None:
-        """Multiply all counts by `kept`."""
-        self._rates = {}
-        for counts in (self.all, *self.alike):
-            counts.fade(kept)
+
+def _faded(counts: Sequence[Sequence[float]], kept: float) -> list[list[float]]:
+    return [[count * kept for count in level] for level in counts]
+
+
+def _rate(counts: Sequence[float], usual: LevelRate, prior: float) -> LevelRate:
+    """Return the rate of one level's counts, with the rate `usual` as a prior that weighs `prior` tries."""
+    firsts, others, tries = counts
+    missed = 1 - usual.first
+    behind = usual.other / missed if missed > 0 else 0.0
+    first = (firsts + prior * usual.first) / (tries + prior)
+    other = (others + prior * behind) / (tries - firsts + prior)
+    return LevelRate(first, (1 - first) * other)
 
 
 @dataclass(slots=True)

@@ -35,8 +35,9 @@ class StepCosts(NamedTuple):
 
     def seconds_from(self, nodes: int, more: int) -> list[float]:
         """Return the seconds of the step with `nodes`, `nodes` + 1, ... `nodes` + `more` guesses."""
-        first, last = self.rows + nodes, self.last
-        return [self.spent + self.passes[min(rows, last)] for rows in range(first, first + more + 1)]
+        first = self.rows + nodes
+        found = [self.spent + taken for taken in self.passes[first : min(first + more, self.last) + 1]]
+        return found + [self.seconds(nodes + more)] * (more + 1 - len(found))
 
     def price(self, tokens: float, nodes: int) -> float:
         """Return the price of another row, in tokens, for a step that makes `tokens` with `nodes` guesses."""
@@ -59,9 +60,9 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    stay = list[list[int]]()  # nodes of each tree
-    # Nodes that may be dropped, with their probabilities and the list of their tree.
-    droppable = list[tuple[list[int], int, float]]()
+    # For each tree: the nodes that stay, and those that may be dropped.
+    stay, droppable = list[list[int]](), list[list[int]]()
+    likely = list[float]()  # probabilities of all nodes that may be dropped
     for probabilities, pinned, max_nodes, all_stay in trees:
         found = [node for node in range(1, len(probabilities)) if node not in pinned]
         room = max(0, max_nodes - 1 - len(pinned))
@@ -71,12 +72,11 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
         tokens += sum([probabilities[node] for node in kept]) - 1
         nodes += len(kept) - 1
         stay.append(kept)
-        if not all_stay:
-            droppable += [(kept, node, probabilities[node]) for node in found]
-    stays = fastest([gain for *_, gain in droppable], tokens, costs.seconds_from(nodes, len(droppable)))
-    for kept, node, _ in compress(droppable, stays):
-        kept.append(node)
-    return [sorted(kept) for kept in stay]
+        droppable.append([] if all_stay else found)
+        likely += [probabilities[node] for node in droppable[-1]]
+    # Each tree takes as many answers as it has nodes that may be dropped.
+    stays = iter(fastest(likely, tokens, costs.seconds_from(nodes, len(likely))))
+    return [sorted([*kept, *compress(found, stays)]) for kept, found in zip(stay, droppable, strict=True)]
 
 
 def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> list[bool]:

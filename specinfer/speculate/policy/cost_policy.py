@@ -78,9 +78,7 @@ class CostPolicy(SpeculationPolicy):
         self._costs = NOTHING  # of the step
         self._row = 0.0  # seconds of another row of the target's pass in a step without prefill
         self._growing: dict[str, GrowingGuesses] = {}  # by request id, while a draft grows
-        self._tokens, self._nodes = 0.0, 0  # expected tokens of the step so far, and its worthwhile nodes
         self._refused: set[str] = set()  # drafts that could guess in the step but start for no request
-        self._off_reason: str | None = None  # why speculation is off in this step
 
     @classmethod
     def by_curves(
@@ -135,7 +133,7 @@ class CostPolicy(SpeculationPolicy):
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
-        self._guessed, self._refused, self._off_reason = {}, set(), None
+        self._guessed, self._refused = {}, set()
         requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
         context = sum([entry.end for entry in entries]) / max(1, requests)
         for model in self._models:
@@ -147,8 +145,7 @@ class CostPolicy(SpeculationPolicy):
         own_size = any(map(has_own_size, trees))
         if self.guard is not None:
             names = [entry.request.request_id for entry in entries]
-            self._off_reason = self.guard.begin(names, len(trees), rows, own_size)
-            if self._off_reason is not None:
+            if self.guard.begin(names, len(trees), rows, own_size) is not None:
                 plan = StepPlan(
                     tuple([e if has_own_size(e) else replace(e, speculators=()) for e in entries])
                 )
@@ -176,7 +173,7 @@ class CostPolicy(SpeculationPolicy):
             )
             for entry, tree in zip(self._entries, guessed, strict=True)
         }
-        self._expect()
+        tokens, nodes = self._expect()
         starts, late = [True] * len(entries), list[tuple[int, int]]()
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
@@ -184,7 +181,7 @@ class CostPolicy(SpeculationPolicy):
                 [entries[i] for i in free],
                 [unread[i] for i in free],
                 self._growing,
-                *(self._costs, self._tokens, self._nodes, self._row),
+                *(self._costs, tokens, nodes, self._row),
             )
             for i, start in zip(free, worth, strict=True):
                 starts[i], entry = start, entries[i]
@@ -221,15 +218,15 @@ class CostPolicy(SpeculationPolicy):
         grown = [self._growing[entry.request.request_id] for entry in entries]
         for growing, tree in zip(grown, trees, strict=True):
             growing.grow(tree)
-        self._expect()
-        price = self._costs.price(self._tokens, self._nodes)
-        level_price = self._tokens * draft.costs.expected(1) / self._costs.seconds(self._nodes)
+        costs, (tokens, nodes) = self._costs, self._expect()
+        price = costs.price(tokens, nodes)
+        level_price = tokens * draft.costs.expected(1) / costs.seconds(nodes)
         gains, bound, wide = list[float](), 0, 0
         for entry, growing, tree, of_tree in zip(entries, grown, trees, ends, strict=True):
             if growing.all_stay:
                 bound += len(of_tree)
                 continue
-            depths, deepest = tree.depths(), levels.all.depth
+            depths, deepest = tree.depths(), levels.depth
             rates = levels.rates(entry.request.params.temperature)
             brought = [growing.gain(end, rates[min(depths[end], deepest - 1)], price) for end in of_tree]
             wide += sum([draft.width(depths[end]) if growing.samples else 1 for end in of_tree])
@@ -240,9 +237,8 @@ class CostPolicy(SpeculationPolicy):
             gains += brought
         passes = draft.costs.table(bound + len(gains))[bound:]
         each = wide / len(gains) if gains else 1.0  # target rows per end
-        costs, nodes = self._costs, self._nodes
         seconds = [costs.seconds(nodes + round(n * each)) + passes[n] for n in range(len(gains) + 1)]
-        goes_on = fastest(gains, self._tokens, seconds)
+        goes_on = fastest(gains, tokens, seconds)
         self._spend(passes[sum(goes_on)])
         answer = iter(goes_on)
         return [
@@ -275,8 +271,8 @@ class CostPolicy(SpeculationPolicy):
         without, requests = costs.passes[costs.rows], int(costs.tokens)
         drafts = costs.spent - (costs.passes[requests] - without)
         seconds = drafts + costs._replace(spent=0.0).seconds(sum(len(of) - 1 for of in likely))
-        overhead = 0.0 if self.guard is None else self.guard.overhead
-        return Appraisal(likely, seconds - without, seconds + overhead, self._off_reason)
+        overhead, held = (0.0, None) if self.guard is None else (self.guard.overhead, self.guard.off_reason)
+        return Appraisal(likely, seconds - without, seconds + overhead, held)
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent was accepted, verified or not, and from the step's seconds."""
@@ -290,8 +286,8 @@ class CostPolicy(SpeculationPolicy):
             if self.guard is not None:
                 self.guard.observe(report.outcomes, report.seconds, report.passes)
 
-    def _expect(self) -> None:
-        """Update the expected tokens of the step with the guesses so far, and its worthwhile nodes."""
+    def _expect(self) -> tuple[float, int]:
+        """Return the expected tokens of the step with the guesses so far, and its worthwhile nodes."""
         tokens, nodes, droppable = self._costs.tokens, 0, list[float]()
         for growing in self._growing.values():
             tokens, nodes = tokens + growing.tokens, nodes + growing.nodes
@@ -301,7 +297,7 @@ class CostPolicy(SpeculationPolicy):
                 droppable += growing.droppable
         droppable.sort(reverse=True)
         count = best_count(droppable, tokens, self._costs.seconds_from(nodes, len(droppable)))
-        self._tokens, self._nodes = tokens + sum(droppable[:count]), nodes + count
+        return tokens + sum(droppable[:count]), nodes + count
 
     def _spend(self, seconds: float) -> None:
         """Add the seconds of a draft's pass to the step."""

@@ -156,10 +156,10 @@ class Guard:
         self._alike = self.plain_steps[requests.bit_length()]
         measures = not self._known and self._undisturbed and self._alike.due(self._slowness)
         # A measurement needs settled costs.
-        self._off_reason = GUARD if not allowed else PLAIN if measures and self._target.settled else None
-        self.off_steps += self._off_reason is not None
-        self._on_steps += self._off_reason is None
-        return self._off_reason
+        self.off_reason = GUARD if not allowed else PLAIN if measures and self._target.settled else None
+        self.off_steps += self.off_reason is not None
+        self._on_steps += self.off_reason is None
+        return self.off_reason
 
     def _give_to_layers(self) -> None:
         draft = self._self_draft
@@ -191,7 +191,7 @@ class Guard:
             passes = [replace(one, seconds=self._drafts[one.speculator].expected(one.rows)) for one in priced]
             guessing = sum([one.seconds for one in passes])
             seconds = self._pass + self._seconds_of_nodes() + guessing
-        if self._off_reason is not None:
+        if self.off_reason is not None:
             self.allowance.count_plain(seconds)
             if self._undisturbed:
                 self._alike.learn(self._slowness, seconds / self._pass)

@@ -101,7 +101,7 @@ def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
             for name, curves in acceptance.curves.items()
         },
         "drafts": {
-            name: {"all": levels.all.counts, "alike": [alike.counts for alike in levels.alike]}
+            name: {"all": levels.counts[0], "alike": levels.counts[1:]}
             for name, levels in acceptance.levels.items()
         },
         "plain": {
@@ -116,9 +116,8 @@ def recall(learned: Mapping[str, Any], acceptance: AcceptanceRates, guard: Guard
         acceptance.curves[name] = Curve(*others), Curve(*firsts)
     for name, levels in acceptance.levels.items():
         if (stored := learned["drafts"].get(name)) is not None:
-            everything = zip((levels.all, *levels.alike), (stored["all"], *stored["alike"]), strict=True)
-            for level, kept in everything:
-                level.counts[: len(kept)] = kept[: level.depth]
+            for counts, kept in zip(levels.counts, (stored["all"], *stored["alike"]), strict=True):
+                counts[: len(kept)] = kept[: levels.depth]
     acceptance.outcomes = learned["outcomes"]
     if guard is not None:
         for size, multiples in learned["plain"].items():

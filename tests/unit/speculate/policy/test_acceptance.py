@@ -81,7 +81,7 @@ def test_levels_are_counted_where_all_above_held_the_text(level: int) -> None:
     rates = [rate.first for rate in acceptance.levels["draft"].rates(0.0)]
     assert [rate > 0.9 for rate in rates[:level]] == [True] * level
     assert rates[level] < 0.1
-    assert acceptance.levels["draft"].all.counts[level + 1 :] == [[0.0] * 3] * (2 - level)
+    assert acceptance.levels["draft"].counts[0][level + 1 :] == [[0.0] * 3] * (2 - level)
 
 
 def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> None:
@@ -89,6 +89,6 @@ def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> Non
     for _ in range(40):
         levels.learn(0, 0, 0.0)
         levels.learn(0, None, 1.5)
-    of_all = levels.all.rates()[0].first
+    of_all = levels.usual_rates()[0].first
     assert levels.rates(1.2)[0].first < of_all - 0.2 < of_all + 0.2 < levels.rates(0.0)[0].first
     assert levels.rates(0.7)[0].first == of_all, "nothing was seen there"

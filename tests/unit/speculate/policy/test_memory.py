@@ -57,7 +57,7 @@ def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[list[Lev
     draft = acceptance.levels["draft"]
     alike = [draft.rates(heat) for heat in (0.0, 0.3, 1.0, 2.0)]
     multiples = [*guard.plain_steps[1].multiples] if guard.plain_steps else []
-    return acceptance.node_rates(guesses()), draft.all.rates(), alike, multiples
+    return acceptance.node_rates(guesses()), draft.usual_rates(), alike, multiples
 
 
 @pytest.fixture(autouse=True)
