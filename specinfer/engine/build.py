@@ -129,7 +129,7 @@ def build_engine(
             max_adapters=config.max_loras,
             fetch=None if models.adapters is None else models.adapters.fetch,
             states=slots if models.have_states else None,
-            store=_store(config, models, executor, pool, slots if in_target else None),
+            store=_store(config, models, executor, pool, slots if in_target else None, sizing.drafts),
             # A head needs the target's hidden states of all tokens after the whole blocks that it has read.
             part_blocks=not any(speculator.taps for speculator in speculators),
         ),
@@ -184,7 +184,12 @@ def _max_kept(config: EngineConfig, models: Models) -> int:
 
 
 def _store(
-    config: EngineConfig, models: Models, executor: Executor, pool: BlockPool, slots: StateSlots | None
+    config: EngineConfig,
+    models: Models,
+    executor: Executor,
+    pool: BlockPool,
+    slots: StateSlots | None,
+    drafts: Sequence[Draft],
 ) -> PromptStore | None:
     """Return the store of prompts, if one is configured; raises ConfigError if it cannot be used."""
     options, runner = config.cache, executor.target
@@ -206,7 +211,18 @@ def _store(
         raise ConfigError(
             f"prompt_store cannot be used: {error}; choose a folder that can be written"
         ) from None
-    return PromptStore(files, runner, pool, slots, adapters=config.adapters.keys())
+    texts = {
+        _draft_key(config, models, model, draft): draft.texts
+        for model, draft in zip(config.speculation.drafts, drafts, strict=False)
+    }
+    return PromptStore(files, runner, pool, slots, adapters=config.adapters.keys(), drafts=texts)
+
+
+def _draft_key(config: EngineConfig, models: Models, model: str, draft: Draft) -> str:
+    """Return a name that differs for drafts with other numbers beside one target."""
+    cache, kind = draft.texts.cache, models.kinds[draft.name]
+    parts = _named(model), kind, config.speculation.draft_lora, cache and cache.layout
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class _Sizing(NamedTuple):

@@ -31,8 +31,9 @@ _SUM: Final = 32  # bytes of the checksum at the beginning of a file
 class Reading:
     """Files that the reader reads in order, up to the first one that it cannot use."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, names: Sequence[str], optional: tuple[str, ...] = ()) -> None:
+        """Files with these `optional` ends are read as empty ones if they are not there."""
+        self.names, self.optional = names, optional
         self.done = False  # also set by the engine, to stop the reader
         self._ready: list[bytearray] = []
         self._changed = threading.Condition()
@@ -112,9 +113,9 @@ class PromptFiles:
             self._writes.append((name, body))
             self._changed.notify_all()
 
-    def read(self, names: Sequence[str]) -> Reading:
+    def read(self, names: Sequence[str], optional: tuple[str, ...] = ()) -> Reading:
         """Begin to read files."""
-        reading = Reading(names)
+        reading = Reading(names, optional)
         with self._changed:
             self._readings.append(reading)
             self._changed.notify_all()
@@ -210,6 +211,8 @@ class PromptFiles:
                 for ahead in reading.names[place + _AHEAD :][:1]:  # while the sum of this one is computed
                     self._advise(ahead)
                 body = self._read(name)
+                if body is None and name.endswith(reading.optional):
+                    body = bytearray()
                 if body is None or not reading.put(body):
                     break
             reading.end()

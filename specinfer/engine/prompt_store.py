@@ -1,6 +1,7 @@
 """PromptStore: keeps the KV blocks and the states of committed texts on disk, and loads those of prompts.
 
-The target's are kept. A draft model reads a loaded prefix again, and a head begins behind it.
+A draft's blocks have other files. A draft model reads a prefix without
+them again, and a head begins behind it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +19,9 @@ from specinfer.engine.state_slots import StateSlots
 from specinfer.plan import StateCheckpoint
 
 if TYPE_CHECKING:
+    from specinfer.runtime.kv_cache import KvCache
     from specinfer.runtime.runner import ModelRunner
+    from specinfer.speculate.drafts.draft import CachedTexts
 
 _STATES: Final = ".states"
 _AGAIN: Final = 64  # lost blocks that are written for one text, as the step waits for their copies
@@ -45,11 +49,20 @@ class PromptStore:
         slots: StateSlots | None,
         *,
         adapters: Collection[str],
+        drafts: Mapping[str, CachedTexts],
     ) -> None:
-        """`slots` are those of the target's states. Texts with other adapters than these are not kept."""
+        """`slots` are those of the target's states. Texts with other adapters than these are not kept.
+
+        The names of `drafts` differ if their numbers do.
+        """
         self._files, self._runner, self._pool = files, runner, pool
         self._slots = slots
         self._adapters = adapters
+        self._drafts: dict[str, CachedTexts] = {}
+        for kind, texts in drafts.items():
+            if texts.cache is not None:
+                self._drafts[kind] = texts
+                texts.keep = partial(self._write, texts.cache, f".{kind}")
         self._loading: _Loading | None = None
         weakref.finalize(self, files.stop)
 
@@ -60,8 +73,13 @@ class PromptStore:
 
     def keep(self, sequence: SequenceState, block: int, key: bytes) -> None:
         """Write a block that was published."""
-        cache, size = self._runner.cache, self._pool.block_size
-        if self._takes(sequence) and self._files.has_room(name := key.hex(), size * cache.row_bytes):
+        if self._takes(sequence):
+            self._write(self._runner.cache, "", block, key)
+
+    def _write(self, cache: KvCache, end: str, block: int, key: bytes) -> None:
+        """Write a block of a cache; `end` is that of the file's name."""
+        size = self._pool.block_size
+        if self._files.has_room(name := key.hex() + end, size * cache.row_bytes):
             self._files.write(name, cache.read_rows(block * size, size))
 
     def keep_states(self, sequence: SequenceState, made: Sequence[StateCheckpoint]) -> None:
@@ -97,7 +115,9 @@ class PromptStore:
                 return True
             if now is not None:
                 return False
-            now = self._loading = _Loading(sequence, keys, found, self._files.read(names))
+            now = self._loading = _Loading(
+                sequence, keys, found, self._files.read(names, tuple(self._drafts))
+            )
         ended = now.reading.done  # before the last ones are taken
         if not self._fill(now, now.reading.take(wait)) or ended:
             self.drop(sequence)
@@ -122,13 +142,18 @@ class PromptStore:
         """Return the files behind `found` blocks in the pool, if there is the first; states come last."""
         if self._slots is None:
             there = found < len(keys) and self._files.has(keys[found].hex())
-            return [key.hex() for key in keys[found:]] if there else []
+            return self._of_blocks(keys[found:]) if there else []
         source = self._slots.find(keys[:found])
         first = 0 if source is None else source.end // self._pool.block_size
         for end in range(len(keys), first, -1):
             if self._files.has(states := keys[end - 1].hex() + _STATES):
-                return [*(key.hex() for key in keys[found:end]), states]
+                return [*self._of_blocks(keys[found:end]), states]
         return []
+
+    def _of_blocks(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the files of blocks, each with those of drafts."""
+        ends = ["", *(f".{kind}" for kind in self._drafts)]
+        return [key.hex() + end for key in keys for end in ends]
 
     def _fill(self, now: _Loading, bodies: Sequence[bytearray]) -> bool:
         """Copy the next blocks, and the states at their end, into memory; returns False if there is no room.
@@ -138,20 +163,23 @@ class PromptStore:
         pool, cache, size, table = self._pool, self._runner.cache, self._pool.block_size, list[int]()
         names = now.reading.names[now.taken :][: len(bodies)]
         now.taken += len(bodies)
-        blocks = [body for name, body in zip(names, bodies, strict=True) if not name.endswith(_STATES)]
-        end = now.loaded + len(blocks)
+        place, end = now.loaded - 1, now.loaded + sum("." not in name for name in names)
         pool.share(table, pool.find(now.keys[: now.loaded]))
         fits = len(table) == now.loaded and pool.extend(table, end * size)
-        if fits:
-            for place, body in enumerate(blocks, now.loaded):
+        for name, body in zip(names, bodies, strict=True) if fits else ():
+            _, _, kind = name.partition(".")
+            if not kind:
+                place += 1
                 cache.write_rows(table[place] * size, size, body)
                 tokens = tuple(now.sequence.token_ids[place * size : (place + 1) * size])
                 pool.publish(table[place], now.keys[place], now.sequence.hash_before(place), tokens)
+            elif name.endswith(_STATES):
+                key = bytes.fromhex(name.removesuffix(_STATES))
+                self._fill_states(key, (now.keys.index(key) + 1) * size, body)
+            elif body:
+                self._drafts[kind].load(table[place], now.keys[place], body)
         pool.release(table)
         now.loaded = end
-        if fits and len(blocks) < len(bodies):
-            key = bytes.fromhex(names[-1].removesuffix(_STATES))
-            self._fill_states(key, (now.keys.index(key) + 1) * size, bodies[-1])
         return fits
 
     def _fill_states(self, key: bytes, end: int, body: bytearray) -> None:

@@ -14,7 +14,7 @@ pass reads the committed tokens that the draft did not guess.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from specinfer.plan import PlanEntry, StateUse, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
+from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
@@ -54,8 +55,11 @@ class CachedTexts:
     and the output does not change.
     """
 
-    def __init__(self, *, block_size: int, max_unread: int = 0) -> None:
+    def __init__(self, *, block_size: int, max_unread: int = 0, cache: KvCache | None = None) -> None:
+        """`cache` is the draft's; None if its rows are useless without recurrent states."""
         self.block_size = block_size
+        self.cache = cache
+        self.keep: Callable[[int, bytes], None] | None = None  # called with each final block and its hash
         self._max_unread = max_unread  # maximum tokens of a text whose hidden states are kept
         self._texts: dict[str, CachedText] = {}
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
@@ -93,6 +97,12 @@ class CachedTexts:
         """Drop the state of a request that ended."""
         self._texts.pop(request_id, None)
 
+    def load(self, block: int, key: bytes, rows: bytearray) -> None:
+        """Write a block's rows that another engine had read, of the text with hash `key`."""
+        assert self.cache is not None
+        self.cache.write_rows(block * self.block_size, self.block_size, rows)
+        self._holds[block] = key
+
     def claim(self, text: CachedText, entry: PlanEntry) -> None:
         """Record the hashes of blocks whose contents are final, and forget those about to be written."""
         full = min(text.cached // self.block_size, len(entry.block_hashes))
@@ -101,7 +111,10 @@ class CachedTexts:
             written = text.origin // self.block_size
         else:
             for block in range(text.claimed, full):
-                self._holds[entry.block_table[block]] = entry.block_hashes[block]
+                number, key = entry.block_table[block], entry.block_hashes[block]
+                self._holds[number] = key
+                if self.keep is not None:
+                    self.keep(number, key)
             text.claimed = max(text.claimed, full)
         for number in entry.block_table[written:]:
             self._holds.pop(number, None)
@@ -126,20 +139,32 @@ class Draft(LevelSpeculator):
     """A level speculator with a model; `shape` gives the form of its trees and its draw rule."""
 
     def __init__(
-        self, name: str, shape: Shape, *, max_rows: int, block_size: int, taps: tuple[int, ...] = ()
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        max_rows: int,
+        block_size: int,
+        taps: tuple[int, ...] = (),
+        cache: KvCache | None = None,
     ) -> None:
         """Make a draft that reads at most `max_rows` rows of texts in one step.
 
         If it reads hidden states (`taps`), as many rows are kept per text until then. Blocks of its cache
-        have `block_size` positions.
+        have `block_size` positions; `cache` is for `CachedTexts`.
         """
         self.name = name
         self.taps = taps
         self._shape = shape
         self._max_rows = max_rows
-        self._texts = CachedTexts(block_size=block_size, max_unread=max_rows)
+        self._texts = CachedTexts(block_size=block_size, max_unread=max_rows, cache=cache)
         self._growths: list[Growth] = []  # one per entry of the step's plan
         self._seen: list[CachedText] = []  # likewise
+
+    @property
+    def texts(self) -> CachedTexts:
+        """Its state for all requests."""
+        return self._texts
 
     def max_nodes(self, request: Request) -> int:
         """Return the nodes of a full tree of the request's or the engine's shape, without its root."""
@@ -281,7 +306,8 @@ class DraftModel(LevelDraft):
             reads: first token id that the draft has no embedding for, or None. Such ids are padding, and the
                 draft reads the id before `reads` instead.
         """
-        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
+        cache = runner.cache if runner.states is None else None
+        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size, cache=cache)
         self._runner = runner
         self._vocabulary = vocabulary
         self._last_id = None if reads is None else reads - 1

@@ -58,7 +58,11 @@ class EagleDraft(LevelDraft):
     ) -> None:
         """Make a draft that reads at most `max_rows` rows in one step, and keeps as many of each text."""
         super().__init__(
-            name, shape, max_rows=max_rows, block_size=runner.block_size, taps=runner.model.head.taps
+            *(name, shape),
+            max_rows=max_rows,
+            block_size=runner.block_size,
+            taps=runner.model.head.taps,
+            cache=runner.cache.kv,
         )
         self._runner = runner
         self._vocabulary = vocabulary  # tokens of the head's logits; None: all
@@ -155,7 +159,11 @@ class BlockDraft(Draft):
         head = runner.model.head
         self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
         super().__init__(
-            name, self._trees.shape, max_rows=max_rows, block_size=runner.block_size, taps=head.taps
+            *(name, self._trees.shape),
+            max_rows=max_rows,
+            block_size=runner.block_size,
+            taps=head.taps,
+            cache=runner.cache.kv,
         )
         self._runner = runner
         self._head = head

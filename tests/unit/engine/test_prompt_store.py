@@ -74,7 +74,7 @@ def filled(model: Path, store: Path, **options: Any) -> tuple[int, ...]:
     with opened(model, store, **options) as llm:
         text, cached = answer(llm)
     assert cached == 0
-    assert len(files(store)) == 14  # of 59 computed tokens
+    assert len([path for path in files(store) if not path.suffix]) == 14  # of 59 computed tokens
     return text
 
 
@@ -91,7 +91,7 @@ def test_a_restarted_engine_finds_what_was_written(
         assert answer(llm) == (alone, 49)  # from the pool, which has parts of blocks
         assert answer(llm, [*PROMPT[:21], 9])[1] == 21
         counts = llm.statistics().prompt_store
-        assert (counts["read"], counts.get("wrong", 0)) == (12, 0)
+        assert (counts["read"], counts.get("wrong", 0)) == (24 if "drafts" in options else 12, 0)
         outputs = llm.generate([[*PROMPT[:9], i] for i in range(4)] + [PROMPT], PARAMS)
         assert outputs[-1].token_ids == alone
 
