@@ -49,40 +49,6 @@ def lookup(*, verifier: str = "coupled", **options: Any) -> LookupSpeculator:
     return LookupSpeculator(library_or_skip(), lookup_options, verifier=verifier)
 
 
-def test_what_followed_the_last_tokens_in_this_text_is_the_guess() -> None:
-    assert guess(lookup(), "the cat sat. the c") == ["at "]
-
-
-def test_all_that_followed_becomes_a_tree_with_shared_nodes() -> None:
-    #        a             after "a" came twice "bc" and once "bd"
-    #        |
-    #        b
-    #       / \
-    #      c   d
-    speculator = lookup(max_depth=2, depth_factor=9.0)
-    asked = entry(letters("abc-abd+abc*a"))
-    [tree] = speculator.propose(plan(asked))
-    assert "".join(map(chr, tree.token_ids)) == "abcd"
-    assert tree.parents == (-1, 0, 1, 1)
-
-
-def test_the_likeliest_nodes_come_first_and_fill_the_budget() -> None:
-    text = " a1x a2y a1z a"  # after " a": 1 twice, 2 once; then, each once, z, x and y
-    assert guess(lookup(max_depth=2), text, max_nodes=2) == ["1"]
-    assert guess(lookup(max_depth=2), text, max_nodes=3) == ["1", "2"]
-    assert guess(lookup(max_depth=2), text, max_nodes=6) == ["1z", "1x", "2y"]
-    assert guess(lookup(max_depth=2, max_nodes=4), text) == ["2", "1z"]
-
-
-def test_longer_matches_weigh_more_than_several_short_ones() -> None:
-    # " xa" stands once before 1, "a" alone twice before 2: weights 9 and 2 * 1.
-    assert guess(lookup(max_depth=1), "xa1 ya2 za2, xa")[0] == "1"
-
-
-def test_a_loop_is_guessed_to_loop() -> None:
-    assert guess(lookup(max_depth=7, min_probability=0.3), "go go ") == ["go go g"]
-
-
 def test_an_answer_is_guessed_again_for_a_later_request() -> None:
     speculator = lookup(max_depth=5)
     answer(speculator, "say:", "world")

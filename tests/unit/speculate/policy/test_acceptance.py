@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from specinfer.speculate.policy.acceptance import CONFIDENCES, OFFSET_RATE, SLOPE_RATE, AcceptanceRates, Curve
+from specinfer.speculate.policy.acceptance import CONFIDENCES, AcceptanceRates
 from specinfer.speculate.policy.choose import path_probabilities
 from specinfer.tree import TokenTree, merge
 from tests.unit.speculate.policy.priced import chain
@@ -35,30 +33,6 @@ def test_confidences_that_mean_little_become_a_flat_curve() -> None:
         acceptance.learn(chain(sure), RIGHT if random.random() < 0.6 else WRONG, 0.0)
     rates = [probabilities(acceptance, chain(sure))[1] for sure in (0.1, 0.5, 0.9)]
     assert rates == pytest.approx([0.6] * 3, abs=0.15)
-
-
-def test_a_curve_follows_the_gradient_of_its_log_loss() -> None:
-    curve = Curve(0.3, 0.8)
-    before = curve.rate(2)
-    assert before == pytest.approx(1 / (1 + math.exp(-1.9)))
-    curve.learn(2, True)
-    assert (curve.offset, curve.slope) == pytest.approx(
-        (0.3 + OFFSET_RATE * (1 - before), 0.8 + SLOPE_RATE * 2 * (1 - before))
-    )
-    assert curve.rate(2, math.log(2)) == pytest.approx(odds_times(0.5, curve.rate(2)))
-
-
-def odds_times(part: float, rate: float) -> float:
-    return part * rate / (1 - rate + part * rate)
-
-
-def test_guesses_below_a_wrong_one_teach_nothing() -> None:
-    acceptance, alone = AcceptanceRates(), AcceptanceRates()
-    for _ in range(50):
-        acceptance.learn(chain(0.9, 0.5), WRONG, 0.0)
-        alone.learn(chain(0.9), WRONG, 0.0)
-    assert acceptance.curves == alone.curves
-    assert acceptance.outcomes == 50
 
 
 def test_of_two_that_agree_the_more_hopeful_is_believed() -> None:

@@ -1,4 +1,4 @@
-"""Which nodes are worth their rows."""
+"""Which nodes are worth their rows, and for how long a draft is worth its passes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import path_probabilities
+from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.merging import keep
@@ -126,3 +127,82 @@ def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
     """Return tokens per second of a tree, with the prior probability of each node."""
     tokens = sum(sum(path_probabilities(AcceptanceRates().node_rates(tree), tree.parents)) for tree in trees)
     return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])
+
+
+def go_on(policy: CostPolicy, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
+    """For which entries a draft goes on below the last node of a tree."""
+    chosen = policy.worth_deepening("draft", entries, trees, [(tree.num_nodes - 1,) for tree in trees])
+    return [bool(nodes) for nodes in chosen]
+
+
+def started(
+    policy: CostPolicy,
+    entries: Sequence[PlanEntry],
+    *,
+    unread: int = 1,
+    guessed: Sequence[TokenTree] | None = None,
+) -> list[bool]:
+    """For which entries of a step that begins the draft starts."""
+    policy.begin_step(plan(*entries))
+    guessed = guessed or [single_node(7) for _ in entries]
+    return policy.worth_starting("draft", entries, [unread] * len(entries), guessed)
+
+
+def depths(
+    policy: CostPolicy,
+    *entries: PlanEntry,
+    trees: Sequence[TokenTree] | None = None,
+    unread: int = 1,
+    rule: DrawRule = DrawRule.POINT_MASS,
+) -> list[int]:
+    """The levels each entry is drafted for, where each guess is one the draft is sure of."""
+    reached = [*map(int, started(policy, entries, unread=unread, guessed=trees))]
+    going = [i for i, starts in enumerate(reached) if starts]
+    while going:
+        grown = [chain(*reached[i] * [0.9], speculator="draft", rule=rule) for i in going]
+        deeper = go_on(policy, [entries[i] for i in going], grown)
+        going = [i for i, goes_on in zip(going, deeper, strict=True) if goes_on]
+        for i in going:
+            reached[i] += 1
+        going = [i for i in going if reached[i] < 4]
+    return reached
+
+
+def teach(policy: CostPolicy, levels: int, steps: int = 200) -> None:
+    """Trees of four levels; the first `levels` are accepted."""
+    for _ in range(steps):
+        policy.begin_step(plan(entry()))
+        policy.choose_nodes([chain(*4 * [0.9], speculator="draft")])
+        policy.observe(StepReport([outcome(*range(10, 10 + levels), 99)]))
+
+
+def test_after_a_shift_few_steps_are_lost_to_a_draft_that_is_right_no_more() -> None:
+    policy, asked = sized(FREE, CostCurve((1, 1000), (0.3, 0.3))), [entry()]
+    teach(policy, 4, steps=500)
+
+    def passes() -> int:
+        """The draft's decision in a step without an accepted guess."""
+        [levels] = depths(policy, *asked)
+        drawn = chain(*levels * [0.9], speculator="draft")
+        policy.choose_nodes([drawn])
+        policy.observe(StepReport([outcome(99)]))
+        return levels
+
+    spent = [passes() for _ in range(164)]
+    assert spent[0] == 4
+    assert sum(0.3 * levels for levels in spent[64:]) < 0.05 * 100, "behind 64 steps within 5% of plain steps"
+
+
+def test_a_draft_that_was_not_worth_it_is_tried_again_as_its_counts_fade() -> None:
+    policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(policy, 0)
+    tried = 0
+    for _ in range(1000):
+        starts = started(policy, [entry()])
+        drawn = chain(0.9, speculator="draft") if starts == [True] else single_node(7)
+        policy.choose_nodes([drawn])
+        policy.observe(StepReport([outcome(99)], {"target_forward": 1.0}))
+        tried += starts[0]
+    assert 5 <= tried <= 20, "each costs half a second of the 1000 s the steps take"
+    teach(policy, 4)
+    assert depths(policy, entry()) == [4], "and is worth it again once it guesses right"

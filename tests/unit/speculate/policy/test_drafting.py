@@ -70,15 +70,6 @@ def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(
     assert (reads(prompt(room)), reads(predicted(prompt(room)))) == (plain, with_prediction)
 
 
-def test_a_draft_starts_for_the_temperatures_at_which_it_was_right() -> None:
-    who = Starting(0.5, 0.0)
-    for _ in range(40):
-        who.levels.learn(0, 0, 0.0)
-        who.levels.learn(0, None, 1.5)
-    starts = [who.for_one(entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)]
-    assert starts == [True, False]
-
-
 @pytest.mark.parametrize(
     ("best", "rate", "price", "levels"),
     [(0.8, 0.5, 0.1, 4.0), (0.1, 0.5, 0.1, 1.0), (0.05, 0.9, 0.1, 1.0), (0.5, 0.0, 0.1, 1.0)],
