@@ -15,7 +15,6 @@ from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.processors.pipeline import Processors
 from specinfer.request import FinishReason, Request
-from specinfer.verify.noise import completion_seed
 from tests.engines import Tiny, write_tiny
 from tests.exact.slow_sampling import excluded_by, is_finished
 from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
@@ -180,23 +179,6 @@ def test_a_request_asks_for_its_own_speculation(llms: dict[str, LLM]) -> None:
     wide = figures({"speculators": ["1-stranger"], "expansion": "3,2"})
     assert wide.drafted_tokens == pytest.approx(9 * wide.steps, abs=18)  # 3 + 6 nodes, fewer near the end
     assert len(wide.drafted_per_depth) == 2
-
-
-@pytest.mark.thorough
-def test_n_completions_are_what_their_seeds_give_alone(llms: dict[str, LLM], oracle: Oracle) -> None:
-    for name in ("nothing", "all of them", "regex"):
-        for llm in llms.values():
-            (output,) = llm.generate([PROMPTS[0]], params_of(name, n=3))
-            assert [o.index for o in output.outputs] == [0, 1, 2]
-            seeds = [completion_seed(3, index) for index in range(3)]
-            assert [o.seed for o in output.outputs] == seeds
-            alone = [llm.generate([PROMPTS[0]], params_of(name, seed=seed))[0] for seed in seeds]
-            assert [o.text for o in output.outputs] == [o.text for o in alone]
-            expected = [oracle.text(PROMPTS[0], params_of(name, seed=seed)) for seed in seeds]
-            assert tokens(list(output.outputs)) == expected
-    assert (
-        len({o.text for o in llms["both"].generate([PROMPTS[0]], params_of("nothing", n=6))[0].outputs}) > 3
-    )
 
 
 def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
-from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
@@ -70,12 +69,3 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     models = load_models(EngineConfig.from_options(str(folder / "target"), options))
     loose = [model.kernels.products.use.loose for model in (models.target, *models.drafts.values())]
     assert loose == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("draft_quantization", "int4"), ("expansion", "2,2"), ("draw", "top_k")]
-)
-def test_what_is_said_of_drafts_needs_one(folder: Path, option: str, value: object) -> None:
-    config = EngineConfig.from_options(str(folder / "target"), {option: value, "lookup": True})
-    with pytest.raises(ConfigError, match=f"^{option} is {value!r}, and no draft model is named; add one to"):
-        load_models(config)

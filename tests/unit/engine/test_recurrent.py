@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.engine import build
 from specinfer.engine.memory import activation_bytes, cache_bytes
-from specinfer.errors import CapacityError, ConfigError, ModelFileError
+from specinfer.errors import CapacityError, ConfigError
 from specinfer.kernels.recurrence_config import LayerKind, Recurrence
 from specinfer.llm import LLM
 from specinfer.request import Request
@@ -93,17 +92,6 @@ def test_a_long_prompt_has_checkpoints_every_1024_tokens(models: Tiny) -> None:
         assert checked(one, [*long[:shared], 60]) == [found]
 
 
-def test_more_requests_than_slots_wait(models: Tiny) -> None:
-    one = llm(models, kv_cache_memory=48_000, max_nodes=512, max_batch_size=16)
-    assert len([*requests(one, *([i, i + 1] for i in range(20)))]) == 20
-    running = 0
-    while engine_of(one).has_work:
-        engine_of(one).step()
-        running = max(running, one.statistics().running)
-        engine_of(one).check_integrity()
-    assert running == 5  # slots of 2,052 bytes in half of the room beside a long text
-
-
 def test_a_memory_limit_below_one_state_is_said(models: Tiny) -> None:
     with pytest.raises(CapacityError, match=r"^the recurrent states of one request and of 2 checkpoints"):
         llm(models, kv_cache_memory=200)
@@ -118,18 +106,6 @@ def test_a_plan_of_memory_counts_the_states_of_a_request() -> None:
     recurrent = replace(CONFIG, layer_kinds=(LayerKind.ATTENTION, LayerKind.GATED_DELTA), recurrence=DELTA)
     bytes_of = [activation_bytes(one, torch.bfloat16, 10) for one in (PLAIN, recurrent)]
     assert bytes_of[1] - bytes_of[0] == 10 * (2 * (16 + 4 + 4 + 16) + 4 * (24 + 16))
-
-
-@pytest.mark.parametrize("checkpoints", [2, 5, 256])
-def test_few_checkpoints_and_blocks_change_no_text(
-    models: Tiny, checkpoints: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "MAX_CHECKPOINTS", checkpoints)
-    one = llm(models, drafts=["similar"], kv_cache_memory=40_000, max_step_tokens=16, max_batch_size=6)
-    assert engine_of(one)._executor.states.checkpoints == checkpoints
-    for _ in range(3):
-        checked(one, *([*SYSTEM[: 8 * i], i, i] for i in range(6)), tokens=60)
-    assert one.statistics().preemptions > 0
 
 
 def test_no_checkpoint_is_made_without_reuse(models: Tiny) -> None:
@@ -155,22 +131,6 @@ def test_an_aborted_text_leaves_its_slot_and_what_it_computed(models: Tiny) -> N
     engine_of(one).check_integrity()
     assert engine_of(one).abort(second) is not None
     assert checked(one, SYSTEM, [9, *SYSTEM]) == [48, 0]
-
-
-@pytest.mark.parametrize("error", [RuntimeError("?"), ModelFileError("?")])
-def test_a_failed_step_leaves_no_checkpoint(models: Tiny, error: Exception, monkeypatch: Any) -> None:
-    one = llm(models)
-    checked(one, SYSTEM[:10])
-    for place in ("read", "logits"):  # in the middle of the pass, and behind it
-        [*requests(one, [*SYSTEM, 1])]
-        with monkeypatch.context() as patch:
-            patch.setattr(models.target, place, lambda *_, **__: (_ for _ in ()).throw(error))
-            try:
-                engine_of(one).step()
-            except RuntimeError as raised:
-                engine_of(one).fail(raised)
-        engine_of(one).check_integrity()
-    assert checked(one, [*SYSTEM, 1]) == [8]
 
 
 def test_a_draft_whose_pass_failed_begins_again(models: Tiny) -> None:

@@ -1,7 +1,8 @@
-"""Faults of models with recurrent layers: each costs its own request alone, and no later text."""
+"""Faults and random lives of models with recurrent layers: a fault costs its own request alone."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from specinfer.engine import build
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.llm import LLM
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, assert_idle, engine_of, runner_of
+from tests.recurrent import CountingModel, answer, counting
 from tests.switched import RECURRENT, SWITCHED, switched_tiny
 
 PROMPTS = [[(7 * i) % 61 for i in range(40)], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53] * 3, [7, 7, 7]]
@@ -82,22 +86,6 @@ def test_what_is_no_number_in_a_state_ends_its_own_request(
     assert_idle(llm)
 
 
-def test_an_interrupted_prompt_is_begun_again_or_gone_on_with(
-    hybrid: Tiny, want: list[tuple[int, ...]]
-) -> None:
-    llm = hybrid.llm(**{**HOW, "max_step_tokens": 12})
-    engine = engine_of(llm)
-    for steps in range(1, 6):  # each prompt has 40 tokens, and begins in chunks
-        engine.add(engine.admission.admit(Request("r", tuple(PROMPTS[0]), PARAMS, seed=2)))
-        for _ in range(steps):
-            engine.step()
-        assert engine.abort("r") is not None
-        assert_idle(llm)
-        [output] = llm.generate(PROMPTS[1], PARAMS)  # in its slot
-        assert output.token_ids == want[1]
-    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
-
-
 def test_a_context_of_few_tokens(hybrid: Tiny, want: list[tuple[int, ...]]) -> None:
     for tokens in (2, 3, 41):
         prompt = [7] if tokens < 9 else PROMPTS[0]
@@ -106,3 +94,52 @@ def test_a_context_of_few_tokens(hybrid: Tiny, want: list[tuple[int, ...]]) -> N
         assert found.token_ids == other.token_ids[: tokens - len(prompt)]
         assert found.finish_reason == "length"
         assert_idle(one)
+
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_text_is_that_of_its_states(seed: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, models = random.Random(seed), counting(tiny.tokenizer)
+    monkeypatch.setattr(build, "MAX_CHECKPOINTS", chance.choice([2, 3, 8, 256]))
+    drafts = chance.choice([[], ["similar"], ["similar", "stranger"]])
+    batch, blocks = chance.choice([1, 3, 6]), chance.choice([40, 60, 300])
+    llm = models.llm(
+        drafts,
+        block_size=4,
+        kv_cache_memory=(2 * batch * 260 + blocks * 256 + 1024)
+        * (1 + len(drafts)),  # bytes of slots, KV, copies
+        max_step_tokens=chance.choice([8, 16, 40]),
+        max_batch_size=batch,
+        lookup=chance.random() < 0.5,
+    )
+    engine, live, ended = engine_of(llm), list[AdmittedRequest](), 0
+    texts = [[chance.randrange(64) for _ in range(60)] for _ in range(3)]
+    for number in range(120):
+        if chance.random() < 0.35 and len(live) < 10:
+            prompt = [*chance.choice(texts)[: chance.randrange(1, 70)], *range(chance.randrange(5))]
+            params = replace(GREEDY, max_tokens=chance.randrange(1, 40))
+            live.append(engine.admission.admit(Request(str(number), tuple(prompt), params, seed=0)))
+            engine.add(live[-1])
+        if live and chance.random() < 0.06:
+            engine.abort(live.pop(chance.randrange(len(live))).request.request_id)
+        if chance.random() < 0.04:
+            failing = chance.choice([models.target, models.similar])
+            assert isinstance(failing, CountingModel)
+            failing.fails = 1
+        try:
+            engine.step()
+        except RuntimeError as error:
+            engine.fail(error)
+        engine.check_integrity()
+        for one in [one for one in live if one.transcript.finished]:
+            live.remove(one)
+            found, prompt = one.transcript.output(), list(one.request.prompt_token_ids)
+            said = answer(prompt, one.request.params.max_tokens)
+            assert list(found.token_ids) == said[: len(found.token_ids)]
+            assert found.finish_reason == "error" or len(found.token_ids) == len(said)
+            texts.append([*prompt, *found.token_ids])
+            ended += 1
+    assert ended > 4
