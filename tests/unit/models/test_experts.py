@@ -21,7 +21,7 @@ from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
-from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import NAMES, kernels
@@ -114,21 +114,6 @@ def runner_of(folder: Path, name: Name, dtype: torch.dtype, kind: Quantization) 
     )
     assert (model._native is not None) == (name == "native"), "one call runs all layers"
     return ModelRunner(model, num_blocks=8, block_size=16)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_depends_on_no_other(
-    name: Name, dtype: torch.dtype, kind: Quantization, tmp_path: Path
-) -> None:
-    runner = runner_of(write_tiny_mixture(tmp_path, shared_size=24), name, dtype, kind)
-    text = [(7 * i * i + 3 * i) % 64 for i in range(40)]
-    rows = [chain_rows([token], i, [0, 1, 2], logits=True) for i, token in enumerate(text)]
-    alone = torch.cat([runner.forward([row]) for row in rows])
-    together = runner.forward([Rows(text, 0, [3, 4, 5], 0), Rows(text[::-1], 0, [6, 7, 2], 0)])
-    assert torch.equal(together[:40], alone)
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])

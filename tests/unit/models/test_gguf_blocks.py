@@ -19,13 +19,10 @@ from specinfer.engine.memory import MemoryNeeds, draft_bytes
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH, Kernels
-from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import GROUP
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from specinfer.models.open_model import open_model
-from specinfer.models.placement import Placement
-from specinfer.models.streamed import layer_records
-from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.models.weights import load_model, prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
@@ -83,20 +80,6 @@ def test_rows_of_blocks_are_the_numbers_of_the_file(tmp_path: Path) -> None:
             assert torch.equal(found, want), kind
         else:
             assert (found - want).norm() < (0.001 if kind == "IQ3_S" else 0.01) * want.norm(), kind
-
-
-def test_a_layer_that_is_streamed_has_the_same_bits(tmp_path: Path) -> None:
-    path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
-    want, native = logits(path, "gguf", kernels("native")), kernels("native")
-    options: dict[str, Any] = {"dtype": torch.float32, "kernels": native, "quantization": "gguf"}
-    model = open_model(path)
-    prepared = prepare(model, cache=path.parent / "cache", **options)
-    layers = [prepared.records[name].length for name in layer_records(prepared)]
-    disk = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
-    streamed = load_streamed(model, prepared, Placement(1 << 30, {}, layers, 2, (0,)), disk, **options)
-    runner = ModelRunner(streamed, num_blocks=4, block_size=4)
-    assert torch.equal(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]), want)
-    streamed.stream.close()
 
 
 def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None:

@@ -10,16 +10,11 @@ import torch
 
 from specinfer.kernels.attention import NativeAttend
 from specinfer.models.config import Activation
-from specinfer.models.layers import attention_spec
 from specinfer.models.positions import Alibi
-from specinfer.models.shard import Shard
-from specinfer.models.weight_memory import Weights
-from specinfer.models.weight_reader import WeightReader
-from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from tests.kernels import NAMES, kernels
 from tests.states import StateRunner
-from tests.switched import PLAIN, RECURRENT, SWITCHED, RandomFile, build
+from tests.switched import RECURRENT, SWITCHED, RandomFile, build
 from tests.unit.kernels.test_decoder import TREE
 from tests.unit.kernels.test_layers import FORMATS, Format, op_by_op, run, same
 from tests.unit.runtime.test_row_independence import differing_chunks, differing_lengths
@@ -120,22 +115,3 @@ def test_learned_positions_end() -> None:
     runner.forward([chain_rows([1], 1023, [0], logits=True)])
     with pytest.raises(IndexError, match=r"positions must be 0 \.\. 1023, got 1024"):
         runner.forward([chain_rows([1], 1024, [0, 1], logits=True)])
-
-
-def test_ranks_have_the_slopes_and_sinks_of_their_heads() -> None:
-    config = replace(PLAIN, rope=None, alibi=Alibi.of(4), attention_sinks=True, vocab_size=96)
-    with WeightReader(RandomFile(config), torch.float32, NoProgress()) as reader:
-        weights = Weights(reader, torch.device("cpu"), kernels("torch"))
-        whole, *parts = (
-            attention_spec(0, one, weights, "model.layers.0.self_attn")
-            for one in (config, *(Shard(rank, 2).of(config) for rank in range(2)))
-        )
-    sinks, slopes = [], []
-    for part in parts:
-        assert part.num_heads == 2
-        assert part.sinks_N is not None
-        sinks.append(part.sinks_N)
-        slopes.append(part.alibi.slopes_N)
-    assert whole.sinks_N is not None
-    assert torch.equal(torch.cat(sinks), whole.sinks_N)
-    assert torch.equal(torch.cat(slopes), whole.alibi.slopes_N)
