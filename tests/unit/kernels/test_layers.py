@@ -17,13 +17,12 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.ops import Ops
 from specinfer.kernels.quantized import Products
-from specinfer.models.language_model import LanguageModel, PassContext, PassOutput
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random
-from tests.passes import Passes
 from tests.states import StateRunner
 
 # Every part a layer may have or lack; test_switches.py has what no family of these has.
@@ -109,45 +108,6 @@ def test_the_bits_are_those_of_op_by_op(
     at_once = run(load(tmp_path, chosen, *weights))
     assert same(at_once, by_op)
     assert at_once[0].isfinite().all()
-
-
-def tapped(model: LanguageModel) -> list[Tensor]:
-    """The taps of every layer and what the head reads, of a prompt in chunks and a tree, and the caches."""
-    passes, found = Passes(model), []
-    every = range(model.config.num_layers + 1)
-    for rows in (
-        [chain_rows(range(20, 25), 0, TREE.block_table, logits=True)],
-        [chain_rows(range(25, 32), 5, TREE.block_table, logits=True), chain_rows([4], 0, [3], logits=True)],
-        [chain_rows([9], 1, [3], logits=True), TREE],
-    ):
-        found += [part for part in passes.run(*rows, taps=every) if part is not None]
-    assert len(found) == 6
-    return [*found, *passes.cache.keys, *passes.cache.values]
-
-
-@pytest.mark.few(2)
-@every_format
-@pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
-def test_taps_have_the_bits_of_op_by_op_and_change_no_other(
-    name: str, weights: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_random(name, tmp_path, tied=True)
-    chosen = kernels("native")
-    model = load(tmp_path, op_by_op(chosen), *weights)
-    by_op, layers = tapped(model), model.config.num_layers
-    monkeypatch.setattr(NativeAttend, "__call__", None)
-    model = load(tmp_path, chosen, *weights)
-    assert same(tapped(model), by_op)
-    before = run(model)
-    read = model.read
-
-    def with_taps(
-        token_ids_T: Tensor, context: PassContext, rows: Tensor | None, **others: int
-    ) -> PassOutput:
-        return read(token_ids_T, replace(context, taps=[0, layers, 1, 1]), rows, **others)
-
-    monkeypatch.setattr(model, "read", with_taps)
-    assert same(run(model), before)
 
 
 @pytest.mark.parametrize(

@@ -71,22 +71,6 @@ def test_plain_tiles_have_no_fault(plain: Library) -> None:
     assert list(faults(plain)) == []
 
 
-@EACH_SHAPE
-@EACH_DTYPE
-def test_int8_on_tiles_has_the_bits_of_the_twins(
-    plain: Library, dtype: torch.dtype, channels: int, inner: int
-) -> None:
-    weight = random(channels, inner, seed=0)
-    bias = random(channels, seed=2) if inner != 64 else None
-    ours = product(native_kernels(plain).products, "int8", weight, bias)
-    twin = product(Products(), "int8", weight, bias)
-    for rows in ROWS:
-        x = activations(rows, inner, dtype)
-        got = ours(x)
-        assert got.dtype is dtype
-        assert torch.equal(got, twin(x)), f"{rows} rows"
-
-
 @pytest.mark.parametrize(("channels", "inner"), test_partials.SHAPES)
 @EACH_DTYPE
 def test_parts_on_tiles_add_up_to_the_whole(
@@ -105,26 +89,6 @@ def test_parts_on_tiles_add_up_to_the_whole(
 def test_parts_on_tiles_are_added_by_the_tree(plain: Library, kind: str) -> None:
     test_parts.check_order(NativeProducts(plain), kind, (1, 17))
     test_parts.check_shares(NativeProducts(plain), kind, (1, 65))
-
-
-@EACH_SHAPE
-@EACH_DTYPE
-def test_int4_on_tiles_is_the_product_with_bfloat16_weights(
-    plain: Library, dtype: torch.dtype, channels: int, inner: int
-) -> None:
-    """Equal up to float32 sums; the next test compares the weights bit by bit."""
-    weight, bias = quantize_int4(random(channels, inner, seed=0)), random(channels, seed=2)
-    ours = native_kernels(plain).products.laid_out(weight, bias, inner, channels)
-    levels, zeros = (part[:channels, :inner].double() for part in as_bfloat16(weight))
-    for rows in ROWS:
-        x = activations(rows, inner, dtype)
-        given = x.bfloat16().double()
-        want = given @ (levels - zeros / 16).T + bias.double()
-        size = given.abs() @ (levels.abs() + zeros.abs() / 16).T + 1
-        near = 2.0**-15 if dtype is torch.float32 else 2.0**-8
-        got = ours(x)
-        assert got.dtype is dtype
-        assert ((got.double() - want).abs() <= 2.0**-15 * size + near * want.abs()).all(), f"{rows} rows"
 
 
 @EACH_DTYPE
@@ -187,20 +151,6 @@ def as_bfloat16(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     return rounded(levels_BGCI.float()), rounded(weight.zeros.unsqueeze(3).float().expand(levels_BGCI.shape))
 
 
-@EACH_SHAPE
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(
-    plain: Library, kind: str, channels: int, inner: int
-) -> None:
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    run = product(native_kernels(plain).products, kind, random(channels, inner, seed=0), None)
-    x = activations(max(ROWS), inner, dtype)
-    whole = run(x)
-    for rows in ROWS:
-        assert torch.equal(run(x[:rows]), whole[:rows]), f"the first {rows}"
-        assert torch.equal(run(x[len(x) - rows :]), whole[len(x) - rows :]), f"the last {rows}"
-
-
 # ---- AMX, bit by bit ----
 
 
@@ -252,14 +202,3 @@ def test_all_bit_patterns_have_the_bits_of_amx(amx: Library, plain: Library) -> 
     shuffled = every.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(3))]
     for x in (every, shuffled.view(1024, 64), shuffled.view(-1, 1)):
         assert same_bits(amx, plain, weight[:, : x.shape[1]].bfloat16().contiguous(), None, x)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_has_the_bits_of_amx(amx: Library, plain: Library, value: float) -> None:
-    weight, x = random(33, 80, seed=0, dtype=torch.bfloat16), random(17, 80, seed=1, dtype=torch.bfloat16)
-    weight[4, 7], x[3, 9], x[5, 7], weight[20, 9] = value, value, 0.0, 0.0
-    assert same_bits(amx, plain, weight, None, x)
-    got = native_kernels(plain).products.floats(weight, None)(x)
-    finite = torch.ones(17, 33, dtype=torch.bool)
-    finite[:, 4] = finite[3] = False
-    assert torch.equal(got.isfinite(), finite)
