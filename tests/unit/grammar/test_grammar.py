@@ -16,7 +16,6 @@ from tests.unit.grammar.vocabulary import (
     byte_id,
     grammar_of,
     ids,
-    legal,
     schema_format,
 )
 from tests.unit.tokenizer.made_up import sentencepiece_header
@@ -112,27 +111,6 @@ def test_masks_equal_the_librarys_except_for_special_tokens_and_the_end(vocab):
         np.testing.assert_array_equal(state.allowed(path), expected)
         assert state.allowed(path).dtype == np.bool_
         assert [state.permits(path, i) for i in range(-1, vocab + 1)] == [False, *expected, False]
-
-
-def test_a_walk_and_siblings_do_not_disturb_each_other():
-    #     ""        walk: "", n, no; siblings: y, n; then the other branch and back
-    #    /  \
-    #   y    n
-    #        |
-    #        o
-    state = grammar_of(choice=["yes", "no", "none"]).state()
-    n, o, y = byte_id(ord("n")), byte_id(ord("o")), byte_id(ord("y"))
-    assert legal(state) == {"y", "ye", "yes", "n", "no"}
-    assert legal(state, [n]) == {"o"}
-    assert legal(state, [n, o]) == {"END", "n"}
-    assert legal(state, [y]) == {"e"}
-    assert state.permits([n, o], n)
-    assert not state.permits([n, o], o)
-    assert not state.permits([y, o], n)
-    state.commit([n])
-    assert state.permits([o], END)
-    state.commit([o, END])
-    assert state.finished
 
 
 def test_characters_may_be_split_between_tokens():
