@@ -69,17 +69,6 @@ def test_chat_remembers_and_obeys_its_commands(
     assert "or /reset to start over" in err  # the question that did not fit
 
 
-def test_an_answer_may_take_the_rest_of_the_context(
-    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_template(models / "draft")
-    type_in(monkeypatch, "ab", "cd", "/exit")
-    status, _, err = run("chat", "-m", models / "draft", "--ignore-eos", "--no-lookup")
-    assert status == 0, err
-    assert "[the context of 64 tokens is full; /reset starts anew]" in err
-    assert "or /reset to start over" in err  # there is no room for the second question
-
-
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

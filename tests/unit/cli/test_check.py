@@ -16,8 +16,6 @@ from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
 from specinfer.verify.coupled import Acceptance
 from tests.flights import choose, each_tree
-from tests.parity.families import save_random
-from tests.tiny_models import write_byte_tokenizer, write_similar_llama
 
 
 def run(*arguments: str) -> Result:
@@ -37,18 +35,6 @@ def test_it_passes_in_words_and_in_json(pair: list[str], tmp_path: Path) -> None
     assert all(verdict["passed"] for verdict in report["verdicts"])
     assert report["verdicts"][0]["texts"] == 3
     assert report["verdicts"][8]["p_value"] > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-h", "falcon-h1"])
-def test_it_passes_for_hybrids(name: str, tmp_path: Path) -> None:
-    save_random(name, tmp_path / "model", tied=False, vocab_size=256, max_position_embeddings=900)
-    write_byte_tokenizer(tmp_path / "model", 256)
-    draft = write_similar_llama(tmp_path / "model", tmp_path / "draft")
-    models = ("--model", str(tmp_path / "model"), "--draft", str(draft), "--kv-cache-memory", "64MB")
-    result = run(*models)
-    assert result.exit_code == 0, result.output
-    assert "passed: all 13 checks; the output is the target's" in result.stdout
 
 
 @pytest.mark.thorough
