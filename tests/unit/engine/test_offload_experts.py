@@ -61,20 +61,6 @@ def test_texts_of_every_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, dtyp
             assert texts(llm) == want
 
 
-def test_fewer_bytes_are_read_than_whole_layers_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Planned(slots=COUNT)
-    with streamed(folder / "target", monkeypatch, plan, max_nodes=1, max_batch_size=1) as llm:
-        room = llm.models.plan.placement.experts
-        assert room is not None
-        before = llm.statistics().streamed_bytes
-        [output] = llm.generate([[9]], GREEDY)
-        read = llm.statistics().streamed_bytes - before
-    passes, whole = len(output.token_ids), LAYERS * COUNT * room.record
-    # Two of eight experts per layer; some are in memory.
-    assert 0 < read <= passes * LAYERS * 2 * room.record
-    assert read < 0.3 * passes * whole
-
-
 def limited(folder: Path, memory: int, **options: Any) -> LLM:
     """Open a mixture of experts with `memory` bytes in addition to its cache."""
     given = {**ENGINE, "kernels": "native", "dtype": "bfloat16", "kv_cache_memory": 1 << 20}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +84,6 @@ def test_a_hybrid_as_its_own_draft(folder: Path, dtype: str) -> None:
     for quantization in ("none", "int8"):
         how = {"dtype": dtype, "quantization": quantization}
         assert texts(opened(folder, "hybrid", "self", **how)) == texts(opened(folder, **how))
-
-
-def test_greedy_texts_are_the_same_under_either_verifier_and_kernels(folder: Path) -> None:
-    hows: list[dict[str, Any]] = [{"expansion": (3, 2)}, {"draw": "iid"}, {"draw": "top_k"}]
-    for chosen, count in (("native", 3), ("torch", 1)):
-        greedy = replace(PARAMS[0], max_tokens=20 if chosen == "native" else 6)
-        with opened(folder, kernels=chosen) as llm:
-            want = [out.token_ids for out in llm.generate(PROMPTS, greedy)]
-        for how in hows[:count]:
-            with opened(folder, "hybrid", "hybrid-draft", verifier="mss", kernels=chosen, **how) as llm:
-                assert [out.token_ids for out in llm.generate(PROMPTS, greedy)] == want, how
-
-
-def test_several_completions_are_those_of_their_seeds(folder: Path) -> None:
-    params = SamplingParams(temperature=1, seed=5, max_tokens=12, n=3, logprobs=2, ignore_eos=True)
-    found = []
-    for drafts in ((), ("hybrid-draft",)):
-        with opened(folder, "hybrid", *drafts) as llm:
-            found.append(
-                [
-                    (one.seed, one.token_ids, one.logprobs)
-                    for out in llm.generate(PROMPTS, params)
-                    for one in out.outputs
-                ]
-            )
-    assert len(found[0]) == 3 * len(PROMPTS)
-    assert found[0] == found[1]
 
 
 def test_adapters(folder: Path, tmp_path: Path) -> None:
