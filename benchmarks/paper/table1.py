@@ -43,7 +43,7 @@ def keys(lab: Lab) -> list[str]:
 def measure(lab: Lab, key: str) -> Figures:
     pair, name, mode = key.split(",")
     taken: list[int] = []  # the rank of each accepted guess; _MOST: a step accepted none
-    limit = lab.pick(full={"pair": 20, "head": 40}[pair], quick=4, toy=1)
+    limit = lab.pick(full={"pair": 8, "head": 16}[pair], quick=4, toy=1)
     options = {"verifier": MODES[mode]["verifier"], "expansion": Expansion((_MOST,))}
     with lab.llm(*lab.pair(pair), **options) as llm:
         llm.on_tree = lambda event: taken.extend((ranks(event) or [_MOST])[: event.tree.num_nodes - 1])

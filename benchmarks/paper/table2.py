@@ -57,7 +57,7 @@ def measure(lab: Lab, key: str) -> Figures:
         llm.on_tree = lambda event: steps.extend([ranks(event)][: event.tree.num_nodes - 1])
         figures = answer(
             llm,
-            lab.questions(name, lab.pick(full=12 if size == _FIXED else 8, quick=3, toy=1)),
+            lab.questions(name, lab.pick(full=6 if size == _FIXED else 8, quick=3, toy=1)),
             temperature=MODES[mode]["temperature"],
             max_tokens=lab.pick(full=64, quick=24, toy=8),
         )

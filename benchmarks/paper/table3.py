@@ -44,7 +44,7 @@ def measure(lab: Lab, key: str) -> Figures:
     shape = Expansion((1, 1, _WIDTH, 1, 1, 1, 1, 1))
     outputs: list[RequestOutput] = []
     found: dict[str, list[Sequence[float]]] = {}
-    questions = lab.questions(name, lab.pick(full={"pair": 6, "head": 16}[pair], quick=2, toy=1))
+    questions = lab.questions(name, lab.pick(full={"pair": 3, "head": 8}[pair], quick=2, toy=1))
     with lab.llm(*lab.pair(pair), verifier=_RULES[draw], draw=draw, expansion=shape) as llm:
         for seed, question in enumerate(questions):  # one at a time: a draw's law takes a megabyte
             events: list[TreeEvent] = []
