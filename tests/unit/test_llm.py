@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,29 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 # Several callers.
 
 
+@pytest.mark.thorough
+def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
+    tiny: Tiny, expected: list[list[int]]
+) -> None:
+    llm = tiny.llm(drafts=["similar"], lookup=True, max_batch_size=6)
+    together = threading.Barrier(4)
+
+    def ask(number: int) -> list[list[list[int]]]:
+        together.wait()
+        mine = PROMPTS[number:] + PROMPTS[:number]
+        streamed = [list(llm.stream(prompt, SEEDED))[-1] for prompt in mine[:2]]
+        return [tokens(llm.generate(mine, SEEDED)), tokens(streamed)]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    for number, (generated, streamed) in enumerate(answers):
+        rotated = expected[number:] + expected[:number]
+        assert generated == rotated
+        assert streamed == rotated[:2]
+    assert_idle(llm)
+    llm.close()
+
+
 def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
     tiny: Tiny, expected: list[list[int]]
 ) -> None:
@@ -57,6 +81,20 @@ def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
     [[mine]] = llm.intake.prompts([[5, 6]], GREEDY)
     assert mine.request.request_id == foreign.request.request_id
     assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
+    assert_idle(llm)
+
+
+def test_a_callback_may_ask_the_same_llm(tiny: Tiny, expected: list[list[int]]) -> None:
+    llm = tiny.llm(drafts=["similar"])
+    asked: list[list[int]] = []
+
+    def ask_more(output: RequestOutput) -> None:
+        if len(asked) < len(PROMPTS):
+            asked.append([])
+            asked[-1] = tokens(llm.generate([PROMPTS[len(asked) - 1]], SEEDED))[0]
+
+    assert tokens(llm.generate(PROMPTS[:2], SEEDED, on_output=ask_more)) == expected[:2]
+    assert asked == expected
     assert_idle(llm)
 
 
@@ -140,6 +178,17 @@ def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
     assert llm.statistics().running == 0
 
 
+def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"])
+    explained: list[bool] = []
+    llm.on_tree = lambda event: explained.append(event.decision is not None)
+    for wanted in (False, True):
+        llm.explains = wanted
+        llm.generate(PROMPTS[:1], GREEDY)
+        assert set(explained) == {wanted}
+        explained.clear()
+
+
 # Its end.
 
 
@@ -187,6 +236,15 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
 
 
 # Its config.
+
+
+def test_an_llm_speculates_where_nobody_says_how(pair: Path) -> None:
+    with LLM(pair / "target", dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
+        asked = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+        [looked_up] = llm.generate([asked], GREEDY)
+        [plain] = llm.variant(lookup=False).generate([asked], GREEDY)
+    assert looked_up.figures.drafted_tokens > 0 == plain.figures.drafted_tokens
+    assert looked_up.token_ids == plain.token_ids
 
 
 def test_a_config_may_stand_for_the_model_and_options_change_it(pair: Path) -> None:

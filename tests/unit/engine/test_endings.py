@@ -87,6 +87,13 @@ def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[
     assert_idle(llm)
 
 
+def test_a_prompt_that_was_computed_for_no_token_is_found_again(tiny: Tiny) -> None:
+    llm, params = tiny.llm(block_size=4), SamplingParams(temperature=0, max_tokens=3)
+    llm.generate([PROMPTS[1]], SamplingParams(max_tokens=0))
+    (output,), (alone,) = (one.generate([PROMPTS[1]], params) for one in (llm, tiny.llm()))
+    assert (output.cached_tokens, output.token_ids) == (11, alone.token_ids)
+
+
 def test_a_prompt_that_fills_the_context_may_be_scored(tiny: Tiny) -> None:
     llm = tiny.llm(max_context=16)
     prompt = [1 + i % 9 for i in range(16)]

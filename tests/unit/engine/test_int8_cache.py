@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from specinfer.llm import LLM
 from specinfer.runtime.kv_cache import KvCache, bytes_per_block
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.backend.work import fingerprint
+from specinfer.support import Feature, check_support
 from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny
 from tests.kernels import NAMES, kernels
 from tests.switched import PLAIN, SWITCHED, build
@@ -61,6 +63,13 @@ def test_layers_of_all_kinds(tmp_path: Path, kind: str) -> None:
     assert differing(tiny, PROMPTS[:3], RANDOM) == []
 
 
+@pytest.mark.slow
+def test_two_hundred_texts_are_the_same(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path, replace(kernels("native"), int8_cache=True), num_layers=3, max_context=128)
+    prompts = [[(7 * n + 3 * i * i) % 60 for i in range(1 + n % 60)] for n in range(200)]
+    assert differing(tiny, prompts, replace(RANDOM, max_tokens=40)) == []
+
+
 def test_a_head_that_is_tiny_huge_or_not_a_number() -> None:
     rows = CachedRows(torch.ones(3, 2, 4, dtype=torch.int8), torch.ones(3, 2, dtype=torch.bfloat16))
     given = torch.tensor(
@@ -98,3 +107,9 @@ def test_the_option_reaches_the_cache_and_the_fingerprint(tmp_path: Path) -> Non
             with pytest.raises(ConfigError, match="kv_cache_dtype"):
                 llm.variant(kv_cache_dtype="int8" if dtype == "auto" else "auto")
     assert len(made) == 2
+
+
+def test_a_gpu_is_refused() -> None:
+    sentence = "kv_cache_dtype is 'int8' on device cuda; allowed there: auto"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check_support({Feature.INT8_CACHE: "int8", Feature.GPU: "cuda"})

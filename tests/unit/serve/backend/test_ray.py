@@ -95,6 +95,15 @@ def test_texts_are_those_of_their_seeds_whichever_actor_dies(
     until(lambda: len(actors(head)) == 2)
 
 
+def test_texts_go_on_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
+    whole(two)
+    restarts = two.metric("engine_restarts")
+    two.process.send_signal(signal.SIGUSR1)
+    while two.metric("engine_restarts") < restarts + 2 or ready(two) < 2:
+        assert Listeners(two).end() == expected
+    assert any("all engines have been replaced" in line for line in two.log)
+
+
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_leaves_no_processes(folder: Path, stop: signal.Signals) -> None:
     with on_a_head(folder, "--replicas", "2") as (served, head):
