@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import statistics
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
 from specinfer.files import write_whole
-from specinfer.report.dataset import Conversation, Dataset, read_dataset
+from specinfer.report.dataset import Conversation, Dataset
 from specinfer.report.provenance import commit, hardware, provenance
 from specinfer.speculation_config import NO_SPECULATION
 
@@ -53,8 +54,10 @@ def natural(text: str) -> int:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "the target: folder, GGUF file or name"},
-    "draft": {"help": "a draft model; repeatable", "action": "append"},
-    "quantization": {"help": "none, int8 or int4"},
+    "draft": {"help": "the small model of the modes with +draft, which else are left out"},
+    "engines": {"help": "names, comma-separated, * for any text"},
+    "timeout": {"help": "seconds for one answer, or to start", "type": float},
+    "home": {"help": "folder of the other engines (SPECINFER_PEERS)", "type": Path},
     "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},
     "limit": {"help": "prompts of each data set", "type": natural},
     "max_tokens": {"help": "of each answer", "type": natural},
@@ -70,23 +73,10 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         keywords = dict(_OPTIONS[name], required=default is REQUIRED)
         if default is not REQUIRED:
             keywords["default"] = default
-            keywords["help"] += f" (default {default})" if isinstance(default, int | str) else ""
+            keywords["help"] += f" (default {default})" if isinstance(default, int | float | str) else ""
         made.add_argument("--" + name.replace("_", "-"), **keywords)
     made.add_argument("--out", type=Path, help="Markdown file (default: benchmarks/results/...)")
     return made
-
-
-def settings_of(args: argparse.Namespace, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the options of a run as plain JSON values, with file names for paths; without --out and
-    `without`.
-    """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return _short(str(value)) if isinstance(value, str | Path) else value
-
-    return {name: plain(value) for name, value in vars(args).items() if name not in {"out", *without}}
 
 
 class Study:
@@ -103,9 +93,7 @@ class Study:
         if self.file.exists():
             stored = json.loads(self.file.read_text(encoding="utf-8"))
             if (found := stored["settings"]) != self.settings:
-                sys.exit(
-                    f"error: {self.file} holds cells of {found}, not {self.settings}; give another --out"
-                )
+                sys.exit(f"error: {self.file} has cells of {found}, not {self.settings}; give another --out")
             self.cells = stored["cells"]
 
     def keep(self, name: str, cell: Mapping[str, Any]) -> None:
@@ -119,7 +107,7 @@ class Study:
         commits = {cell["commit"] for cell in self.cells.values()}
         named = ", ".join(sorted(sha or "not a checkout" for sha in commits))
         others = [f"- cells measured at: {named}"] if commits - {commit()} else []
-        text = "\n".join([*lines, "", *provenance_lines(threads), *others, ""])
+        text = re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", *provenance_lines(threads), *others, ""]))
         _write(self.out, text)
         return text
 
@@ -157,11 +145,6 @@ def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
     return [conversation for conversation in mixed if conversation is not None][:limit]
 
 
-def questions_of(files: Sequence[Path], limit: int) -> list[str]:
-    """Return the first turns of these data sets' conversations in turn, `limit` in all."""
-    return [conversation.turns[0] for conversation in in_turn([read_dataset(file) for file in files], limit)]
-
-
 def without_speculation(llm: LLM) -> LLM:
     """Return an LLM with the same weights and options and no speculators; grammars still force tokens."""
     return llm.variant(replace(llm.config, speculation=NO_SPECULATION))
@@ -186,6 +169,17 @@ def total_figures(outputs: Iterable[RequestOutput]) -> SpeculationFigures:
 def row(*cells: object) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(header: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return a Markdown table between empty lines; bars separate the columns of the header."""
+    names = header.split(" | ")
+    return ["", row(*names), row(*["---"] * len(names)), *(row(*cells) for cells in rows), ""]
+
+
+def shown(figures: Iterable[float | None], digits: int = 2) -> list[str]:
+    """Return figures as text, empty if one is None or not a number."""
+    return ["" if one is None or math.isnan(one) else f"{one:.{digits}f}" for one in figures]
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.engines import Home, default_home
-from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
+from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, run, table
 from specinfer import EngineConfig
 from specinfer.check.difference import PlainTarget
 from specinfer.engine.models import Models, load_models
@@ -70,8 +70,7 @@ def main() -> None:
         text = answer_ids(models[BASE].tokenizer, conversation, args.max_tokens)
         study.keep(str(number), row_costs({kind: m.target for kind, m in models.items()}, *text))
         if number % 10 == 9 or number + 1 == args.limit:
-            done = [study.cells[str(i)] for i in range(number + 1)]
-            print(f"{number + 1} rows: {_summary(kinds, done)}", flush=True)
+            print(f"{number + 1} rows", flush=True)
     rows = [study.cells[str(i)] for i in range(len(conversations))]
     lines = page(kinds, rows, settings)
     if args.llama_cpp:
@@ -144,49 +143,43 @@ def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     return 100 * (perplexity(kind, rows) / perplexity(BASE, rows) - 1)
 
 
-def _summary(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    quantized = [f"{kind} {_cost(kind, rows):+.2f}%" for kind in kinds[1:]]
-    return ", ".join([f"perplexity {perplexity(BASE, rows):.3f}", *quantized])
-
-
 def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     tokens = sum(cell["tokens"] for cell in rows)
-    lines = [
+    figures = [
+        (
+            *(_named(kind), f"{perplexity(kind, rows):.4f}"),
+            "" if kind == BASE else f"{_cost(kind, rows):+.2f}%",
+            f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else "",
+            f"{sum(cell[kind]['divergence'] for cell in rows) / tokens:.5f}",
+        )
+        for kind in kinds
+    ]
+    return [
         f"# Perplexity of quantized weights: {settings['model']}",
         "",
         f"{len(rows)} rows of {settings['dataset']}, {tokens} tokens of references after their prompts in "
         "the chat template. Weights of a quantized file count as bfloat16 once they are dequantized.",
-        "",
-        "| weights | perplexity | against bfloat16 | allowed | divergence, nats a token |",
-        "|---|---|---|---|---|",
+        *table("weights | perplexity | against bfloat16 | allowed | divergence, nats a token", figures),
     ]
-    for kind in kinds:
-        divergence = sum(cell[kind]["divergence"] for cell in rows) / tokens
-        cost = "" if kind == BASE else f"{_cost(kind, rows):+.2f}%"
-        allowed = f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else ""
-        name = "bfloat16" if kind == BASE else kind
-        lines.append(row(name, f"{perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
-    return lines
+
+
+def _named(kind: str) -> str:
+    return "bfloat16" if kind == BASE else kind
 
 
 def beside(kinds: Sequence[str], rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> list[str]:
     """Return the table of differences from llama.cpp, with a standard error over rows."""
-    tokens = sum(cell["tokens"] for cell in rows)
-    lines = [
-        "",
-        "## Beside llama.cpp",
-        "",
+    own = math.exp(sum(theirs["nats"]) / sum(cell["tokens"] for cell in rows))
+    figures = [
+        (_named(kind), f"{perplexity(kind, rows):.4f}", difference(kind, rows, theirs["nats"]))
+        for kind in kinds
+    ]
+    return [
+        *("## Beside llama.cpp", ""),
         f"llama.cpp ({theirs['version']}) runs the same file over the same token ids, each row in one batch "
         "and its KV cache in float32. A difference of perplexity has one standard error over rows.",
-        "",
-        "| weights | perplexity | against llama.cpp |",
-        "|---|---|---|",
-        row("llama.cpp", f"{math.exp(sum(theirs['nats']) / tokens):.4f}", ""),
+        *table("weights | perplexity | against llama.cpp", [("llama.cpp", f"{own:.4f}", ""), *figures]),
     ]
-    for kind in kinds:
-        name = "bfloat16" if kind == BASE else kind
-        lines.append(row(name, f"{perplexity(kind, rows):.4f}", difference(kind, rows, theirs["nats"])))
-    return lines
 
 
 def difference(kind: str, rows: Sequence[dict[str, Any]], others: Sequence[float]) -> str:

@@ -23,24 +23,14 @@ from string import Template
 from typing import Any, Final
 
 import numpy as np
-import psutil
 
 from benchmarks.load.client import Answer, Client
 from benchmarks.peers.engines import INSTALL, Home, WeightsError, default_home, select
 from benchmarks.peers.process import Server, WorkerError, free_port
-from benchmarks.study import (
-    REQUIRED,
-    Study,
-    digest,
-    natural,
-    parser,
-    questions_of,
-    row,
-    run,
-    settings_of,
-    spread,
-)
+from benchmarks.study import REQUIRED, Study, digest, in_turn, natural, parser, run, spread, table
 from specinfer.hub import resolve
+from specinfer.kernels.machine import thread_count
+from specinfer.report.dataset import read_dataset
 
 LEAST: Final = 8  # min requests of a run
 
@@ -120,25 +110,24 @@ def _engines() -> Iterator[Engine]:
 
 ENGINES: Final = tuple(_engines())
 _HEAD: Final = (
-    *("users", "engine", "bits", "output tokens/s", "times no speculation", "requests/s"),
-    *("first token ms, median / p99", "per token ms, median / p99", "between chunks ms, p99"),
-    *("whole answer s, median / p99", "tokens per step", "failed", "text as without speculation"),
+    "users | engine | bits | output tokens/s | times no speculation | requests/s | "
+    "first token ms, median / p99 | per token ms, median / p99 | between chunks ms, p99 | "
+    "whole answer s, median / p99 | tokens per step | failed | text as without speculation"
 )
 
 
 def main() -> None:
     args = arguments()
-    try:
-        engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    names = {name for engine in engines for name in (engine.name, engine.plain)}
-    engines = [engine for engine in ENGINES if engine.name in names]
-    questions = questions_of(args.dataset, args.limit)
+    engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
+    chosen = {name for engine in engines for name in (engine.name, engine.plain)}
+    engines = [engine for engine in ENGINES if engine.name in chosen]
+    rows = in_turn([read_dataset(path) for path in args.dataset], args.limit)
+    questions = [conversation.turns[0] for conversation in rows]
     if len(questions) < max(args.users):
         sys.exit(f"error: got {len(questions)} prompts; allowed: at least {max(args.users)}, one for a user")
-    without = ("engines", "timeout", "home", "dataset")
-    settings = {**settings_of(args, without=without), "questions": digest(questions)}
+    names = ("limit", "max_tokens", "rounds", "threads", "users", "per_user", "context")
+    settings = {name: getattr(args, name) for name in names} | {"questions": digest(questions)}
+    settings |= {name: Path(getattr(args, name) or "").name for name in ("model", "draft")}
     study, home = Study("serving", args.out, settings), Home(args.home)
     for round_ in range(args.rounds):
         for engine in engines if round_ % 2 == 0 else engines[::-1]:
@@ -150,21 +139,22 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    threads = psutil.cpu_count(logical=False) or 1
     options = parser(
-        __doc__, model=REQUIRED, dataset=REQUIRED, limit=128, max_tokens=128, rounds=1, threads=threads
+        __doc__,
+        **{
+            "model": REQUIRED,
+            "draft": None,
+            "dataset": REQUIRED,
+            "limit": 128,
+            "max_tokens": 128,
+            "rounds": 1,
+        },
+        **{"threads": thread_count(), "engines": "*", "timeout": 1200.0, "home": default_home()},
     )
-    options.add_argument("--draft", help="the small model of the modes with +draft, which else are left out")
-    options.add_argument(
-        "--users", type=natural, nargs="+", default=[1, 2, 4, 8, 16, 32], help="(default 1 2 4 8 16 32)"
-    )
+    users = [1, 2, 4, 8, 16, 32]
+    options.add_argument("--users", type=natural, nargs="+", default=users, help="(default 1 2 4 8 16 32)")
     options.add_argument("--per-user", type=natural, default=4, help="prompts for each user (default 4)")
-    options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
     options.add_argument("--context", type=natural, default=4096, help="tokens of a request (default 4096)")
-    options.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to start")
-    options.add_argument(
-        "--home", type=Path, default=default_home(), help="folder of the other engines (SPECINFER_PEERS)"
-    )
     return options.parse_args()
 
 
@@ -261,14 +251,13 @@ def page(engines: Sequence[Engine], cells: Mapping[str, Any], settings: Mapping[
         f"machine; a warm-up before each run; {settings['rounds']} rounds, every second one in reverse. "
         "Median over rounds [least - most]; times no speculation: round by round. Other programs kept at "
         f"most {busiest:.2f} cores busy.",
-        "",
-        row(*_HEAD),
-        row(*["---"] * len(_HEAD)),
-        *(_row(engine, cells, settings, users) for users in settings["users"] for engine in engines),
+        *table(
+            _HEAD, (_row(engine, cells, settings, users) for users in settings["users"] for engine in engines)
+        ),
     ]
 
 
-def _row(engine: Engine, cells: Mapping[str, Any], settings: Mapping[str, Any], users: int) -> str:
+def _row(engine: Engine, cells: Mapping[str, Any], settings: Any, users: int) -> Sequence[object]:
     def runs(name: str) -> list[Mapping[str, Any]]:
         return [cells.get(f"{name}|{r}|{users}", {}) for r in range(settings["rounds"])]
 
@@ -276,7 +265,7 @@ def _row(engine: Engine, cells: Mapping[str, Any], settings: Mapping[str, Any], 
     done = [run for run, _ in pairs if "tokens" in run]
     if not done:
         reason = pairs[0][0]["error"].replace("|", "/") if pairs else "not run yet"
-        return row(users, engine.name, engine.bits, reason, *[""] * (len(_HEAD) - 4))
+        return users, engine.name, engine.bits, reason, *[""] * 9
 
     def both(name: str, unit: float, digits: int) -> str:
         values = [value * unit for run in done for value in run[name]]
@@ -287,7 +276,7 @@ def _row(engine: Engine, cells: Mapping[str, Any], settings: Mapping[str, Any], 
     texts = [pair for run, p in beside for pair in zip(run["texts"], p["texts"], strict=True) if all(pair)]
     alone = engine.name == engine.plain or not beside
     steps = [run["tokens_per_step"] for run in done if run["tokens_per_step"]]
-    return row(
+    return (
         *(users, engine.name, engine.bits, spread([run["tokens"] / run["seconds"] for run in done], 1)),
         "" if alone else f"{statistics.median(ratios):.2f}",
         spread([run["requests"] / run["seconds"] for run in done], 2),

@@ -17,10 +17,12 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,9 +30,10 @@ import numpy as np
 import psutil
 
 from benchmarks.load.client import Answer, Client, Messages
-from benchmarks.peers.process import Server, specinfer_server
-from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
+from benchmarks.peers.process import Server, free_port
+from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, run, table
 from specinfer import LLM, SamplingParams
+from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
 _LAWS: Sequence[Mapping[str, Any]] = (
@@ -57,16 +60,9 @@ class Load:
 
 
 def main() -> None:
-    options = parser(
-        __doc__,
-        model=REQUIRED,
-        dataset=REQUIRED,
-        limit=100,
-        max_tokens=64,
-        batch_size=32,
-        quantization="none",
-    )
-    options.add_argument("--draft", help="a draft model")
+    options = parser(__doc__, model=REQUIRED, draft=None, dataset=REQUIRED, limit=100, max_tokens=64)
+    options.add_argument("--batch-size", type=natural, default=32, help="(default 32)")
+    options.add_argument("--quantization", default="none", help="none, int8 or int4 (default none)")
     options.add_argument("--lookup", action="store_true", help="use lookups")
     options.add_argument("--clients", type=natural, default=32, help="that stream at once (default 32)")
     options.add_argument("--minutes", type=float, default=5.0, help="of load (default 5)")
@@ -78,9 +74,11 @@ def main() -> None:
     options.add_argument("--aborts", type=int, default=0, help="streams that clients abort")
     options.add_argument("--kv-cache-memory", default="1GB", help="of a replica (default 1GB)")
     args = options.parse_args()
-    study = Study("soak", args.out, settings_of(args))
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "dataset")}
+    study = Study("soak", args.out, {**settings, "model": Path(args.model).name})
     if "soak" not in study.cells:
-        load = Load(questions_of(args.dataset, args.limit), args.max_tokens)
+        rows = in_turn([read_dataset(path) for path in args.dataset], args.limit)
+        load = Load([conversation.turns[0] for conversation in rows], args.max_tokens)
         with start(args) as server:
             figures = asyncio.run(drive(server, load, args))
         study.keep("soak", figures | compare(load, args))
@@ -96,7 +94,10 @@ def start(args: Any) -> Server:
         flags += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.clients)]
     # A stopped rank 0 is found by this limit.
-    server = specinfer_server(args.model, *flags, "--max-context", "2048", "--engine-timeout", "10")
+    flags += ["--max-context", "2048", "--engine-timeout", "10", "--log-level", "warning"]
+    port = free_port()
+    command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
+    server = Server(command, {}, port)
     server.wait_until_ready(_STARTING)
     return server
 
@@ -310,9 +311,7 @@ def page(settings: Mapping[str, Any], cell: Mapping[str, Any]) -> list[str]:
         f"with {engines}, batch {settings['batch_size']}, {settings['max_tokens']} tokens at most; laws in "
         "turn: greedy, T = 0.8, T = 0.8 with top_p and top_k.",
         "",
-        row("what", "figure"),
-        row("---", "---"),
-        *(row(*pair) for pair in figures.items()),
+        *table("what | figure", figures.items()),
     ]
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +68,7 @@ class MemoryGroup:
 
     def __init__(self, folder: Path, names: _Names, limit: int) -> None:
         """Set the limit of the new group at `folder`."""
-        self.folder = folder
-        self._names = names
-        self.limit = limit
+        self.folder, self._names = folder, names
         (folder / names.limit).write_text(str(limit))
         with suppress(OSError):  # a kernel without swap accounting
             (folder / names.swap).write_text(str(limit if names is _V1 else 0))
@@ -80,7 +78,6 @@ class MemoryGroup:
         args: Sequence[str],
         *,
         timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Ran:
         """Run a command in the group and wait for it.
@@ -89,7 +86,7 @@ class MemoryGroup:
         """
         with suppress(OSError):  # the previous command's peak; version 2 resets it by any text
             (self.folder / self._names.peak).write_text("0")
-        kills = self.oom_kills()
+        kills = self._count(self._names.events, "oom_kill")
         ended = threading.Event()
         seen = [0, 0]  # usage, resident
         watch = threading.Thread(target=self._watch, args=(seen, ended), daemon=True)
@@ -99,7 +96,6 @@ class MemoryGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=env,
             cwd=cwd,
         ) as process:
             watch.start()
@@ -113,22 +109,14 @@ class MemoryGroup:
             process.returncode,
             stdout,
             stderr,
-            max(seen[0], self.peak_usage()),
+            max(seen[0], self._number(self._names.peak)),
             seen[1],
-            self.oom_kills() - kills,
+            self._count(self._names.events, "oom_kill") - kills,
         )
 
     def inside(self, args: Sequence[str]) -> list[str]:
         """Return a command that joins the group and becomes `args`, or fails."""
-        return joining(self.folder, args)
-
-    def peak_usage(self) -> int:
-        """Return the peak of charged bytes, cached file pages included; 0 if unknown."""
-        return self._number(self._names.peak)
-
-    def oom_kills(self) -> int:
-        """Return the number of processes that the kernel killed for their memory."""
-        return self._count(self._names.events, "oom_kill")
+        return ["/bin/sh", "-c", _JOIN, str(self.folder / "cgroup.procs"), *args]
 
     def kill(self) -> None:
         """Kill every process of the group."""
@@ -161,11 +149,6 @@ class MemoryGroup:
     def _count(self, name: str, key: str) -> int:
         found = [line.split()[1] for line in self._read(name).splitlines() if line.split()[0] == key]
         return int(found[0]) if found else 0
-
-
-def joining(folder: Path, args: Sequence[str]) -> list[str]:
-    """Return a command that joins the group at `folder`, of any kind, and becomes `args`."""
-    return ["/bin/sh", "-c", _JOIN, str(folder / "cgroup.procs"), *args]
 
 
 @contextmanager

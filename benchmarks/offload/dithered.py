@@ -5,15 +5,14 @@ finds again, so a 4-bit copy of such a target would nearly equal the target. A *
 weight of every matrix by a uniform random amount within half a step of its own grid: the file may have been
 quantized from any of these.
 
-Files are written some rows at a time, whole or not at all, and made once.
+Files are whole or not there, and made once. Making the folder takes the memory of its weights.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,15 +20,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from specinfer.errors import UserError
-from specinfer.files import NewFile, write_text
 from specinfer.hub.model_files import local_model
-from specinfer.models.config import ModelConfig
-from specinfer.models.hf_config import config_to_hf
-from specinfer.models.open_model import OpenModel, open_model
-from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
+from specinfer.models.open_model import open_model
+from specinfer.models.safetensors import write_model
 
 _PIECE: Final = 1 << 22  # weights read, moved and written at once: 16 MB in float32
 _ALIKE: Final = 0.98  # min correlation of two quantizations of one matrix
@@ -38,8 +33,6 @@ _BYTES: Final = 2  # per weight
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-Matrix = Callable[[int, int], Tensor]  # rows start..stop
-Rows = Mapping[str, tuple[tuple[int, ...], Matrix]]  # tensors by name, each with its shape
 
 
 class Levels(NamedTuple):
@@ -75,8 +68,12 @@ def dithered(source: Path, folder: Path) -> tuple[Path, Path]:
     if not (model / "config.json").exists():
         files = local_model(str(file), file)
         opened = open_model(files)
-        write_folder(opened.config, rows_of(opened), model)
-        write_tokenizer(files, model)
+        _ask_room(folder, file.stat().st_size)
+        tensors = {
+            name: opened.read_rows(name, 0, shape[0]).to(torch.bfloat16)
+            for name, shape in opened.shapes.items()
+        }
+        write_model(opened.config, tensors, model, tokenizer=files)
     return file, model
 
 
@@ -121,32 +118,6 @@ def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
     partial.rename(target)
 
 
-def write_folder(config: ModelConfig, rows: Rows, folder: Path) -> None:
-    """Write config.json and the bfloat16 weights of `rows`, which has each shape and reads rows.
-
-    The config comes last, so a folder with it is complete. Raises UserError if the disk is full.
-    """
-    sizes = {name: _BYTES * int(np.prod(shape)) for name, (shape, _) in rows.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    _ask_room(folder, sum(sizes.values()))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (shape, _) in rows.items():
-        places = [offset, offset + sizes[name]]
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": places}
-        offset += sizes[name]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with NewFile(folder / "model.safetensors", mode=0o644) as new:
-        new.write(len(text).to_bytes(8, "little") + text)
-        for shape, read in rows.values():
-            for start, stop in _pieces(shape):
-                piece = read(start, stop).to(torch.bfloat16).contiguous()
-                new.write(piece.view(-1).view(torch.uint8).numpy().data)
-        new.keep()
-    write_text(folder / "config.json", json.dumps(config_to_hf(config), indent=2))
-
-
 def _dithered(tensor: Any, random: np.random.Generator) -> Bytes:
     """Return a quantized matrix of a GGUF file in bfloat16, each weight moved within half a step of its
     grid.
@@ -180,13 +151,6 @@ def _one_matrix(output: Any, embeddings: Any) -> bool:
         for tensor in (output, embeddings)
     )
     return len(first) == len(second) and float(np.corrcoef(first, second)[0, 1]) > _ALIKE
-
-
-def rows_of(opened: OpenModel) -> Rows:
-    def reading(name: str) -> Matrix:
-        return lambda start, stop: opened.read_rows(name, start, stop)
-
-    return {name: (shape, reading(name)) for name, shape in opened.shapes.items()}
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

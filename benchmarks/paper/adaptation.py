@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.paper.edits import read_edits
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
-from benchmarks.study import row
+from benchmarks.paper.plots import INK
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
+from benchmarks.study import shown, table
 from specinfer import LLM, SamplingParams
+from specinfer.engine.steps import TreeEvent
 from specinfer.errors import UserError
 from specinfer.sampling_params import SpeculationParams
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+Asked = tuple[str | list[int], SamplingParams]
 
-    from specinfer.engine.steps import TreeEvent
-
-    Asked = tuple[str | list[int], SamplingParams]
-
+ASKS: Final = "Does the policy adapt when the kind of text switches?"
 _POLICY: Final = "policy"
 _FIXED: Final[Mapping[str, Mapping[str, Any]]] = {  # the same speculators and tree in every step
     "none": {"enabled": False},
@@ -35,6 +34,9 @@ _FIXED: Final[Mapping[str, Mapping[str, Any]]] = {  # the same speculators and t
     "draft 1,1,3,1,1": {"speculators": ("draft",), "expansion": "1,1,3,1,1"},
     "both 1,1,1,1": {"expansion": "1,1,1,1"},
 }
+_EDIT: Final = (
+    "{ask}\n\nThis is {file}:\n\n```\n{source}```\n\nAnswer with the whole changed file and nothing else."
+)
 _FEW: Final = 10  # steps at the ends of a segment that are compared
 
 
@@ -57,11 +59,12 @@ def measure(lab: Lab, key: str) -> Figures:
 
 def _texts(lab: Lab, vocab: int) -> dict[str, Iterator[Asked]]:
     """Return endless prompts of each kind, with their parameters."""
+    edits = tomllib.loads(Path(__file__).with_name("code_edits.toml").read_text(encoding="utf-8"))["edit"]
     random = np.random.default_rng(0).integers(300, 20_000, (20, 48)) % vocab
     greedy, hot = SamplingParams(temperature=0, max_tokens=64), SamplingParams(temperature=1.5, max_tokens=64)
     return {
         "chat": cycle((text, greedy) for text in lab.questions("Alpaca", 20)),
-        "edits": cycle((edit.prompt, replace(greedy, max_tokens=512)) for edit in read_edits()),
+        "edits": cycle((_EDIT.format(**edit), replace(greedy, max_tokens=512)) for edit in edits),
         "nonsense": cycle((tokens, replace(hot, seed=n)) for n, tokens in enumerate(random.tolist())),
     }
 
@@ -76,10 +79,8 @@ def _segment(chooses: LLM, fixed: LLM, kind: str, texts: Iterator[Asked], steps:
         trace += [_choice(event) for _, event in events[1:]]
         tokens += len(made) - 1
         for way, options in _FIXED.items():
-            # Each way has its own cache, so it finds no answer of another one.
-            own = replace(
-                params, max_tokens=len(made), cache_salt=way, speculation=SpeculationParams.of(options)
-            )
+            own = replace(params, max_tokens=len(made), speculation=SpeculationParams.of(options))
+            own = replace(own, cache_salt=way)  # its own cache: it finds no answer of another way
             again, same = _run(fixed, prompt, own, len(made))
             if same != made:
                 raise UserError(f"{kind}: the text of {way!r} is not the policy's")
@@ -94,11 +95,8 @@ def _run(
     events: list[tuple[float, TreeEvent]] = []
     llm.on_tree = lambda event: events.append((time.perf_counter(), event))
     chats = isinstance(prompt, str) and llm.tokenizer.has_chat_template
-    outputs = (
-        llm.stream_chat([{"role": "user", "content": prompt}], params)
-        if chats
-        else llm.stream(prompt, params)
-    )
+    message = {"role": "user", "content": prompt}
+    outputs = llm.stream_chat([message], params) if chats else llm.stream(prompt, params)
     for output in outputs:
         count = sum(1 + len(event.acceptance.path) for _, event in events[:steps])
         if len(events) >= steps and len(output.token_ids) >= count:
@@ -114,31 +112,33 @@ def _choice(event: TreeEvent) -> list[int]:
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
-        "The kind of text switches every 50 steps: chat, edits of code, and answers to random tokens at "
-        "temperature 1.5. Each fixed choice makes the same tokens in turn with the policy, which chooses "
-        "speculators and nodes anew in every step. Prompts are not timed. The policy starts with what "
-        "earlier runs on the machine have learned, as always.",
-        "",
-        "| speculators | text | none, tokens/s | policy over none | best fixed choice over none | draft's "
-        f"nodes, first {_FEW} steps and last | lookups' |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows, said = [], []
     for key, cell in cells.items():
         for one in cell["segments"]:
             best, none, policy = _best(one["seconds"]), one["seconds"]["none"], one["seconds"][_POLICY]
             ends = one["trace"][:_FEW], one["trace"][-_FEW:]
-            nodes = [", ".join(f"{fmean(step[n] for step in part):.1f}" for part in ends) for n in (0, 1)]
+            nodes = [", ".join(shown((fmean(step[n] for step in part) for part in ends), 1)) for n in (0, 1)]
             over = f"{none / policy:.2f}", f"{none / one['seconds'][best]:.2f} ({best})"
-            lines.append(row(f"{key}, lookups", one["kind"], f"{one['tokens'] / none:.1f}", *over, *nodes))
-    for key, cell in cells.items():
+            rows.append((f"{key}, lookups", one["kind"], f"{one['tokens'] / none:.1f}", *over, *nodes))
         hindsight, single, way = _gains(cell)
-        lines += [
-            "",
+        said += [
             f"With the {key} the policy makes {hindsight:.2f} times the tokens/s of the best fixed choice of "
             f"each segment, known only afterwards, and {single:.2f} times those of the best of all, {way}.",
+            "",
         ]
-    return lines
+    return [
+        "The kind of text switches every 50 steps: chat, edits of code, and answers to random tokens at "
+        "temperature 1.5. Each fixed choice makes the same tokens in turn with the policy, which chooses "
+        "speculators and nodes anew in every step. The target's reading of prompts is not "
+        "timed. The policy starts with what "
+        "earlier runs on the machine have learned, as always.",
+        *table(
+            "speculators | text | none, tokens/s | policy over none | best fixed choice over none | draft's "
+            f"nodes, first {_FEW} steps and last | lookups'",
+            rows,
+        ),
+        *said,
+    ]
 
 
 def _best(seconds: Mapping[str, float]) -> str:
@@ -154,31 +154,18 @@ def _gains(cell: Figures) -> tuple[float, float, str]:
 
 
 def plot(cells: Cells, figure: Figure) -> None:
-    for (key, cell), axes in zip(
-        cells.items(), figure.subplots(len(cells), 1, squeeze=False)[:, 0], strict=True
-    ):
+    for (key, cell), [axes] in zip(cells.items(), figure.subplots(len(cells), 1, squeeze=False), strict=True):
         steps = [step for one in cell["segments"] for step in one["trace"]]
         places, drafted, looked_up, tokens = range(len(steps)), *zip(*steps, strict=True)
         axes.bar(places, drafted, width=1, label="the draft's nodes")
         axes.bar(places, looked_up, width=1, bottom=drafted, label="lookups'")
-        axes.plot(places, tokens, ".", markersize=3, color="#7f7f7f", label="tokens")
+        axes.plot(places, tokens, ".", markersize=3, color=INK, label="tokens")
         for number, one in enumerate(cell["segments"]):
             axes.annotate(one["kind"], (number * len(one["trace"]), 1), xycoords=("data", "axes fraction"))
         axes.set(xlabel="step", ylabel=f"nodes, {key}")
-    figure.axes[0].legend(fontsize=7)
+    figure.axes[0].legend()
 
 
 def verdict(cells: Cells) -> Verdict:
     each = [f"{_gains(cell)[0]:.2f} with the {key}" for key, cell in cells.items()]
-    return Verdict(paper="-", ours=f"of the best choices in hindsight: {', '.join(each)}", outcome="new")
-
-
-QUESTION: Final = Question(
-    name="adaptation",
-    asks="Does the policy adapt when the kind of text switches?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)
+    return Verdict(f"of the best choices in hindsight: {', '.join(each)}")

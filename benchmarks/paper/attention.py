@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +12,16 @@ from torch import Tensor
 
 from benchmarks.paper.lab import Lab
 from benchmarks.paper.passes import BLOCK, binary, medians, paths, tree_rows
-from benchmarks.paper.question import Cells, Figures, NotHereError, Question, Verdict
-from benchmarks.study import row, spread
+from benchmarks.paper.plots import INK, lines
+from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.study import shown, spread, table
 from specinfer.attention.backend import Attend, AttentionSpec
 from specinfer.check.doctor import find_kernels
 from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.library import Library
 from specinfer.runtime.batch import Rows, build_batch
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "What does attention along a tree's paths gain?"
 _Call = Callable[[AttentionSpec], Tensor]
 
 _HEADS, _KV_HEADS, _SIZE = 12, 2, 128  # of Qwen2.5-Coder-1.5B
@@ -114,24 +113,20 @@ def _calls(library: Library, context: int, nodes: int, batch: int) -> tuple[dict
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
+    rows = [
+        (*reversed(key.split(",")), *shown(1e3 * cell[way] for way in _WAYS), *shown(_gains(cell).values()))
+        for key, cell in cells.items()
+    ]
+    differs = max(cell["differs"] for cell in cells.values())
+    ways = " | ".join(_WAYS.values())
+    return [
         f"Milliseconds of the attention of a layer, {_HEADS} query heads on {_KV_HEADS} of keys and values, "
         f"{_SIZE} numbers each, bfloat16: binary trees behind a text. A sequence goes from the root to a "
         "leaf, so nodes near the root are computed again in each.",
-        "",
-        row("batch", "nodes", "context", *_WAYS.values(), "paths over dense", "over a call a sequence"),
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for key, cell in _sorted(cells):
-        context, nodes, batch = key.split(",")
-        times = [f"{1e3 * cell[way]:.2f}" for way in _WAYS]
-        gains = [f"{_gain(cell, way):.2f}" for way in ("masked", "each")]
-        lines.append(row(batch, nodes, context, *times, *gains))
-    lines.append(row("paper, large", *[""] * 6, f"at most {_PAPER}"))
-    differs = max(cell["differs"] for cell in cells.values())
-    return [
-        *lines,
-        "",
+        *table(
+            f"batch | nodes | context | {ways} | paths over dense | over a call a sequence",
+            [*rows, ("paper, large", *[""] * 6, f"at most {_PAPER}")],
+        ),
         f"Attention along paths has {_over(cells, 'each')} of the speed of a call for each sequence, and "
         f"{_over(cells, 'masked')} of that of a dense mask (median, least and most). The values of the ways "
         f"differ by {differs:.4f} at most.",
@@ -139,53 +134,32 @@ def page(cells: Cells) -> list[str]:
 
 
 def plot(cells: Cells, figure: Figure) -> None:
-    left, right = figure.subplots(1, 2)
-    for axes, way in ((left, "masked"), (right, "each")):
-        lines: dict[str, list[tuple[str, float]]] = {}
-        for key, cell in _sorted(cells):
+    for axes, way in zip(figure.subplots(1, 2), ("masked", "each"), strict=True):
+        series: dict[str, dict[str, float]] = {}
+        for key, cell in cells.items():
             context, nodes, batch = key.split(",")
-            lines.setdefault(f"{nodes} nodes, batch {batch}", []).append((context, _gain(cell, way)))
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.axhline(1, linewidth=0.8, color="#7f7f7f")
-        axes.set(xlabel="context", title=f"over {_WAYS[way]}")
+            series.setdefault(f"{nodes} nodes, batch {batch}", {})[context] = _gains(cell)[way]
+        lines(axes, series)
+        axes.axhline(1, linewidth=0.8, color=INK)
+        axes.set(xlabel="context", title=f"speed of paths over {_WAYS[way]}")
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-    right.axhline(_PAPER, linestyle=":", label="paper, at most")
-    left.set(ylabel="speed of paths")
-    right.legend(fontsize=8)
+    axes.axhline(_PAPER, linestyle=":", label="paper, at most")
+    axes.legend()
 
 
 def verdict(cells: Cells) -> Verdict:
-    gains = [_gain(cell, "each") for cell in cells.values()]
-    holds = max(gains) > _PAPER and min(gains) > 1
-    return Verdict(
-        paper=f"up to {_PAPER} over a kernel a sequence",
-        ours=f"{_over(cells, 'each')}; {_over(cells, 'masked')} over a dense mask",
-        outcome="surpassed" if holds else "did not hold",
-        why="" if holds else f"{sum(gain > _PAPER for gain in gains)} of {len(gains)} cases gain more",
-    )
+    gains = [_gains(cell)["each"] for cell in cells.values()]
+    ours = f"{_over(cells, 'each')}; {_over(cells, 'masked')} over a dense mask"
+    against = f"{sum(gain > _PAPER for gain in gains)} of {len(gains)} cases gain more"
+    against = "" if max(gains) > _PAPER and min(gains) > 1 else against
+    return Verdict(ours, f"up to {_PAPER} over a kernel a sequence", "surpassed", against)
 
 
-def _sorted(cells: Cells) -> list[tuple[str, Figures]]:
-    """Return cells by batch, nodes and context."""
-    return sorted(cells.items(), key=lambda item: [int(size) for size in reversed(item[0].split(","))])
-
-
-def _gain(cell: Figures, way: str) -> float:
-    return float(cell[way] / cell["paths"])
+def _gains(cell: Figures) -> dict[str, float]:
+    """Return the speed of paths over the other ways."""
+    return {way: float(cell[way] / cell["paths"]) for way in ("masked", "each")}
 
 
 def _over(cells: Cells, way: str) -> str:
-    return spread([_gain(cell, way) for cell in cells.values()], 2)
-
-
-QUESTION: Final = Question(
-    name="attention",
-    asks="What does attention along a tree's paths gain?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)
+    return spread([_gains(cell)[way] for cell in cells.values()], 2)

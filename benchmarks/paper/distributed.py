@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benchmarks.machines.ranks import Job, Layout, apart
 from benchmarks.machines.two_nodes import NoNodesError
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figures, NotHereError, Question, Verdict
-from benchmarks.study import row, span
+from benchmarks.paper.plots import INK, bars
+from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.study import shown, span, table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "How fast are several processes and nodes, beside one and beside other engines?"
 _LAYOUTS: Final = {
     "1x1": "one core",
     "2x1": "two ranks",
@@ -24,11 +23,8 @@ _LAYOUTS: Final = {
 _MODES: Final = ("sequence", "tree", "sized sequence", "sized tree")
 # A key is LAYOUT, or LAYOUT,RUN for a run of older pages, whose machine is not this one.
 _RUNS: Final = {
-    "zen5": ("1x1", "2x1", "1x2"),
-    "zen5-1gbit": ("1x1", "2x1", "1x2", "1x2@1000", "2x1@1000"),
-    "zen4": ("1x1", "2x1", "1x2", "1x2@1000", "2x1@1000"),
-    "vllm": ("1x1", "2x1"),
-    "llama.cpp": ("1x1", "1x2@1000"),
+    **{"zen5": [*_LAYOUTS][:3], "zen5-1gbit": [*_LAYOUTS], "zen4": [*_LAYOUTS]},
+    **{"vllm": ["1x1", "2x1"], "llama.cpp": ["1x1", "1x2@1000"]},
 }
 _PEERS: Final = {"vllm": "vLLM in bfloat16, two cores", "llama.cpp": "llama.cpp in Q4_K_M, RPC"}
 _PAPER: Final = {"one node": 1.5, "two nodes": 2.4, "tree over sequence": 1.2}  # the least it reports
@@ -44,14 +40,15 @@ def measure(lab: Lab, key: str) -> Figures:
     if run:
         raise NotHereError("it was measured by an older commit, or needs another engine's network")
     batches = lab.pick(full=(1, 4, 16), quick=(1, 4), toy=(1, 2))
+    alone, tokens, rounds = lab.pick(full=(3, 32, 2), quick=(2, 16, 1), toy=(1, 8, 1))
     job = Job(
         model=lab.target,
         draft=lab.draft,
         questions=lab.questions("Alpaca", batches[-1]),
         batches=batches,
-        alone=lab.pick(full=3, quick=2, toy=1),
-        max_tokens=lab.pick(full=32, quick=16, toy=8),
-        rounds=lab.pick(full=2, quick=1, toy=1),
+        alone=alone,
+        max_tokens=tokens,
+        rounds=rounds,
     )
     lab.elsewhere(lab.target, lab.draft)
     try:
@@ -61,23 +58,14 @@ def measure(lab: Lab, key: str) -> Figures:
 
 
 def page(cells: Cells) -> list[str]:
-    header = (
-        *("layout", "run", "batch", "incremental, tokens/s", "over one core", *_MODES),
-        *("tree over sequence", "the same, sized"),
-    )
-    lines = [
-        "A rank or stage is a process with one core. A node is a network namespace. Each gain is the speed "
-        "with guesses over that without, in the same run. A *sequence* has eight guesses, the paper's *tree* "
-        "eight levels with three branches at the third. *Sized* ones are cut by the cost of a pass, and a "
-        "sized tree has a learned shape. Runs with a name are of older pages: they have an AMD Zen 4 or Zen "
-        "5, and leave out the reading of prompts.",
-        "",
-        row(*header),
-        row(*["---"] * len(header)),
-        *(_row(cells, key, batch) for key, batch, _ in _ours(cells)),
-    ]
+    rows = []
+    for key, batch, one in _ours(cells):
+        layout, _, run = key.partition(",")
+        gains, speed = one["gains"], f"{one['tokens_per_s']:.1f}"
+        figures = *(gains.get(mode) for mode in _MODES), *_ratios(gains)
+        rows.append((_LAYOUTS[layout], run or "new", batch, speed, _over(cells, key, batch), *shown(figures)))
     peers = [
-        row(
+        (
             *(engine, _LAYOUTS[key.partition(",")[0]], batch, f"{figures['tokens_per_s']:.1f}"),
             *(_over(cells, key, batch), figures.get("equal_texts", "")),
         )
@@ -86,15 +74,22 @@ def page(cells: Cells) -> list[str]:
         if key.endswith(f",{name}")
         for batch, figures in cell["batches"].items()
     ]
-    if peers:
-        other = ("other engines", "layout", "batch", "tokens/s", "over one process", "texts as one process's")
-        lines += ["", row(*other), row(*["---"] * len(other)), *peers]
+    other = "other engines | layout | batch | tokens/s | over one process | texts as one process's"
     texts = [cell["texts"] for cell in cells.values() if "texts" in cell]
     same = all(each == texts[0] and all(len(one) == 1 for one in each.values()) for each in texts)
     return [
-        *lines,
+        "A rank or stage is a process with one core. A node is a network namespace. Each gain is the speed "
+        "with guesses over that without, in the same run. A *sequence* has eight guesses, the paper's *tree* "
+        "eight levels with three branches at the third. *Sized* ones are cut by the cost of a pass, and a "
+        "sized tree has a learned shape. Runs with a name are of older pages: an AMD Zen 4 or Zen 5, weights "
+        "in int8, a draft in int4. All but vLLM's leave out the reading of prompts.",
+        *table(
+            f"layout | run | batch | incremental, tokens/s | over one core | {' | '.join(_MODES)} | "
+            "tree over sequence | the same, sized",
+            rows,
+        ),
+        *(table(other, peers) if peers else []),
         *_eight_gpus(cells),
-        "",
         "The paper has gains of 1.5 to 2.5 on one node, 2.4 to 2.8 over two, and 1.2 to 1.5 for trees over "
         f"sequences. Here the best kind of guesses has, at batch 1, {_listed(_gains(cells))}."
         + (f" Texts of all layouts and kinds {'are' if same else 'are not all'} the same." if texts else ""),
@@ -103,49 +98,28 @@ def page(cells: Cells) -> list[str]:
 
 def plot(cells: Cells, figure: Figure) -> None:
     axes = figure.subplots()
-    found = [(key, cell["gains"]) for key, batch, cell in _ours(cells) if batch == "1"]
-    for number, name in enumerate(_MODES):
-        bars = [(at + 0.2 * number, gains[name]) for at, (_, gains) in enumerate(found) if name in gains]
-        if bars:
-            axes.bar(*zip(*bars, strict=True), width=0.2, label=name)
-    names = [key.replace(",", "\n").replace("@1000", "\n1 Gb/s").replace("-", "\n") for key, _ in found]
-    axes.set_xticks([at + 0.3 for at in range(len(found))], names, fontsize=6)
-    axes.axhline(1, linewidth=0.8, color="#7f7f7f")
+    found = {key: cell["gains"] for key, batch, cell in _ours(cells) if batch == "1"}
+    names = [key.replace(",", "\n").replace("@1000", "\n1 Gb/s").replace("-", "\n") for key in found]
+    bars(axes, names, {mode: [gains.get(mode, 0) for gains in found.values()] for mode in _MODES})
+    axes.axhline(1, linewidth=0.8, color=INK)
+    axes.tick_params(axis="x", labelsize=6)
     axes.set(ylabel="speed over incremental decoding")
-    axes.legend(fontsize=8, ncols=4)
 
 
 def verdict(cells: Cells) -> Verdict:
     found = _gains(cells)
     below = [f"{name} {min(each):.2f}" for name, each in found.items() if min(each) < _PAPER[name]]
-    return Verdict(
-        paper="1.5 to 2.5 (one node), 2.4 to 2.8 (two nodes), 1.2 to 1.5 (tree over sequence)",
-        ours=_listed(found),
-        outcome="did not hold" if below else "reproduced",
-        why=f"less than the paper's least: {', '.join(below)}; on CPUs, with a draft of a third of the target"
-        if below
-        else "",
-    )
+    against = f"less than its least: {', '.join(below)}; on CPUs, with a draft of a third of the target"
+    paper = "1.5 to 2.5 (one node), 2.4 to 2.8 (two nodes), 1.2 to 1.5 (tree over sequence)"
+    return Verdict(_listed(found), paper, "reproduced", against if below else "" if found else "not measured")
 
 
 def _ours(cells: Cells) -> Iterator[tuple[str, str, Figures]]:
-    """Yield key, batch and figures of cells with guesses, by run and layout."""
-    for run in ("", *_RUNS):
-        for layout in _LAYOUTS:
-            key = f"{layout},{run}" if run else layout
-            for batch, figures in cells.get(key, {"batches": {}})["batches"].items():
-                if "gains" in figures:
-                    yield key, batch, figures
-
-
-def _row(cells: Cells, key: str, batch: str) -> str:
-    layout, _, run = key.partition(",")
-    figures = cells[key]["batches"][batch]
-    gains = figures["gains"]
-    ratios = [f"{ratio:.2f}" for ratio in _ratios(gains)] or ["", ""]
-    shown = [f"{gains[mode]:.2f}" if mode in gains else "" for mode in _MODES]
-    speed = f"{figures['tokens_per_s']:.1f}"
-    return row(_LAYOUTS[layout], run or "new", batch, speed, _over(cells, key, batch), *shown, *ratios)
+    """Yield key, batch and figures of cells with guesses."""
+    for key, cell in cells.items():
+        for batch, figures in cell["batches"].items():
+            if "gains" in figures:
+                yield key, batch, figures
 
 
 def _over(cells: Cells, key: str, batch: str) -> str:
@@ -160,16 +134,16 @@ def _gains(cells: Cells) -> Mapping[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in _PAPER}
     for key, batch, figures in _ours(cells):
         if batch == "1":
-            gains = figures["gains"]
-            found["two nodes" if "@" in key else "one node"].append(max(gains.values()))
-            found["tree over sequence"] += [max(pair)] if (pair := _ratios(gains)) else []
+            found["two nodes" if "@" in key else "one node"].append(max(figures["gains"].values()))
+            ratios = [ratio for ratio in _ratios(figures["gains"]) if ratio]
+            found["tree over sequence"] += [max(ratios)] if ratios else []
     return {name: each for name, each in found.items() if each}
 
 
-def _ratios(gains: Mapping[str, float]) -> list[float]:
-    """Return the speed of trees over that of sequences, fixed and sized, if they were measured."""
+def _ratios(gains: Mapping[str, float]) -> list[float | None]:
+    """Return the speed of trees over that of sequences, fixed and sized; None if it was not measured."""
     pairs = [("tree", "sequence"), ("sized tree", "sized sequence")]
-    return [gains[a] / gains[b] for a, b in pairs if a in gains and b in gains]
+    return [gains[a] / gains[b] if a in gains and b in gains else None for a, b in pairs]
 
 
 def _listed(found: Mapping[str, Sequence[float]]) -> str:
@@ -188,28 +162,14 @@ def _eight_gpus(cells: Cells) -> list[str]:
     for name, rows in (("sequence", 9), ("tree", 21)):
         step = pass_ms(rows) + 8 * (2e9 / 2.7e9 + 0.15) + 2
         if tokens := one.get("tokens_per_step", {}).get(name):
-            gain = f"{tokens * pass_ms(1) / step:.2f}"
-            lines.append(row(name, f"{step:.1f}", f"{step / pass_ms(1):.2f}", f"{tokens:.2f}", gain))
-    return lines and [
-        "",
+            figures = *shown([step], 1), *shown([step / pass_ms(1), tokens, tokens * pass_ms(1) / step])
+            lines.append((name, *figures))
+    model = [
         "This is a model, not a measurement: 70 billion parameters in bfloat16 on eight H100. Each reads "
         "2.7 TB/s and computes 400 TFLOP/s; a layer has two exchanges of 12 us and their bytes at 225 GB/s. "
         "A step has eight passes of a draft of a billion parameters, each 0.15 ms and the reading of its "
         "weights, and 2 ms of Python. One token "
         f"without guesses takes {pass_ms(1):.1f} ms. The gain holds if that draft agrees as often as ours.",
-        "",
-        "| guesses | ms a step | tokens a step that pay | measured here, one core | gain |",
-        "|---|---|---|---|---|",
-        *lines,
+        *table("guesses | ms a step | tokens a step that pay | measured here, one core | gain", lines),
     ]
-
-
-QUESTION: Final = Question(
-    name="distributed",
-    asks="How fast are several processes and nodes, beside one and beside other engines?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)
+    return model if lines else []

@@ -9,11 +9,12 @@ from operator import add
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from benchmarks.paper.lab import DATASETS, Lab, answer
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
-from benchmarks.study import row, without_speculation
+from benchmarks.paper.plots import bars
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
+from benchmarks.study import shown, table, without_speculation
 from specinfer import EngineConfig
 from specinfer.kernels.disk import seconds
 from specinfer.tune.draft import Kind
@@ -21,9 +22,7 @@ from specinfer.tune.head_draft import BlockKind, EagleKind, MtpKind
 from specinfer.tune.prompts import built_in_prompts, read_prompts
 from specinfer.tune.tuning import TuneConfig, Tuning
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "What do draft heads guess, by kind?"
 _PACKAGE: Final = "package"
 _KINDS: Final[Mapping[str, Callable[[], Kind]]] = {"block": BlockKind, "eagle": EagleKind, "mtp": MtpKind}
 _TRAINING: Final = ("dolly_train", "gsm8k_train")
@@ -71,21 +70,15 @@ def _head(lab: Lab, key: str) -> Iterator[tuple[str, float]]:
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
-        "Draft heads of SmolLM2-135M, one request at a time. Tokens per step in trees of 1,1,3,1,1, greedy / "
-        "at temperature 1; the last column is the greedy speed over no speculation with trees sized by cost.",
-        "",
-        row("head", *DATASETS, "times"),
-        row(*["---"] * (len(DATASETS) + 2)),
-    ]
+    rows = []
     for key, cell in cells.items():
         rates = (cell["tokens_per_step"].get(name, []) for name in DATASETS)
-        shown = (" / ".join(f"{rate:.2f}" for rate in of) for of in rates)
-        lines.append(row(_named(key, cell), *shown, f"{cell['gain']:.2f}"))
+        rows.append((_named(key, cell), *(" / ".join(shown(of)) for of in rates), f"{cell['gain']:.2f}"))
     best = max(cells, key=lambda key: _mean(cells[key]))
     return [
-        *lines,
-        "",
+        "Draft heads of SmolLM2-135M, one request at a time. Tokens per step in trees of 1,1,3,1,1, greedy / "
+        "at temperature 1; the last column is the greedy speed over no speculation with trees sized by cost.",
+        *table(f"head | {' | '.join(DATASETS)} | times", rows),
         f"The head {_named(best, cells[best])} makes most of a step: {_mean(cells[best]):.2f} tokens. "
         "Kinds that learn here have the same prompts and minutes, a third of which collects answers; a block "
         "head begins as the target's last layer, the others begin with random numbers.",
@@ -95,18 +88,14 @@ def page(cells: Cells) -> list[str]:
 def plot(cells: Cells, figure: Figure) -> None:
     axes = figure.subplots()
     names = [name for name in DATASETS if any(name in cell["tokens_per_step"] for cell in cells.values())]
-    for place, (key, cell) in enumerate(cells.items()):
-        rates = [cell["tokens_per_step"].get(name, [0])[0] for name in names]
-        width = 0.8 / len(cells)
-        axes.bar([n + place * width for n in range(len(names))], rates, width, label=_named(key, cell))
-    axes.set_xticks([n + 0.4 - 0.4 / len(cells) for n in range(len(names))], names)
+    found = {_named(key, cell): cell["tokens_per_step"] for key, cell in cells.items()}
+    bars(axes, names, {head: [of.get(name, [0])[0] for name in names] for head, of in found.items()})
     axes.set(ylabel="tokens per step, greedy")
-    axes.legend(fontsize=8)
 
 
 def verdict(cells: Cells) -> Verdict:
     said = (f"{key} {_mean(cell):.2f} ({cell['gain']:.2f} times as fast)" for key, cell in cells.items())
-    return Verdict(paper="-", ours=f"tokens per step, greedy: {', '.join(said)}", outcome="new")
+    return Verdict(f"tokens per step, greedy: {', '.join(said)}")
 
 
 def _named(key: str, cell: Figures) -> str:
@@ -115,14 +104,3 @@ def _named(key: str, cell: Figures) -> str:
 
 def _mean(cell: Figures) -> float:
     return fmean(greedy for greedy, _ in cell["tokens_per_step"].values())
-
-
-QUESTION: Final = Question(
-    name="heads",
-    asks="What do draft heads guess, by kind?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import torch
 
 from benchmarks.machines.hybrids import CPU, GUESSED, PROMPT, RIGHT, TEXT, guesses, passes, write_models
 from benchmarks.machines.random_hybrids import SHAPES, TOY
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figures, NotHereError, Question, Verdict
-from benchmarks.study import row
+from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.study import shown, table
 from specinfer.engine.hardware import use_threads
 from specinfer.kernels.choice import choose_kernels
 from specinfer.kernels.disk import Bandwidth
 from specinfer.speculation_config import Quantization
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "What does a tree cost a model with recurrent states?"
 _GUESSES: Final = "guesses"
 _SHAPES: Final = {**SHAPES, "toy": TOY}
 
@@ -49,33 +47,28 @@ def measure(lab: Lab, key: str) -> Figures:
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
-        f"Shapes of published models with random weights. A pass runs behind {TEXT} tokens; its floor is the "
-        f"memory's time for one node. A plain model attends in every layer; a prompt has {PROMPT:,} tokens.",
-        "",
-        "| shape | weights | one node, ms | over its floor | 16 nodes over one | plain model "
-        "| recurrences, ms | prompt over one without them |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows, guessed = [], []
     for key, cell in _passes(cells).items():
         one, tree, prompt = cell["nodes"]["1"], cell["nodes"]["16"], cell["prompt"]
         share = prompt["seconds"] / (prompt["seconds"] - prompt["recurrences"])
-        ratios = (*_over_one(cell), tree["recurrence"], share)
-        figures = (f"{one['ms']:.1f}", f"{one['floor']:.2f}", *(f"{ratio:.2f}" for ratio in ratios))
-        lines.append(row(*key.replace("none", "bfloat16").split(","), *figures))
-    lines += [
-        "",
-        f"Greedy answers in int4, one at a time. The draft is a smaller hybrid, right at {RIGHT:.0%} of all "
-        f"positions; its trees are {GUESSED}, or sized by cost.",
-        "",
-        "| shape | tokens per step | over none | by cost | over none | none over none | texts |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        figures = one["floor"], *_over_one(cell), tree["recurrence"], share
+        rows.append((*key.replace("none", "bfloat16").split(","), f"{one['ms']:.1f}", *shown(figures)))
     for name, cell in _guesses(cells).items():
         names = ("fixed_tokens", "fixed_gain", "cost_tokens", "cost_gain", "control")
-        texts = "same" if cell["same"] else "DIFFERENT"
-        lines.append(row(name, *(f"{cell[one]:.2f}" for one in names), texts))
-    return [*lines, "", f"{_said(cells)}."]
+        guessed.append((name, *shown(cell[one] for one in names), "same" if cell["same"] else "DIFFERENT"))
+    return [
+        f"Shapes of published models with random weights. A pass runs behind {TEXT} tokens; its floor is the "
+        f"memory's time for one node. A plain model attends in every layer; a prompt has {PROMPT:,} tokens.",
+        *table(
+            "shape | weights | one node, ms | over its floor | 16 nodes over one | plain model "
+            "| recurrences, ms | prompt over one without them",
+            rows,
+        ),
+        f"Greedy answers in int4, one at a time. The draft is a smaller hybrid, right at {RIGHT:.0%} of all "
+        f"positions; its trees are {GUESSED}, or sized by cost.",
+        *table("shape | tokens per step | over none | by cost | over none | none over none | texts", guessed),
+        f"{_said(cells)}.",
+    ]
 
 
 def plot(cells: Cells, figure: Figure) -> None:
@@ -87,11 +80,11 @@ def plot(cells: Cells, figure: Figure) -> None:
             name = key.split(",")[0] + (", plain" if kind == "plain" else "")
             axes.plot(nodes, times, linestyle=style, marker="o", color=f"C{number}", label=name)
     axes.set(xlabel="nodes of a tree", ylabel="time of a pass over that of one node")
-    axes.legend(fontsize=7)
+    axes.legend()
 
 
 def verdict(cells: Cells) -> Verdict:
-    return Verdict(paper="-", ours=_said(cells), outcome="new")
+    return Verdict(_said(cells))
 
 
 def _passes(cells: Cells, kind: str = "") -> dict[str, Figures]:
@@ -117,16 +110,9 @@ def _said(cells: Cells) -> str:
     ]
     said = [f"In int4 a tree of 16 nodes takes {', '.join(ratios)}"] if ratios else []
     if gains:
-        said.append(f"Guesses sized by cost gain {min(gains):.2f} to {max(gains):.2f} times")
+        noise = max(abs(cell["control"] - 1) for cell in _guesses(cells).values())
+        said.append(
+            f"Guesses sized by cost gain {min(gains):.2f} to {max(gains):.2f} times; two runs without "
+            f"guesses differ by up to {noise:.0%}"
+        )
     return ". ".join(said)
-
-
-QUESTION: Final = Question(
-    name="hybrids",
-    asks="What does a tree cost a model with recurrent states?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)

@@ -84,6 +84,11 @@ class Lab:
         self.close()
         self._key = models
 
+    def known(self) -> set[str]:
+        """Return the file names of all models of this run."""
+        (small, heads), (target, drafts) = self.pair("head"), self.pair("pair")
+        return {Path(name).name for name in (target, small, *drafts, *heads)}
+
     def models(self) -> list[str]:
         """Return the file names of the models that are open or measured elsewhere."""
         return [Path(name).name for name in self._key]

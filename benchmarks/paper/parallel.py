@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benchmarks.paper.lab import Lab
 from benchmarks.paper.passes import BLOCK, expanded, filled_runner, medians, paths, tree_rows
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.plots import INK, bars
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
 from benchmarks.paper.ways import PLAIN, compare, shaped
-from benchmarks.study import row, spread
+from benchmarks.study import spread, table
 from specinfer.models.language_model import LanguageModel
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "Do trees beat other ways to verify several tokens at once?"
 _TREE: Final = (1, 1, 3, 1, 1, 1, 1, 1)  # the paper's expansion
 _LEVELS: Final = {"head": 5, "pair": 8}  # levels that the head and the draft guess
 _TARGETS: Final = {
@@ -52,19 +50,12 @@ def measure(lab: Lab, key: str) -> Figures:
         "cost": cost,
         "all": {**cost, "lookup": True},
     }
-    figures = compare(
-        lab,
-        name,
-        ways,
-        lab.questions(kind, lab.pick(full=6, quick=3, toy=1)),
-        batch=1,
-        max_tokens=lab.pick(full=48, quick=32, toy=8),
-        rounds=lab.pick(full=2, quick=1, toy=1),
-    )
+    count, tokens, rounds, passes = lab.pick(full=(6, 48, 2, 9), quick=(3, 32, 1, 3), toy=(1, 8, 1, 1))
+    questions = lab.questions(kind, count)
+    figures = compare(lab, name, ways, questions, batch=1, max_tokens=tokens, rounds=rounds)
     target, drafts = lab.pair(name)
     with lab.llm(target, drafts) as llm:
-        passes = _passes(llm.models.target, _TREE[: _LEVELS[name]], lab.pick(full=9, quick=3, toy=1))
-    return {"ways": figures, "passes": passes}
+        return {"ways": figures, "passes": _passes(llm.models.target, _TREE[: _LEVELS[name]], passes)}
 
 
 def _passes(target: LanguageModel, widths: tuple[int, ...], rounds: int) -> dict[str, float]:
@@ -75,35 +66,31 @@ def _passes(target: LanguageModel, widths: tuple[int, ...], rounds: int) -> dict
     runner = filled_runner(target, text + own * len(sequences))
     tables = [[*range(text), *range(text + own * at, text + own * (at + 1))] for at in range(len(sequences))]
     tree = [tree_rows(_TEXT, tables[0], parents)]
-    beams = [
-        tree_rows(_TEXT, table, range(-1, len(path) - 1))
-        for table, path in zip(tables, sequences, strict=True)
-    ]
+    pairs = zip(tables, sequences, strict=True)
+    beams = [tree_rows(_TEXT, blocks, range(-1, len(path) - 1)) for blocks, path in pairs]
     return medians({"tree": lambda: runner.forward(tree), _BEAMS: lambda: runner.forward(beams)}, rounds)
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
-        "One request at a time, greedy. Sequences and trees have eight levels (a head's five), and trees "
-        "three branches at the third. The step with a sequence for each leaf is computed: the tree's, with "
-        "the measured time of a pass over these sequences in place of that over the tree. A block head "
-        "guesses a whole tree in one pass; the 1.5B has no trained one.",
-        "",
-        "| | texts | way | tokens per step | ms per step | tokens/s | over one token a step | same texts |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, kind, cell in _sorted(cells):
+    rows = []
+    for key, cell in cells.items():
+        name, kind = key.split(",")
         for way, found in _all(cell).items():
             rate, steps = 1 / found["seconds"], found["tokens_per_step"]
-            speeds = f"{steps:.2f} | {1e3 * steps / rate:.1f} | {rate:.1f} | {_speed(cell, way):.2f}"
+            speeds = f"{steps:.2f}", f"{1e3 * steps / rate:.1f}", f"{rate:.1f}", f"{_speed(cell, way):.2f}"
             same = "" if way == _BEAMS else f"{found['same']} of {found['texts']}"
-            lines.append(row(_TARGETS[name], kind, _WAYS[way], speeds, same))
+            rows.append((_TARGETS[name], kind, _WAYS[way], *speeds, same))
     sequence, beams = _over(cells, "tree", "sequence"), _over(cells, "tree", _BEAMS)
     fastest = [max(_all(cell), key=partial(_speed, cell)) for cell in cells.values()]
     counted = ", ".join(f"{_WAYS[way]} in {fastest.count(way)}" for way in _WAYS if way in fastest)
     return [
-        *lines,
-        "",
+        "One request at a time, greedy. Sequences and trees have eight levels (a head's five), and trees "
+        "three branches at the third. The step with a sequence for each leaf is computed: the tree's, with "
+        "the measured time of a pass over these sequences in place of that over the tree. A block head "
+        "guesses a whole tree in one pass; the 1.5B has no trained one.",
+        *table(
+            " | texts | way | tokens per step | ms per step | tokens/s | over one token | same texts", rows
+        ),
         f"The paper's tree has {sequence} of the speed of a sequence, and {beams} of that of a sequence for "
         f"each leaf. The fastest ways of {len(cells)} targets and texts: {counted}.",
     ]
@@ -111,33 +98,18 @@ def page(cells: Cells) -> list[str]:
 
 def plot(cells: Cells, figure: Figure) -> None:
     axes = figure.subplots()
-    names = [(f"{name}, {kind}", cell) for name, kind, cell in _sorted(cells)]
-    ways = [way for way in _WAYS if way != PLAIN]
-    for at, way in enumerate(ways):
-        places = [place + (at - len(ways) / 2) / (len(ways) + 2) for place in range(len(names))]
-        axes.bar(places, [_speed(cell, way) for _, cell in names], 1 / (len(ways) + 2), label=_WAYS[way])
-    axes.axhline(1, linewidth=0.8, color="#7f7f7f")
-    axes.set_xticks(range(len(names)), [name for name, _ in names])
+    ways = {_WAYS[way]: [_speed(cell, way) for cell in cells.values()] for way in _WAYS if way != PLAIN}
+    bars(axes, [key.replace(",", ", ") for key in cells], ways)
+    axes.axhline(1, linewidth=0.8, color=INK)
     axes.set(ylabel="speed over one token a step")
-    figure.legend(fontsize=7, loc="outside right upper")
 
 
 def verdict(cells: Cells) -> Verdict:
     enough = sum(_speed(cell, "tree", "sequence") >= _PAPER for cell in cells.values())
-    return Verdict(
-        paper=f"tree over sequence {_PAPER} to 1.5",
-        ours=f"{_over(cells, 'tree', 'sequence')}; sized by cost {_over(cells, 'cost', 'sequence')}; "
-        f"tree over a sequence a leaf {_over(cells, 'tree', _BEAMS)}",
-        outcome="reproduced" if enough == len(cells) else "did not hold",
-        why="" if enough == len(cells) else f"a tree reaches {_PAPER} in {enough} of {len(cells)} cells",
-    )
-
-
-def _sorted(cells: Cells) -> Iterator[tuple[str, str, Figures]]:
-    for name in _TARGETS:
-        for key, cell in cells.items():
-            if key.startswith(f"{name},"):
-                yield name, key.split(",")[1], cell
+    against = f"a tree reaches {_PAPER} in {enough} of {len(cells)} cells" if enough < len(cells) else ""
+    ours = f"{_over(cells, 'tree', 'sequence')}; sized by cost {_over(cells, 'cost', 'sequence')}"
+    ours += f"; tree over a sequence a leaf {_over(cells, 'tree', _BEAMS)}"
+    return Verdict(ours, f"tree over sequence {_PAPER} to 1.5", "reproduced", against)
 
 
 def _all(cell: Figures) -> dict[str, Any]:
@@ -155,14 +127,3 @@ def _speed(cell: Figures, way: str, over: str = PLAIN) -> float:
 
 def _over(cells: Cells, way: str, other: str) -> str:
     return spread([_speed(cell, way, other) for cell in cells.values()], 2)
-
-
-QUESTION: Final = Question(
-    name="parallel",
-    asks="Do trees beat other ways to verify several tokens at once?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)

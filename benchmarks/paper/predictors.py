@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy as log_loss
 
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
-from benchmarks.study import ask, row
+from benchmarks.paper.plots import INK, lines
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
+from benchmarks.study import ask, shown, table
 from specinfer import RequestOutput, SamplingParams
 from specinfer.engine.costs import measure_curves
+from specinfer.engine.steps import TreeEvent
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
 from specinfer.speculate.policy.acceptance import AcceptanceRates
@@ -24,20 +26,13 @@ from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import Expansion
 from specinfer.tune.collector import HiddenStateListener
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from specinfer.engine.steps import TreeEvent
-
+ASKS: Final = "Which predictor of the matching length is worth it?"
 _LEVELS: Final = 8  # guesses of the draft's chain, which every step verifies
 _MODES: Final = {"greedy": 0.0, "sampled": 1.0}  # their temperatures
-_INPUTS: Final = {
-    "recent": ["recent"],
-    "entropy": ["entropy"],
-    "features": ["features"],
-    "these three": ["recent", "entropy", "features"],
-    "draft": ["draft"],
-    "all four": ["recent", "entropy", "features", "draft"],
+_BEFORE: Final = ("recent", "entropy", "features")  # inputs that are known before a draft runs
+_INPUTS: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (name,) for name in _BEFORE},
+    **{"these three": _BEFORE, "draft": ("draft",), "all four": (*_BEFORE, "draft")},
 }
 _UNITS: Final = (16, 64, 256)  # of an MLP's hidden layer
 _SEEN: Final = ("policy", "draft", "all four")  # they know each guess's probability once it is drawn
@@ -123,11 +118,9 @@ def _compared(steps: Sequence[_Step], costs: tuple[Sequence[float], float], temp
         found[name] = _trained(x_SLW, right_SL, learnt_SL, text_S1 % 6 == 0, int(units))
     figures, held_S = {}, held_S1[:, 0]
     for name, likely_SL in found.items():
-        likely_HL, tried_HL, lengths_H = likely_SL[held_S], tried_SL[held_S], lengths_S1[held_S, 0]
+        likely_HL, lengths_H = likely_SL[held_S], lengths_S1[held_S, 0]
         ahead = ahead_L.tolist() if name.partition(",")[0] in _SEEN else None
-        known = likely_HL[tried_HL].clamp(1e-4, 1 - 1e-4)
         figures[name] = {
-            "log_loss": float(log_loss(known, right_SL[held_S][tried_HL])),
             "error": float((likely_HL.cumprod(1).sum(1) - lengths_H).abs().mean()),
             "tokens_per_second": _speed(likely_HL.tolist(), lengths_H.tolist(), costs, ahead),
         }
@@ -213,39 +206,36 @@ def _speed(
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
+    rows = [
+        (mode, name, *shown([one["error"]]), *shown([_over(cell, name)], 3))
+        for mode, cell in cells.items()
+        for name, one in cell["predictors"].items()
+    ]
+    steps = [f"{cell['steps']} steps of {cell['texts']} texts {mode}" for mode, cell in cells.items()]
+    return [
         "Every step verifies a chain of eight guesses of the draft. A predictor says how likely each is "
         "accepted; which guesses it would draw and verify follows from the times of passes. MLPs have one "
         "hidden layer of 16, 64 or 256 units, and learn from two of three texts; the policy learns from all "
         "steps before; the figures are of the third. Inputs: recent (tokens so far, guesses accepted in the "
         "last step and on average), the target's entropy and last features, all of which are known before a "
-        "draft runs, and the draft's probabilities.",
-        "",
-        "| | predictor | log-loss of a guess | error of the length | tokens/s over the constant's |",
-        "|---|---|---|---|---|",
-    ]
-    for mode, cell in cells.items():
-        for name, found in cell["predictors"].items():
-            numbers = f"{found['log_loss']:.3f}", f"{found['error']:.2f}", f"{_over(cell, name):.3f}"
-            lines.append(row(mode, name, *numbers))
-    steps = ", ".join(
-        f"{cell['steps']} steps of {cell['texts']} texts {mode}" for mode, cell in cells.items()
-    )
-    return [
-        *lines,
-        "",
-        f"Of {steps}: {_gains(cells)}.",
+        "draft runs, and the draft's probabilities. The best MLP is the best on these texts, "
+        "which favours it.",
+        *table(" | predictor | error of the length | tokens/s over the constant's", rows),
+        f"Of {', '.join(steps)}: {_gains(cells)}.",
         "Between the last two lies the worth of better predictors.",
     ]
 
 
 def _gains(cells: Cells) -> str:
     """Return the speeds over the constant's, by mode."""
-    each = [
-        f"{mode}, the policy makes {_over(cell, 'policy'):.2f}, the best MLP ({_best(cell)}) "
-        f"{_over(cell, _best(cell)):.2f} and the true length {_over(cell, 'oracle'):.2f} times the tokens/s"
-        for mode, cell in cells.items()
-    ]
+    each = []
+    for mode, cell in cells.items():
+        best = max(_MLPS, key=lambda name: _over(cell, name))
+        policy, mlp, oracle = shown(_over(cell, name) for name in ("policy", best, "oracle"))
+        each.append(
+            f"{mode}, the policy makes {policy}, the best MLP ({best}) {mlp} and the true length {oracle} "
+            "times the tokens/s"
+        )
     return "; ".join(each)
 
 
@@ -255,31 +245,15 @@ def _over(cell: Figures, name: str) -> float:
     return float(found[name]["tokens_per_second"] / found["constant"]["tokens_per_second"])
 
 
-def _best(cell: Figures) -> str:
-    return max(_MLPS, key=lambda name: _over(cell, name))
-
-
 def plot(cells: Cells, figure: Figure) -> None:
     for mode, axes in zip(cells, figure.subplots(1, len(cells), sharey=True, squeeze=False)[0], strict=True):
-        for inputs in _INPUTS:
-            axes.plot([_over(cells[mode], f"{inputs}, {n}") for n in _UNITS], marker="o", label=inputs)
+        of = {inputs: {str(n): _over(cells[mode], f"{inputs}, {n}") for n in _UNITS} for inputs in _INPUTS}
+        lines(axes, of)
         for name, style in (("constant", ":"), ("policy", "--"), ("oracle", "-.")):
-            axes.axhline(_over(cells[mode], name), linestyle=style, color="#7f7f7f", label=name)
-        axes.set(xlabel=f"units, {mode}", xticks=range(len(_UNITS)), xticklabels=_UNITS)
-    figure.axes[0].set_ylabel("tokens/s over the constant's")
-    figure.axes[-1].legend(fontsize=7, ncols=2)
+            axes.axhline(_over(cells[mode], name), linestyle=style, color=INK, label=name)
+        axes.set(xlabel=f"units, {mode}", ylabel="tokens/s over the constant's")
+    axes.legend(ncols=2)
 
 
 def verdict(cells: Cells) -> Verdict:
-    return Verdict(paper="-", ours=_gains(cells), outcome="new")
-
-
-QUESTION: Final = Question(
-    name="predictors",
-    asks="Which predictor of the matching length is worth it?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)
+    return Verdict(_gains(cells))

@@ -3,76 +3,76 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+from matplotlib.figure import Figure as Figure  # modules of questions draw on one
+
+from benchmarks.paper.lab import Lab
 from specinfer.errors import UserError
 from specinfer.files import write_whole
 from specinfer.report.provenance import commit, hardware
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from benchmarks.paper.lab import Lab
-
 Figures = Mapping[str, Any]  # plain JSON values
-Outcome = Literal["surpassed", "reproduced", "did not hold", "new"]
+Outcome = Literal["surpassed", "reproduced", "new"]
 
 
 class NotHereError(UserError):
     """This machine cannot measure a cell; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """A row of the index."""
 
-    paper: str  # its figure, or "-"
     ours: str
-    outcome: Outcome  # "new": the paper has no such figure
-    why: str = ""  # if it did not hold
+    paper: str = "-"
+    outcome: Outcome = "new"  # the paper has no such figure
+    against: str = ""  # why it did not hold, if it did not
 
 
 class Cells(Mapping[str, Figures]):
-    """The measured cells of a question by key, each in a file of its own.
+    """The measured cells of a question by key, in the order of its keys, each in a file of its own.
 
     A key is a list of words with commas. A file holds figures, size, and commit, machine and date of the
-    measurement; `source` names the page of an older measurement that the figures are from.
+    measurement; `source` names the page of an older measurement that the figures are from, "" if it is gone.
     """
 
-    def __init__(self, folder: Path, size: str) -> None:
-        """Read the files; raises UserError for a cell of another size."""
-        self.folder = folder
-        self.size = size
+    def __init__(self, folder: Path, size: str, keys: Sequence[str]) -> None:
+        """Read the files of these keys; raises UserError for a cell of another size."""
+        self.folder, self.size, self._keys = folder, size, keys
         self._cells: dict[str, dict[str, Any]] = {}
-        for file in sorted(folder.glob("*.json")):
-            cell = json.loads(file.read_text(encoding="utf-8"))
-            if cell["size"] != size:
-                raise UserError(f"{file} is a {cell['size']} cell, not a {size} one; give another --out")
-            self._cells[file.stem] = cell
+        for key in keys:
+            if (file := folder / f"{key}.json").exists():
+                cell = self._cells[key] = json.loads(file.read_text(encoding="utf-8"))
+                if cell["size"] != size:
+                    raise UserError(f"{file} is a {cell['size']} cell, not a {size} one; give another --out")
 
     def __getitem__(self, key: str) -> Figures:
         figures: Figures = self._cells[key]["figures"]
         return figures
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
+        return (key for key in self._keys if key in self._cells)
 
     def __len__(self) -> int:
         return len(self._cells)
 
+    def has(self, key: str, models: Collection[str]) -> bool:
+        """Return whether a cell is there, of this machine and of `models`, or of an older page."""
+        cell = self._cells.get(key)
+        own = cell is not None and cell["machine"] == _machine() and {*cell["models"]} <= {*models}
+        return own or (cell is not None and "source" in cell)
+
     def keep(self, key: str, figures: Figures, models: Sequence[str]) -> None:
         """Add a cell, and write its file."""
-        machine = hardware()
         cell = {
-            "figures": figures,
-            "size": self.size,
-            "models": list(models),
-            "commit": commit(),
-            "machine": f"{machine['cpu']}, {machine['cores']} cores",
+            **{"figures": figures, "size": self.size, "models": list(models), "commit": commit()},
+            "machine": _machine(),
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
         }
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,29 +82,38 @@ class Cells(Mapping[str, Figures]):
 
     def settings(self) -> list[str]:
         """Return a line for each combination of models, machine, commit and date of the cells."""
-        found: dict[str, int] = {}
-        for cell in self._cells.values():
-            where = f", from [an older page]({cell['source']})" if "source" in cell else ""
-            line = (
-                f"{' and '.join(cell['models']) or 'no model'}; {cell['machine']}; "
-                f"commit {cell['commit'] or 'unknown'}; {cell['date']}{where}"
-            )
-            found[line] = found.get(line, 0) + 1
+        found = Counter(
+            f"{' and '.join(cell['models']) or 'no model'}; {cell['machine']}; "
+            f"commit {cell['commit'] or 'unknown'}; {cell['date']}"
+            + (f", from [an older page]({cell['source']})" if cell.get("source") else "")
+            for cell in map(self._cells.__getitem__, self)
+        )
         return [f"- {number} cells: {line}" for line, number in found.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question, which has a page of its own.
+def _machine() -> str:
+    machine = hardware()
+    return f"{machine['cpu']}, {machine['cores']} cores"
+
+
+class Question(Protocol):
+    """A module with a question, whose name is that of the page, of the plot and of the folder of cells.
 
     `page` returns the tables and, in two sentences, their meaning; `plot` draws on a Figure that is made for
-    it. All three get the cells that exist, which may not be all.
+    it. These and `verdict` get the cells that exist, which may not be all.
     """
 
-    name: str  # of the page, of the plot and of the folder of cells
-    asks: str  # the heading
-    keys: Callable[[Lab], Sequence[str]]
-    measure: Callable[[Lab, str], Figures]  # one cell; raises NotHereError
-    page: Callable[[Cells], Sequence[str]]
-    plot: Callable[[Cells, Figure], None]
-    verdict: Callable[[Cells], Verdict]
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def ASKS(self) -> str: ...  # the heading
+    def keys(self, lab: Lab) -> Sequence[str]: ...
+    def measure(self, lab: Lab, key: str) -> Figures: ...  # one cell; raises NotHereError
+    def page(self, cells: Cells) -> Sequence[str]: ...
+    def plot(self, cells: Cells, figure: Figure) -> None: ...
+    def verdict(self, cells: Cells) -> Verdict: ...
+
+
+def name_of(question: Question) -> str:
+    """Return the name of its page."""
+    return question.__name__.rpartition(".")[2]

@@ -24,19 +24,6 @@ from benchmarks.paper import (
 from benchmarks.paper.question import Question
 
 QUESTIONS: Final[tuple[Question, ...]] = (
-    table1.QUESTION,
-    table2.QUESTION,
-    table3.QUESTION,
-    distributed.QUESTION,
-    offloading.QUESTION,
-    widths.QUESTION,
-    attention.QUESTION,
-    trees.QUESTION,
-    ssms.QUESTION,
-    predictors.QUESTION,
-    adaptation.QUESTION,
-    parallel.QUESTION,
-    hybrids.QUESTION,
-    heads.QUESTION,
-    promise.QUESTION,
+    *(table1, table2, table3, distributed, offloading, widths, attention),
+    *(trees, ssms, predictors, adaptation, parallel, hybrids, heads, promise),
 )

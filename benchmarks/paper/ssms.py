@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from benchmarks.paper.lab import Lab, answer
-from benchmarks.paper.question import Cells, Figures, NotHereError, Question, Verdict
-from benchmarks.study import row
+from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.study import shown, table
 from specinfer.config import EngineConfig
 from specinfer.files import cache_dir
 from specinfer.hub import resolve
@@ -24,9 +25,7 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.tuning import TuneConfig, Tuning, member_name
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "Larger SSMs, or more of them: one, three or five?"
 _DEPTH: Final = 5  # guesses of a chain
 _MERGED: Final = {  # speculators of the target; the small model has another vocabulary
     "lookups": ("lookup",),
@@ -71,7 +70,7 @@ def _trained(lab: Lab, members: int, layers: int) -> Figures:
     options = {"quantization": "int8", "max_context": 1024, "threads": 1, "lookup": False}
     engine, kind = EngineConfig.from_options(lab.small, options), SsmKind(layers=layers, depth=_DEPTH)
     tuning = partial(TuneConfig, target=engine, kind=kind, max_tokens=192)
-    work = cache_dir() / "paper" / lab.size
+    work = cache_dir() / "paper" / lab.size / Path(lab.small).stem
     if not (corpus := Corpus(work / "corpus" / "work" / "shards")).tokens:
         files = lab.pick(full=["dolly_train", "alpaca_train"], quick=[], toy=["alpaca"])
         prompts = read_prompts([lab.prompts / f"{file}.jsonl" for file in files])
@@ -108,47 +107,49 @@ def _pools(cells: Cells) -> list[dict[str, Any]]:
 
 
 def page(cells: Cells) -> list[str]:
-    lines = []
-    if pools := _pools(cells):
-        lines += [
-            "SSMs of SmolLM2-135M with two of its layers, unless a row says more. The members of a row share "
-            "the CPU time of its training. The figures are tokens a pass of the target at held-out greedy "
-            "answers, with a chain of five guesses of each member. The speed over no speculation is that of "
-            "the best trees, by the time of passes. Independent members ignore each other. Discounted ones "
-            "learn laws in which tokens of earlier members count .3, and warm ones start from the weights of "
-            "the one before. In the paper's way members learn from the texts that earlier ones miss.",
-            "",
-            "| SSMs | minutes | answers' tokens | each alone | the first 1, 2, ... together | the first "
-            "alone, with three first guesses | speed of the first 1, 2, ... |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for pool in pools:
-            three = [" ".join(f"{one:.2f}" for one in pool[kind]) for kind in ("own", "pool", "speed")]
-            of = f"{pool['minutes']:g}", f"{pool['tokens']:,}"
-            lines.append(row(pool["name"], *of, *three[:2], f"{pool['wide']:.2f}", three[2]))
-        lines.append("")
-    if merged := _existing(cells):
-        lines += [
-            "Existing speculators of the target, a chain of five guesses of each, in greedy answers: "
-            "lookups, a small model of another vocabulary, and a larger one.",
-            "",
-            "| speculators | tokens a step | nodes a step |",
-            "|---|---|---|",
-            *(row(name, f"{tokens:.2f}", f"{nodes:.1f}") for name, (tokens, nodes) in merged.items()),
-            "",
-        ]
+    pools, merged, said = _pools(cells), _existing(cells), []
+    rows = [
+        (
+            *(pool["name"], f"{pool['minutes']:g}", f"{pool['tokens']:,}"),
+            *(" ".join(shown(pool[kind])) for kind in ("own", "pool")),
+            *(f"{pool['wide']:.2f}", " ".join(shown(pool["speed"]))),
+        )
+        for pool in pools
+    ]
+    trained = [
+        "SSMs of SmolLM2-135M with two of its layers, unless a row says more. The members of a row share "
+        "the CPU time of its training. The figures are tokens a pass of the target at held-out greedy "
+        "answers, with a chain of five guesses of each member. The speed over no speculation is that of "
+        "the best trees, by the time of passes. Independent members ignore each other. Discounted ones "
+        "learn laws in which tokens of earlier members count .3, and warm ones start from the weights of "
+        "the one before. In the paper's way members learn from the texts that earlier ones miss.",
+        *table(
+            "SSMs | minutes | answers' tokens | each alone | the first 1, 2, ... together | the first alone, "
+            "with three first guesses | speed of the first 1, 2, ...",
+            rows,
+        ),
+    ]
+    existing = [
+        "Existing speculators of the target, a chain of five guesses of each, in greedy answers: "
+        "lookups, a small model of another vocabulary, and a larger one.",
+        *table(
+            "speculators | tokens a step | nodes a step",
+            ((name, f"{tokens:.2f}", f"{nodes:.1f}") for name, (tokens, nodes) in merged.items()),
+        ),
+    ]
+    if merged:
         most = max(merged, key=lambda name: merged[name])
-        lines.append(f"Of these, {most} makes the most tokens a step, {merged[most][0]:.2f}.")
+        said.append(f"Of these, {most} makes the most tokens a step, {merged[most][0]:.2f}.")
     if threes := [pool for pool in pools if len(pool["pool"]) > 2]:
         better = sum(pool["pool"][2] > pool["wide"] for pool in threes)
         speeds = [pool["speed"] for pool in threes if pool["speed"]]
-        lines.append(
+        said.append(
             f"In {better} of {len(threes)} pools three members make more tokens a pass than the first alone "
             "with three first guesses, which has as many nodes and a third of the SSMs' passes. Two or more "
             f"members are faster than the first alone in {sum(max(one) > one[0] for one in speeds)} of "
             f"{len(speeds)}."
         )
-    return lines
+    return [*(trained if pools else []), *(existing if merged else []), *said]
 
 
 def _existing(cells: Cells) -> dict[str, tuple[float, float]]:
@@ -161,29 +162,17 @@ def plot(cells: Cells, figure: Figure) -> None:
     trained, merged = figure.subplots(1, 2)
     for pool in _pools(cells):
         color, line = f"C{int('block' in pool['name'])}", ":" if "independent" in pool["name"] else "-"
-        places = range(1, 1 + len(pool["pool"]))
-        trained.plot(places, pool["pool"], color=color, linestyle=line, marker=".")
-    trained.set(xlabel="SSMs (blue), block heads; dotted: independent", ylabel="tokens a pass")
+        trained.plot(range(1, 1 + len(pool["pool"])), pool["pool"], color=color, linestyle=line, marker=".")
     trained.set_xticks(range(1, 6))
+    trained.set(xlabel="SSMs (blue), block heads; dotted: independent", ylabel="tokens a pass")
     bars = _existing(cells)
     merged.barh([*bars], [tokens for tokens, _ in bars.values()])
     merged.set(xlabel="tokens a step, existing speculators")
 
 
 def verdict(cells: Cells) -> Verdict:
-    pools = [pool["pool"] for pool in _pools(cells)]
-    each = {n: [pool[n - 1] for pool in pools if len(pool) >= n] for n in (1, 3, 5)}
-    best = [f"{max(found):.2f} with {n}" for n, found in each.items() if found]
-    best += [f"{tokens:.2f} with {name}" for name, (tokens, _) in _existing(cells).items()]
-    return Verdict(paper="-", ours=f"tokens a pass: {', '.join(best)}", outcome="new")
-
-
-QUESTION: Final = Question(
-    name="ssms",
-    asks="Larger SSMs, or more of them: one, three or five?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)
+    threes = [pool for pool in _pools(cells) if len(pool["pool"]) > 2]
+    better = sum(pool["pool"][2] > pool["wide"] for pool in threes)
+    said = [f"three beat one with as many nodes in {better} of {len(threes)} pools"] if threes else []
+    said += [f"{tokens:.2f} tokens a pass with {name}" for name, (tokens, _) in _existing(cells).items()]
+    return Verdict(", ".join(said))

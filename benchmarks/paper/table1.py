@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from benchmarks.paper.lab import Lab, answer, ranks
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.lab import DATASETS, Lab, answer, ranks
+from benchmarks.paper.plots import lines
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
 from benchmarks.paper.table2 import LAW, MODES
-from benchmarks.study import row
+from benchmarks.study import shown, table
 from specinfer.tree.token_tree import Expansion
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "How often is one of the draft's first guesses right?"
 _PAPER: Final[Mapping[str, Mapping[str, Sequence[int]]]] = {  # percent; LLaMA-7B with a draft of 68M
     "greedy": {
         "Alpaca": (68, 77, 81, 84, 85),
@@ -43,80 +42,57 @@ def keys(lab: Lab) -> list[str]:
 def measure(lab: Lab, key: str) -> Figures:
     pair, name, mode = key.split(",")
     taken: list[int] = []  # the rank of each accepted guess; _MOST: a step accepted none
-    limit = lab.pick(full={"pair": 8, "head": 16}[pair], quick=4, toy=1)
-    options = {"verifier": MODES[mode]["verifier"], "expansion": Expansion((_MOST,))}
-    with lab.llm(*lab.pair(pair), **options) as llm:
+    questions = lab.questions(name, lab.pick(full={"pair": 8, "head": 16}[pair], quick=4, toy=1))
+    law, limit = MODES[mode], lab.pick(full=64, quick=24, toy=8)
+    with lab.llm(*lab.pair(pair), verifier=law["verifier"], expansion=Expansion((_MOST,))) as llm:
         llm.on_tree = lambda event: taken.extend((ranks(event) or [_MOST])[: event.tree.num_nodes - 1])
-        answer(
-            llm,
-            lab.questions(name, limit),
-            temperature=MODES[mode]["temperature"],
-            max_tokens=lab.pick(full=64, quick=24, toy=8),
-        )
+        answer(llm, questions, temperature=law["temperature"], max_tokens=limit)
     return {"taken": [taken.count(rank) for rank in range(_MOST)], "steps": len(taken)}
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
+    rows: list[Sequence[object]] = []
+    for name, mode in [(name, mode) for name in DATASETS for mode in MODES]:
+        if found := _found(cells, mode, name):
+            rows += [(name, f"{mode}, {PAIRS[pair]}", *shown(rates, 0)) for pair, [rates] in found.items()]
+            rows.append((name, f"{LAW[mode]}, paper", *_PAPER[LAW[mode]][name]))
+    counts = {law: _held(cells, law) for law in _PAPER}
+    reached = [f"{sum(held)} of {len(held)} {law} rates" for law, held in counts.items()]
+    return [
         "In percent of the steps. Every step has five guesses for one token: greedy, the draft's likeliest; "
         "sampled (T = 1), five draws without replacement for `mss`, or with the target's noise for "
         "`coupled`. The first k of them hold the accepted token this often.",
-        "",
-        "| data set | | k = 1 | 2 | 3 | 4 | 5 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in _PAPER["greedy"]:
-        for mode in MODES:
-            found = {pair: cells.get(f"{pair},{name},{mode}") for pair in PAIRS}
-            lines += [
-                row(name, f"{mode}, {PAIRS[pair]}", *(f"{rate:.0f}" for rate in _rates(cell)))
-                for pair, cell in found.items()
-                if cell
-            ]
-            if any(found.values()):
-                lines.append(row(name, f"{LAW[mode]}, paper", *_PAPER[LAW[mode]][name]))
-    counts = {law: _compared(cells, law) for law in _PAPER}
-    return [
-        *lines,
-        "",
-        "The pair of language models reaches the paper's figure in "
-        + " and in ".join(f"{above} of {rows} {law} rates" for law, (above, rows) in counts.items())
-        + ". The paper's sampled rates of k > 1 are above its greedy ones; [Table 3](table3.md) has the "
+        *table("data set |  | k = 1 | 2 | 3 | 4 | 5", rows),
+        f"The pair of language models reaches the paper's figure in {' and in '.join(reached)}. "
+        "The paper's sampled rates of k > 1 are above its greedy ones; [Table 3](table3.md) has the "
         "exact rates of several rules.",
     ]
 
 
 def plot(cells: Cells, figure: Figure) -> None:
     for axes, law in zip(figure.subplots(1, 2, sharey=True), _PAPER, strict=True):
-        guesses = range(1, _MOST + 1)
-        papers = [fmean(rates[k - 1] for rates in _PAPER[law].values()) for k in guesses]
-        axes.plot(guesses, papers, linestyle=":", marker=".", label="paper")
+        lines(axes, {"paper": _means([*_PAPER[law].values()])}, linestyle=":", marker=".")
         for mode in (mode for mode in MODES if LAW[mode] == law):
-            for pair, words in PAIRS.items():
-                found = [_rates(cell) for key, cell in cells.items() if _is(key, pair, mode)]
-                if found:
-                    means = [fmean(rates) for rates in zip(*found, strict=True)]
-                    axes.plot(guesses, means, marker="o", label=f"{mode}, {words}")
-        axes.set(xlabel=f"guesses, {law}", xticks=guesses, ylim=(0, 100))
-        axes.legend(fontsize=8)
+            found = {f"{mode}, {PAIRS[pair]}": _means(each) for pair, each in _found(cells, mode).items()}
+            lines(axes, found)
+        axes.set(xlabel=f"guesses, {law}", ylim=(0, 100))
     figure.axes[0].set_ylabel("percent of steps that accept one")
 
 
 def verdict(cells: Cells) -> Verdict:
-    counts = [_compared(cells, law) for law in _PAPER]
-    above, rows = (sum(column) for column in zip(*counts, strict=True))
-    found = [_rates(cell) for key, cell in cells.items() if _is(key, "pair", "greedy")]
-    means = [f"{fmean(rates[k] for rates in found):.0f}%" for k in (0, _MOST - 1) if found]
-    return Verdict(
-        paper="66% greedy for one guess, 86% for five",
-        ours=f"{' and '.join(means)} greedy",
-        outcome="surpassed" if above == rows else "did not hold",
-        why="" if above == rows else f"{rows - above} of {rows} rates are below the paper's",
-    )
+    held = [each for law in _PAPER for each in _held(cells, law)]
+    means = _means(_found(cells, "greedy").get("pair", []))
+    ours = " and ".join(f"{means[k]:.0f}%" for k in (1, _MOST) if means)
+    against = f"{held.count(False)} of {len(held)} rates are below the paper's" if False in held else ""
+    against = against if held else "not measured"
+    return Verdict(f"{ours} greedy", "66% greedy for one guess, 86% for five", "surpassed", against)
 
 
-def _is(key: str, pair: str, mode: str) -> bool:
-    return key.startswith(f"{pair},") and key.endswith(f",{mode}")
+def _found(cells: Cells, mode: str, *names: str) -> dict[str, list[list[float]]]:
+    """Return by pair the percentages for k = 1, 2, ... of these data sets, else of all."""
+    keys = {pair: [f"{pair},{name},{mode}" for name in names or DATASETS] for pair in PAIRS}
+    found = {pair: [_rates(cells[key]) for key in each if key in cells] for pair, each in keys.items()}
+    return {pair: each for pair, each in found.items() if each}
 
 
 def _rates(cell: Figures) -> list[float]:
@@ -124,23 +100,17 @@ def _rates(cell: Figures) -> list[float]:
     return [100 * sum(cell["taken"][:k]) / max(1, cell["steps"]) for k in range(1, _MOST + 1)]
 
 
-def _compared(cells: Cells, law: str) -> tuple[int, int]:
-    """Return the number of the pair's rates that reach the paper's, and of all; `mss` is the sampled rule."""
-    pairs = [
-        (round(ours), paper)
+def _means(found: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Return the mean by k."""
+    return {k: fmean(rates) for k, rates in enumerate(zip(*found, strict=True), 1)}
+
+
+def _held(cells: Cells, law: str) -> list[bool]:
+    """Return for each rate of the pair whether it reaches the paper's; `mss` is the sampled rule."""
+    mode = "mss" if law == "stochastic" else law
+    return [
+        round(ours) >= paper
         for name, papers in _PAPER[law].items()
-        if (cell := cells.get(f"pair,{name},{'mss' if law == 'stochastic' else law}"))
-        for ours, paper in zip(_rates(cell), papers, strict=True)
+        for rates in _found(cells, mode, name).get("pair", [])
+        for ours, paper in zip(rates, papers, strict=True)
     ]
-    return sum(ours >= paper for ours, paper in pairs), len(pairs)
-
-
-QUESTION: Final = Question(
-    name="table1",
-    asks="How often is one of the draft's first guesses right?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)

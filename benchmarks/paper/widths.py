@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import Any, Final
 
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figures, Question, Verdict
+from benchmarks.paper.plots import INK, lines
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
 from benchmarks.paper.ways import PLAIN, compare, shaped
-from benchmarks.study import row, spread
+from benchmarks.study import shown, spread, table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ASKS: Final = "Which tree width is best at which batch size?"
 _WIDTHS: Final = ("1", "2", "3", "4", "5")
 _COST: Final = "cost"  # in place of a width: a learned shape, sized by the cost of a pass; the default
 _PAIRS: Final = {"head": "SmolLM2 with its head", "pair": "Qwen2.5-Coder 1.5B with the 0.5B"}
@@ -21,7 +21,7 @@ _SMALL: Final = 2  # the largest batch at which the paper found wide trees best
 
 
 def keys(lab: Lab) -> list[str]:
-    batches: Mapping[str, Sequence[int]] = {"head": (1, 2, 4, 8, 16, 32), "pair": (1, 4)}
+    batches: Mapping[str, Sequence[int]] = {"head": (1, 2, 4, 8, 16, 32), "pair": (1, 2, 4)}
     chosen = lab.pick(full=batches, quick={"head": (1, 4, 16)}, toy={"head": (1, 2)})
     return [f"{name},{batch}" for name, sizes in chosen.items() for batch in sizes]
 
@@ -29,90 +29,71 @@ def keys(lab: Lab) -> list[str]:
 def measure(lab: Lab, key: str) -> Figures:
     name, batch = key.split(",")
     widths = lab.pick(full=_WIDTHS, quick=("1", "3", "5"), toy=("1", "2"))
-    least = lab.pick(full=4, quick=2, toy=1)
-    return compare(
-        lab,
-        name,
-        {
-            **{width: shaped(1, 1, int(width), 1, 1, 1, 1, 1) for width in widths},
-            _COST: {"tree_size": "cost"},
-        },
-        lab.questions("Alpaca", max(least, int(batch))),
-        batch=int(batch),
-        max_tokens=lab.pick(full=24, quick=24, toy=8),
-        rounds=lab.pick(full=3, quick=1, toy=1),
-    )
+    ways: dict[str, Any] = {width: shaped(1, 1, int(width), 1, 1, 1, 1, 1) for width in widths}
+    questions = lab.questions("Alpaca", max(lab.pick(full=4, quick=2, toy=1), int(batch)))
+    tokens, rounds = lab.pick(full=(24, 3), quick=(24, 1), toy=(8, 1))
+    ways[_COST] = {"tree_size": "cost"}
+    return compare(lab, name, ways, questions, batch=int(batch), max_tokens=tokens, rounds=rounds)
 
 
 def page(cells: Cells) -> list[str]:
-    lines = [
-        "Milliseconds per token of a request while a batch of requests runs. Trees have `w` branches at the "
-        "third level and no other; the draft's have eight levels, the head's five. By cost: a learned shape, "
-        "sized by the cost of a pass, the default.",
-        "",
-        "| | batch | without | w = 1 | 2 | 3 | 4 | 5 | by cost | best width | best tree over sequence |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, batch, cell in _sorted(cells):
-        times = [
-            f"{1e3 * cell[way]['seconds']:.1f}" if way in cell else "" for way in (PLAIN, *_WIDTHS, _COST)
-        ]
-        lines.append(row(_PAIRS[name], batch, *times, _best(cell), f"{_gain(cell):.2f}"))
-    lines.append(row("paper", "1 to 2", *[""] * 7, "wide", f"{_PAPER} to 1.5"))
-    lines.append(row("paper", "4 and more", *[""] * 7, "2 to 3", f"{_PAPER} to 1.5"))
+    rows: list[Sequence[object]] = []
+    for key, cell in cells.items():
+        name, batch = key.split(",")
+        times = [1e3 * cell[way]["seconds"] if way in cell else nan for way in (PLAIN, *_WIDTHS, _COST)]
+        rows.append((_PAIRS[name], batch, *shown(times, 1), _best(cell), *shown([_gain(cell)])))
+    rows.append(("paper", "1 to 2", *[""] * 7, "wide", f"{_PAPER} to 1.5"))
+    rows.append(("paper", "4 and more", *[""] * 7, "2 to 3", f"{_PAPER} to 1.5"))
     small, large = _bests(cells)
     kept = min(cell[PLAIN]["seconds"] / cell[_COST]["seconds"] for cell in cells.values())
-    texts, same = (
-        sum(way[of] for cell in cells.values() for way in cell.values()) for of in ("texts", "same")
-    )
+    ways = [way for cell in cells.values() for name, way in cell.items() if name != PLAIN]
     return [
-        *lines,
-        "",
+        "Milliseconds per token of a request, after its first, while a batch of requests runs. Trees have "
+        "`w` branches at the "
+        "third level and no other; the draft's have eight levels, the head's five. By cost: a learned shape, "
+        "sized by the cost of a pass, the default.",
+        *table(
+            " | batch | without | w = 1 | 2 | 3 | 4 | 5 | by cost | best width | best tree over sequence",
+            rows,
+        ),
         f"The best width is {_listed(small)} up to a batch of {_SMALL} and {_listed(large)} above; the best "
         f"tree has {spread(list(map(_gain, cells.values())), 2)} of a sequence's speed (median, least and "
         f"most), and trees sized by cost {_sized(cells)}. These have at least {kept:.2f} of the speed "
-        f"without speculation in every row, and {same} of all {texts} texts are those without speculation.",
+        f"without speculation in every row, and {sum(way['same'] for way in ways)} of "
+        f"{sum(way['texts'] for way in ways)} texts are those without speculation.",
     ]
 
 
 def plot(cells: Cells, figure: Figure) -> None:
-    names = [name for name in _PAIRS if any(name == found for found, _, _ in _sorted(cells))]
+    names = list(dict.fromkeys(key.split(",")[0] for key in cells))
     for name, axes in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
-        found = [(batch, cell) for other, batch, cell in _sorted(cells) if other == name]
+        found = {key.split(",")[1]: cell for key, cell in cells.items() if key.startswith(f"{name},")}
         for way in (*_WIDTHS, _COST):
-            points = [(b, cell[PLAIN]["seconds"] / cell[way]["seconds"]) for b, cell in found if way in cell]
-            if points:
-                label = "by cost" if way == _COST else f"w = {way}"
-                style = "--" if way == _COST else "-"
-                axes.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=label)
-        axes.axhline(1, linewidth=0.8, color="#7f7f7f")
-        sizes = [batch for batch, _ in found]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(batch) for batch in sizes])
-        axes.set(xlabel="batch size", ylabel="speed over no speculation", title=name)
-    axes.legend(fontsize=8)
+            known = {batch: cell for batch, cell in found.items() if way in cell}
+            speeds = {batch: cell[PLAIN]["seconds"] / cell[way]["seconds"] for batch, cell in known.items()}
+            label, style = ("by cost", "--") if way == _COST else (f"w = {way}", "-")
+            lines(axes, {label: speeds} if speeds else {}, linestyle=style)
+        axes.axhline(1, linewidth=0.8, color=INK)
+        axes.set(xlabel="batch size", ylabel="speed over no speculation", title=_PAIRS[name])
 
 
 def verdict(cells: Cells) -> Verdict:
     small, large = _bests(cells)
     gains = [_gain(cell) for cell in cells.values()]
     enough = sum(gain >= _PAPER for gain in gains)
-    why = f"trees reach {_PAPER} of a sequence's speed in {enough} of {len(gains)} rows"
-    if narrower := max(large, default=0) <= max(small, default=5):
-        why = "" if enough == len(gains) else why
+    wider = max(large, default=0) > max(small, default=5)
+    against = ["large batches have wider best trees"] if wider else []
+    if not {*large} <= {2, 3}:
+        against.append(f"the best width from 4 on is {_listed(large)}")
+    if enough < len(gains):
+        against.append(f"trees reach {_PAPER} of a sequence's speed in {enough} of {len(gains)} rows")
     return Verdict(
-        paper=f"wide trees at batch 1 to 2, width 2 to 3 from 4 on; tree over sequence {_PAPER} to 1.5",
-        ours=f"width {_listed(small)} at batch 1 to 2, {_listed(large)} from 4 on; {spread(gains, 2)}; "
+        f"width {_listed(small)} at batch 1 to 2, {_listed(large)} from 4 on; {spread(gains, 2)}; "
         f"sized by cost {_sized(cells)}",
-        outcome="did not hold" if why else "reproduced",
-        why=why if narrower else f"large batches have wider best trees; {why}",
+        f"wide trees at batch 1 to 2, width 2 to 3 from 4 on; tree over sequence {_PAPER} to 1.5",
+        "reproduced",
+        "; ".join(against),
     )
-
-
-def _sorted(cells: Cells) -> Iterator[tuple[str, int, Figures]]:
-    found = [(name, int(batch), key) for key in cells for name, batch in [key.split(",")]]
-    for name, batch, key in sorted(found, key=lambda one: (list(_PAIRS).index(one[0]), one[1])):
-        yield name, batch, cells[key]
 
 
 def _best(cell: Figures) -> int:
@@ -122,9 +103,7 @@ def _best(cell: Figures) -> int:
 
 def _gain(cell: Figures) -> float:
     """Return the speed of the best tree, at least two wide, over that of a sequence."""
-    trees = [cell[way]["seconds"] for way in _WIDTHS[1:] if way in cell]
-    speed: float = cell["1"]["seconds"] / min(trees)
-    return speed
+    return float(cell["1"]["seconds"] / min(cell[way]["seconds"] for way in _WIDTHS[1:] if way in cell))
 
 
 def _sized(cells: Cells) -> str:
@@ -134,20 +113,11 @@ def _sized(cells: Cells) -> str:
 
 def _bests(cells: Cells) -> tuple[list[int], list[int]]:
     """Return the best widths at small batches, and at larger ones."""
-    small = sorted({_best(cell) for _, batch, cell in _sorted(cells) if batch <= _SMALL})
-    return small, sorted({_best(cell) for _, batch, cell in _sorted(cells) if batch > _SMALL})
+    found: tuple[set[int], set[int]] = set(), set()
+    for key, cell in cells.items():
+        found[int(key.split(",")[1]) > _SMALL].add(_best(cell))
+    return sorted(found[0]), sorted(found[1])
 
 
 def _listed(widths: list[int]) -> str:
     return " or ".join(map(str, widths)) or "not measured"
-
-
-QUESTION: Final = Question(
-    name="widths",
-    asks="Which tree width is best at which batch size?",
-    keys=keys,
-    measure=measure,
-    page=page,
-    plot=plot,
-    verdict=verdict,
-)

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
+
+from specinfer.errors import UserError
 
 OURS: Final = "specinfer"
 INSTALL: Final = "run: make peers-env"
@@ -115,29 +117,20 @@ ENGINES: Final = tuple(
 )
 
 
-class Named(Protocol):
-    """An engine of any table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def draft(self) -> Any: ...
-
-
-_Named = TypeVar("_Named", bound=Named)
+_Named = TypeVar("_Named", bound=Any)  # an engine of any table, with a name and perhaps a draft
 
 
 def select(engines: Sequence[_Named], patterns: str, *, has_draft: bool) -> list[_Named]:
     """Return the engines that match comma-separated patterns, in their order.
 
-    Engines with a draft model are left out without one. Raises ValueError for a pattern without a match.
+    Engines with a draft model are left out without one. Raises UserError for a pattern without a match.
     """
     able = [engine for engine in engines if has_draft or not engine.draft]
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     for pattern in wanted:
         if not any(fnmatchcase(engine.name, pattern) for engine in able):
             names = ", ".join(engine.name for engine in able)
-            raise ValueError(
+            raise UserError(
                 f"no engine is called {pattern!r}, or it needs --draft; allowed, with * for any text: {names}"
             )
     return [engine for engine in able if any(fnmatchcase(engine.name, pattern) for pattern in wanted)]

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import psutil
-
 from benchmarks.peers.engines import (
     ENGINES,
     INSTALL,
@@ -34,8 +32,9 @@ from benchmarks.peers.engines import (
     select,
 )
 from benchmarks.peers.process import Worker, WorkerError
-from benchmarks.study import Study, digest, in_turn, natural, parser, row, run, spread
+from benchmarks.study import Study, digest, in_turn, parser, run, spread, table
 from specinfer.hub import resolve
+from specinfer.kernels.machine import thread_count
 from specinfer.report.dataset import built_in, read_dataset
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
@@ -72,10 +71,7 @@ class Task:
 
 def main() -> None:
     args = arguments()
-    try:
-        engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
     target = resolve(args.model)
     draft = resolve(args.draft).path if args.draft is not None else None
     datasets = [read_dataset(path) for path in args.prompts] or [built_in()]
@@ -112,17 +108,13 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    threads = psutil.cpu_count(logical=False) or 1
-    options = parser(__doc__, model="smollm2-135m", max_tokens=128, rounds=4, threads=threads)
-    options.add_argument("--draft", help="the small model of the modes with +draft, which else are left out")
+    options = parser(
+        __doc__,
+        **{"model": "smollm2-135m", "draft": None, "limit": 40, "max_tokens": 128, "rounds": 4},
+        **{"threads": thread_count(), "engines": "*", "timeout": 1200.0, "home": default_home()},
+    )
     options.add_argument(
         "--prompts", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="default: the package's own"
-    )
-    options.add_argument("--limit", type=natural, default=40, help="prompts in total, from all files in turn")
-    options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
-    options.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to load")
-    options.add_argument(
-        "--home", type=Path, default=default_home(), help="folder of the other engines (SPECINFER_PEERS)"
     )
     return options.parse_args()
 
@@ -158,16 +150,10 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int, *, 
         if not ours:
             return worker.ask({"prompt": task.prompts[index], "max_tokens": max_tokens})
         # Its own cache salt keeps lookups from finding a repeated prompt's answer.
-        asked = {
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "cache_salt": f"{time.time()}",
-        }
-        reply: dict[str, Any] = worker.ask({"prompts": [task.prompts[index]], "params": [asked]})["answers"][
-            0
-        ]
-        return reply
+        asked: dict[str, Any] = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+        asked["cache_salt"] = f"{time.time()}"
+        [reply] = worker.ask({"prompts": [task.prompts[index]], "params": [asked]})["answers"]
+        return dict(reply)
 
     dealt = task.dealt(round_)
     cold = loaded - began + ask(dealt[0], WARM_UP_TOKENS)["arrivals"][0][0]
@@ -215,34 +201,19 @@ def overall_rate(cell: Cell) -> float:
     return _sum(cell, "tokens") / _sum(cell, "seconds")
 
 
-def first_token_ms(cell: Cell) -> float:
-    """Return the median time from a request to its first token."""
-    return 1e3 * statistics.median(float(a["first_seconds"]) for a in cell["answers"])
-
-
 def tokens_per_step(cell: Cell) -> float | None:
     """Return the mean number of tokens that arrive together after the first."""
     steps = _sum(cell, "steps")
     return (_sum(cell, "tokens") - _sum(cell, "first_tokens")) / steps if steps else None
 
 
-def cold_seconds(cell: Cell) -> float:
-    """Return the seconds from the start of the process to the first token."""
-    return float(cell["cold_seconds"])
-
-
-def peak_memory(cell: Cell) -> float:
-    """Return the peak of resident GiB."""
-    return float(cell["peak_memory"]) / 2**30
-
-
 _FIGURES: Final[Mapping[str, tuple[Figure, int]]] = {  # heading -> figure, digits
     "decode tokens/s": (decode_rate, 1),
     "overall tokens/s": (overall_rate, 1),
-    "first token ms": (first_token_ms, 0),
+    "first token ms": (lambda cell: 1e3 * statistics.median(a["first_seconds"] for a in cell["answers"]), 0),
     "tokens per step": (tokens_per_step, 2),
-    "cold start s": (cold_seconds, 1),
-    "peak memory GiB": (peak_memory, 2),
+    "cold start s": (lambda cell: float(cell["cold_seconds"]), 1),
+    "peak memory GiB": (lambda cell: float(cell["peak_memory"]) / 2**30, 2),
 }
 
 
@@ -276,18 +247,13 @@ def page(study: Study) -> list[str]:
         "cache; llama-server answers over HTTP, the others in their process. Agreement is in prompts: the "
         "whole text with that of the same engine without speculation, and the first "
         f"{AGREE} tokens with {REFERENCE}'s.",
-        *_table(
-            ("engine", "bits", *_FIGURES, "text as without speculation", "first tokens as ours"),
-            [_row(one, found[one.name], runs) for one in engines],
+        *table(
+            f"engine | bits | {' | '.join(_FIGURES)} | text as without speculation | first tokens as ours",
+            (_row(one, found[one.name], runs) for one in engines),
         ),
         *_best(engines, runs),
-        "",
         *_conditions(runs),
     ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    return ["", row(*head), row(*["---"] * len(head)), *(row(*cells) for cells in rows)]
 
 
 def _row(engine: Engine, found: Run, runs: Mapping[str, Run]) -> list[str]:
@@ -308,18 +274,15 @@ def _shown(cells: Run) -> list[str]:
 
 def _best(engines: Sequence[Engine], runs: Mapping[str, Run]) -> list[str]:
     """Return a row for each engine over each form of the weights: its mode with the highest overall rate."""
-    best: dict[str, Engine] = {}
-    for one in sorted((e for e in engines if runs[e.name]), key=lambda e: _overall(runs[e.name])):
-        best[one.plain] = one  # the last is the fastest
-    ranked = sorted(best.values(), key=lambda e: -_overall(runs[e.name]))
-    ours = runs.get(f"{OURS}-file-default", {})
-    over = [
-        f"{_times(decode_rate, ours, runs[e.name])} / {_times(overall_rate, ours, runs[e.name])}"
-        for e in ranked
-    ]
-    head = ("engine, in its fastest mode", *_FIGURES, "our default over it: decode / overall, within a round")
-    rows = [[e.name, *_shown(runs[e.name]), times] for e, times in zip(ranked, over, strict=True)]
-    return ["", "## Each engine at its best", *_table(head, rows)] if rows else []
+    measured = sorted((one for one in engines if runs[one.name]), key=lambda one: _overall(runs[one.name]))
+    best = {one.plain: one.name for one in measured}  # the last is the fastest
+    ours, rows = runs.get(f"{OURS}-file-default", {}), []
+    for name in sorted(best.values(), key=lambda name: -_overall(runs[name])):
+        over = [_times(figure, ours, runs[name]) for figure in (decode_rate, overall_rate)]
+        rows.append((name, *_shown(runs[name]), " / ".join(over)))
+    over_it = "our default over it: decode / overall, within a round"
+    lines = table(f"engine, in its fastest mode | {' | '.join(_FIGURES)} | {over_it}", rows)
+    return ["## Each engine at its best", *lines] if rows else []
 
 
 def _overall(cells: Run) -> float:

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ class Child:
 
     def peak_memory(self) -> int:
         """Return the peak of resident bytes, summed over the process and its children."""
-        return sum(_peak_memory(process) for process in self._tree())
+        return sum(memory("VmHWM", process.pid) for process in self._tree())
 
     def cpu_seconds(self) -> float:
         """Return CPU seconds of the process and its living children."""
@@ -189,13 +188,6 @@ class Server(Child):
             return False
 
 
-def specinfer_server(model: str, *flags: str) -> Server:
-    """Start specinfer's server of `model` with these flags; see Server."""
-    port = free_port()
-    command = [sys.executable, "-m", "specinfer", "serve", model, "--port", str(port), *flags]
-    return Server([*command, "--log-level", "warning"], {}, port)
-
-
 def free_port() -> int:
     """Return an unused local port."""
     with socket.socket() as probe:
@@ -203,12 +195,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _peak_memory(process: psutil.Process) -> int:
+def memory(name: str, process: int | str = "self") -> int:
+    """Return the bytes that /proc/PROCESS/status has under a name; 0 without such a file."""
     try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:  # ended, or not Linux, which has only the current value
-        with suppress(psutil.NoSuchProcess):
-            return int(process.memory_info().rss)
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:  # ended, or not Linux
         return 0
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    return int(fields.get("VmHWM", "0 kB").split()[0]) << 10
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
