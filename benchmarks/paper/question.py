@@ -88,7 +88,7 @@ class Cells(Mapping[str, Figures]):
             + (f", from [an older page]({cell['source']})" if cell.get("source") else "")
             for cell in map(self._cells.__getitem__, self)
         )
-        return [f"- {number} cells: {line}" for line, number in found.items()]
+        return [f"- {number} cell{'s' * (number > 1)}: {line}" for line, number in found.items()]
 
 
 def _machine() -> str:
