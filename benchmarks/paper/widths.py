@@ -60,8 +60,8 @@ def page(cells: Cells) -> list[str]:
         f"tree has {spread(list(map(_gain, cells.values())), 2)} of a sequence's speed (median, least and "
         f"most), and trees sized by cost {_sized(cells)}. These have at least {kept:.2f} of the speed "
         f"without speculation in every row, and {sum(way['same'] for way in ways)} of "
-        f"{sum(way['texts'] for way in ways)} texts are those without speculation. Each node of a pass takes computing time on a CPU "
-        "([trees](trees.md)), so wide trees are not free as they are on a GPU.",
+        f"{sum(way['texts'] for way in ways)} texts are those without speculation. Each node "
+        "of a pass takes computing time on a CPU ([trees](trees.md)), so wide trees are not free as they are on a GPU.",
     ]
 
 
