@@ -70,8 +70,8 @@ def load(path: Path, kind: Quantization, kernels: Kernels) -> LanguageModel:
 def passes(folder: Path, kind: Quantization, kernels: Kernels, bandwidth: Bandwidth) -> dict[str, Any]:
     """Return the times of passes with trees, by their nodes, and of a prompt.
 
-    `floor` is the time over that of the memory for one node: of matrices, keys and values, and of one read
-    and one write of the states, at the bandwidth measured between passes. `plain` has no states.
+    `floor` is the time over that of the memory for one node, which is the matrices, keys and values, one
+    read and one write of the states, at the bandwidth measured between passes. `plain` has no states.
     """
     models = {name: load(folder / f"{name}.gguf", kind, kernels) for name in ("model", "plain")}
     found: dict[str, dict[str, float]] = {}

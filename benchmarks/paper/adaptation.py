@@ -129,9 +129,8 @@ def page(cells: Cells) -> list[str]:
     return [
         "The kind of text switches every 50 steps: chat, edits of code, and answers to random tokens at "
         "temperature 1.5. Each fixed choice makes the same tokens in turn with the policy, which chooses "
-        "speculators and nodes anew in every step. The target's reading of prompts is not "
-        "timed. The policy starts with what "
-        "earlier runs on the machine have learned, as always.",
+        "speculators and nodes in every step. The target's reading of prompts is not timed. As always, the "
+        "policy starts with the costs and rates that earlier runs on the machine have learned.",
         *table(
             "speculators | text | none, tokens/s | policy over none | best fixed choice over none | draft's "
             f"nodes, first {_FEW} steps and last | lookups'",
@@ -168,4 +167,4 @@ def plot(cells: Cells, figure: Figure) -> None:
 
 def verdict(cells: Cells) -> Verdict:
     each = [f"{_gains(cell)[0]:.2f} with the {key}" for key, cell in cells.items()]
-    return Verdict(f"of the best choices in hindsight: {', '.join(each)}")
+    return Verdict(f"speed over the best choices in hindsight: {', '.join(each)}")

@@ -1,4 +1,4 @@
-"""What does a draft head guess, by kind: the package's, and kinds that learn for the same time."""
+"""The guesses of draft heads, by kind, and their worth."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def page(cells: Cells) -> list[str]:
         "cgroup gives the process the named share of their bytes beyond what Python takes, pages of files "
         "included; the layers that do not fit are read from the disk in every pass. Drafts are the model "
         "itself in int4 (`self`) and a small model in int4. `auto` chooses, and looks guesses up in the "
-        "text. llama.cpp maps its file, accelerate keeps layers on the disk; they "
-        "have a separate run with one prompt and 8 tokens, and theirs say little of a long answer. "
+        "text. llama.cpp maps its file, accelerate keeps layers on the disk. Both have a separate run with "
+        "one prompt and 8 tokens, which says little of a long answer. "
         "Gains are over incremental decoding in the same run, batch 1.",
         *table(
             "prompts | T | memory | guesses, or engine | tokens/s | over incremental | tokens a pass | "

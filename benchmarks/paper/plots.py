@@ -10,10 +10,10 @@ import matplotlib as mpl
 from cycler import cycler
 from matplotlib.figure import Figure
 
-INK: Final = "#7f7f7f"  # of text and axes: readable on white and on black
+INK: Final = "#7f7f7f"  # text and axes: readable on white and on black
 _COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # for all kinds of eyes
 _STYLE: Final = {
-    **{"svg.hashsalt": "specinfer", "svg.fonttype": "none"},  # names in the file depend on nothing else
+    **{"svg.hashsalt": "specinfer", "svg.fonttype": "none"},  # names in the file depend on the plot only
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 10},
     **{"legend.fontsize": 7, "axes.prop_cycle": cycler(color=_COLORS)},

@@ -156,7 +156,7 @@ def _by_policy(steps: Sequence[_Step], temperature: float) -> Tensor:
 
 
 def _trained(x_SLW: Tensor, right_SL: Tensor, learnt_SL: Tensor, ends_S1: Tensor, units: int) -> Tensor:
-    """Return an MLP's probabilities; the texts of `ends_S1` tell when training ends."""
+    """Return an MLP's probabilities; training ends by the loss on the texts of `ends_S1`."""
     x_NW, y_N = x_SLW[learnt_SL & ~ends_S1], right_SL[learnt_SL & ~ends_S1]
     mean_W, scale_W = x_NW.mean(0), x_NW.std(0) + 1e-6
     x_NW, x_SLW = (x_NW - mean_W) / scale_W, (x_SLW - mean_W) / scale_W

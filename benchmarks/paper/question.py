@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Cells(Mapping[str, Figures]):
-    """The measured cells of a question by key, in the order of its keys, each in a file of its own.
+    """The measured cells of a question by key, in the order of its keys; each has its own file.
 
     A key is a list of words with commas. A file holds figures, size, and commit, machine and date of the
     measurement; `source` names the page of an older measurement that the figures are from, "" if it is gone.

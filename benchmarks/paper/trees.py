@@ -79,8 +79,8 @@ def page(cells: Cells) -> list[str]:
             times = f"{ms:.1f}", f"{over:.2f}", f"{ms / int(nodes):.2f}", f"{shares[-1]:.0%}"
             rows.append((_MODELS[name], nodes, *times, *sizes))
         costs.append(
-            f"a tree of {nodes} nodes takes {over:.1f} times as long as one node and "
-            f"{_memory(found):.0f} MB ({_MODELS[name]})"
+            f"{over:.1f} times as long as one node and {_memory(found):.0f} MB "
+            f"({_MODELS[name]}, {nodes} nodes)"
         )
     return [
         f"A pass over a binary tree behind {_TEXT} tokens of text, with the logits of all nodes. Peak: by "
@@ -90,8 +90,8 @@ def page(cells: Cells) -> list[str]:
             "model | nodes | ms | over one node | per node | attention | K and V, MB | logits, MB | peak, MB",
             rows,
         ),
-        f"On this machine {', '.join(costs)}. Attention takes {min(shares):.0%} to {max(shares):.0%} of the "
-        "kernels' time.",
+        f"The largest trees take {', '.join(costs)}. Attention takes {min(shares):.0%} to "
+        f"{max(shares):.0%} of the kernels' time.",
     ]
 
 

@@ -56,12 +56,12 @@ def page(cells: Cells) -> list[str]:
             " | batch | without | w = 1 | 2 | 3 | 4 | 5 | by cost | best width | best tree over sequence",
             rows,
         ),
-        f"The best width is {_listed(small)} up to a batch of {_SMALL} and {_listed(large)} above; the best "
+        f"The best width is {_listed(small)} up to a batch of {_SMALL} and {_listed(large)} above. The best "
         f"tree has {spread(list(map(_gain, cells.values())), 2)} of a sequence's speed (median, least and "
-        f"most), and trees sized by cost {_sized(cells)}. These have at least {kept:.2f} of the speed "
-        f"without speculation in every row, and {sum(way['same'] for way in ways)} of "
+        f"most), and trees sized by cost {_sized(cells)}. Sizes by cost keep at least {kept:.2f} of the "
+        f"speed without speculation in every row, and {sum(way['same'] for way in ways)} of "
         f"{sum(way['texts'] for way in ways)} texts are those without speculation. Each node "
-        "of a pass takes computing time on a CPU ([trees](trees.md)), so wide trees are not free as they are on a GPU.",
+        "of a pass takes computing time on a CPU ([trees](trees.md)). Wide trees are not free as on a GPU.",
     ]
 
 

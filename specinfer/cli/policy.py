@@ -59,7 +59,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  learned of {acceptance.outcomes} guesses",
         *(
             f"  levels     {name}: accepted at level 1, 2, ... "
-            + " ".join(f"{rate.any:.2f}" for rate in levels.all.rates())
+            + " ".join(f"{rate.any:.2f}" for rate in levels.usual_rates())
             for name, levels in acceptance.levels.items()
         ),
     ]
