@@ -42,6 +42,7 @@ class MadeUpRunner:
 
     block_size = 64
     states = None
+    cache = None
 
     max_context = 64
 
