@@ -80,7 +80,7 @@ def page(cells: Cells) -> list[str]:
         "at temperature 1; the last column is the greedy speed over no speculation with trees sized by cost.",
         *table(f"head | {' | '.join(DATASETS)} | times", rows),
         f"The head {_named(best, cells[best])} makes most of a step: {_mean(cells[best]):.2f} tokens. "
-        "Kinds that learn here have the same prompts and minutes, a third of which collects answers; a block "
+        "Kinds that learn here have the same prompts and minutes; a third of them collects answers. A block "
         "head begins as the target's last layer, the others begin with random numbers.",
     ]
 
