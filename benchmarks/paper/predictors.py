@@ -217,11 +217,11 @@ def page(cells: Cells) -> list[str]:
         "accepted; which guesses it would draw and verify follows from the times of passes. MLPs have one "
         "hidden layer of 16, 64 or 256 units, and learn from two of three texts; the policy learns from all "
         "steps before; the figures are of the third. Inputs: recent (tokens so far, guesses accepted in the "
-        "last step and on average), the target's entropy and last features, all of which are known before a "
+        "last step and on average), the target's entropy and last features, all known before a "
         "draft runs, and the draft's probabilities. The best MLP is the best on these texts, "
         "which favours it.",
         *table(" | predictor | error of the length | tokens/s over the constant's", rows),
-        f"Measured over {', '.join(steps)}. Tokens/s over the constant's, {_gains(cells)}.",
+        f"Measured over {', '.join(steps)}. {_gains(cells)}.",
         "The true length bounds the gain of any predictor.",
     ]
 
@@ -233,9 +233,10 @@ def _gains(cells: Cells) -> str:
         best = max(_MLPS, key=lambda name: _over(cell, name))
         policy, mlp, oracle = shown(_over(cell, name) for name in ("policy", best, "oracle"))
         each.append(
-            f"{mode}: {policy} by the policy, {mlp} by the best MLP ({best}), {oracle} by the true length"
+            f"{mode.capitalize()}, the policy makes {policy} times the constant's tokens/s, the best MLP "
+            f"({best}) {mlp}, the true length {oracle}"
         )
-    return "; ".join(each)
+    return ". ".join(each)
 
 
 def _over(cell: Figures, name: str) -> float:
@@ -255,4 +256,4 @@ def plot(cells: Cells, figure: Figure) -> None:
 
 
 def verdict(cells: Cells) -> Verdict:
-    return Verdict(f"tokens/s over the constant's, {_gains(cells)}")
+    return Verdict(_gains(cells))
