@@ -116,7 +116,7 @@ class PromptStore:
             if now is not None:
                 return False
             now = self._loading = _Loading(
-                sequence, keys, found, self._files.read(names, tuple(self._drafts))
+                sequence, keys, found, self._files.read(names, tuple(f".{kind}" for kind in self._drafts))
             )
         ended = now.reading.done  # before the last ones are taken
         if not self._fill(now, now.reading.take(wait)) or ended:

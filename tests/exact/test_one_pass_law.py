@@ -37,7 +37,7 @@ SAID = (4, 10)  # the tokens there are
 PROMPT, SEED, LENGTH = (7,), 5, 3
 LEVELS = 3
 NEVER = 1e40  # exponential of impossible tokens, which come last
-SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED)
+SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED, learned=True)  # a fixed one is drawn by levels
 CPU = torch.device("cpu")
 HEADS = {"pairs": block_config(), "no pairs": block_config(markov_rank=0)}
 
@@ -119,6 +119,7 @@ def cuts(head, step, most, monkeypatch):
             found[length].add(p[0] / p[1])
             grown.clear()
             head.tree(text, most)
+            assert grown, "no tree was grown best first"
             for levels in grown:
                 before = [0]  # rows after which a token may follow
                 for position, level in enumerate(levels[: LENGTH - length], start=length):
