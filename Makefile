@@ -87,7 +87,7 @@ docs: $(DEV) ## build the site in build/site; a warning fails
 release: ## build, check and try sdist and wheel in dist/, and write the release notes: minutes
 	$(PYTHON) tools/release.py
 
-paper: $(DEV) ## the SpecInfer paper's questions, asked here; hours, ARGS="--quick --prompts DIR" 20 minutes
+paper: $(DEV) ## the SpecInfer paper's questions, asked here; hours, ARGS="--quick --prompts DIR" a part
 	$(BIN)/python -m benchmarks.paper.run $(ARGS)
 
 bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-serving ARGS=--help

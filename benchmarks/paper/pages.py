@@ -42,7 +42,7 @@ def write_index(out: Path, questions: Sequence[tuple[Question, Cells]]) -> None:
         "",
         "[SpecInfer](https://arxiv.org/abs/2305.09781) measured LLaMA-7B and larger with drafts of 68M on "
         "GPUs. These pages ask its questions again, with models that a small machine runs. "
-        "[Benchmarks](../benchmarks.md) says how to measure them on yours, in hours or 20 minutes.",
+        "[Benchmarks](../benchmarks.md) says how to measure them on yours, whole or in part.",
         *table("question | paper | ours | ", rows),
     ]
     _write(out / "index.md", "\n".join(lines))

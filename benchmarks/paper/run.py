@@ -1,7 +1,7 @@
 """Answers the questions of the SpecInfer paper on this machine: `make paper`.
 
     python -m benchmarks.paper.run --prompts DIR            all cells, hours; writes docs/paper
-    python -m benchmarks.paper.run --prompts DIR --quick    fewer cells, at most 20 minutes on 2 cores
+    python -m benchmarks.paper.run --prompts DIR --quick    fewer and smaller cells
     python -m benchmarks.paper.run --prompts DIR --only table2
     python -m benchmarks.paper.run --pages                  only pages and plots, from the cells that exist
 
