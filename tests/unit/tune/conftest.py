@@ -45,13 +45,18 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> C
     return Curves(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
 
 
+def tuning(config: TuneConfig, clock: Clock, costs: Costs = cheap) -> tuple[Tuning, list[str]]:
+    """Return a tuning with fixed costs, and its log lines."""
+    lines: list[str] = []
+    return Tuning(config, clock=clock, say=lines.append, costs=costs), lines
+
+
 def run(
     config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
 ) -> tuple[TuneResult, list[str]]:
     """Run a tuning with fixed costs on a ticking clock; return its result and its log lines."""
-    lines: list[str] = []
-    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
-    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
+    begun, lines = tuning(config, clock or ticking(), costs)
+    return begun.run(read_prompts([prompts]), [prompts.name]), lines
 
 
 @pytest.fixture(scope="session")

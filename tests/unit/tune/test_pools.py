@@ -10,9 +10,10 @@ import pytest
 
 from specinfer.hub.model_files import pool_members
 from specinfer.tune.draft import Kind
+from specinfer.tune.prompts import read_prompts
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig
-from tests.unit.tune.conftest import BLOCK, SSM, KilledError, dies_at, run, tuning_of
+from tests.unit.tune.conftest import BLOCK, SSM, KilledError, dies_at, run, tuning, tuning_of
 
 pytestmark = pytest.mark.thorough
 
@@ -43,13 +44,14 @@ def test_a_pool_guesses_more_than_its_members(
 
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = replace(pool_of(target, tmp_path / "pool", SSM), minutes=4.0)
-
-    again = config
+    # How many answers a look at the clock finds varies, so this clock stands while they are collected.
+    collected, _ = tuning(config, lambda: 0.0)
+    collected.collect(read_prompts([prompts]))
+    again = replace(config, resume=True)
     states: list[list[int]] = []
     for steps in (110, 90, 60):
         with pytest.raises(KilledError):
             run(again, prompts, dies_at(steps))
-        again = replace(config, resume=True)
         kept = [config.work / f"member{number}.safetensors" for number in (1, 2)]
         states.append([read_checkpoint(path).state.steps if path.exists() else 0 for path in kept])
         assert not (config.out / "pool.json").exists()
