@@ -219,8 +219,6 @@ class Followers:
         self._processes.close()  # first, so that no end from now on counts as a loss
         if self._listener is not None:
             self._listener.close()
-        for link in self.links:  # those of other hosts, too
-            link.close()
 
     def wait(self) -> None:
         """Wait until all followers on this host have ended, after `close`."""

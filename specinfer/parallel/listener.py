@@ -47,7 +47,7 @@ class RemoteRank(NamedTuple):
 
 
 class RankListener:
-    """Accepts the followers of these ranks. Closing it closes no link."""
+    """Accepts the followers of these ranks."""
 
     def __init__(self, address: tuple[str, int], key: bytes, ranks: range) -> None:
         """Raises ConfigError if the address cannot be bound or is in use."""
@@ -94,8 +94,11 @@ class RankListener:
             return dict(self._joined)
 
     def close(self) -> None:
-        """Accept no more followers."""
-        self._closed.set()
+        """Accept no more followers, and close the links of those that have joined, which ends them."""
+        with self._changed:
+            self._closed.set()
+            for remote in self._joined.values():
+                remote.link.close()
         with suppress(OSError):
             # wakes the thread in accept, which would keep the port
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -146,6 +149,8 @@ class RankListener:
             ranks = ", ".join(map(str, self.ranks))
             return {"refused": f"rank {rank} is not a follower on another host: {ranks}", "ends": True}
         with self._changed:
+            if self._closed.is_set():
+                return {"refused": "the engine has ended", "ends": False}
             taken = self._joined.get(rank)
             if taken is None or taken.link.ended():
                 remote.link.send(_WELCOME)  # must be the first message on the link
