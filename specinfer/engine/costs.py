@@ -118,7 +118,7 @@ def draft_curves(models: Models, runners: Mapping[str, Timed], measure: Measure)
     with nullcontext() if stream is None else stream.still():
         for name, runner in runners.items():
             model = models.drafts[name]
-            timed = timing_key(model, models.named.get(name))
+            timed = timing_key(model, models.named.get(name), models.foreign.get(name))
             if isinstance(model, LanguageModel) and model.group is not None:
                 timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from copy import copy
 from ctypes import c_int64
 from typing import Final, NamedTuple
 
@@ -158,6 +159,14 @@ class NativeProduct:
         if self.exchange is not None:
             self.exchange.check()
         return out
+
+    def first(self, channels: int) -> NativeProduct:
+        """The product for the first `channels`, a multiple of 16, with the same memory."""
+        part = copy(self)
+        part.channels = channels
+        part.args = ProductArgs.from_buffer_copy(self.args)
+        part.args.channels = channels
+        return part
 
     def adapted(self, x: Tensor, rows: AdaptedRowsArgs, number: int) -> Tensor:
         """The same plus the adapters' terms of some rows; `number` is the product's index in the model."""

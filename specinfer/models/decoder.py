@@ -5,7 +5,7 @@ Shapes: T rows of a step, R rows with logits, D hidden size, V vocabulary, P pos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from specinfer.attention.backend import Rotation
 from specinfer.kernels.attention import NativeAttend
 from specinfer.kernels.decoder import NativeDecoder, NativeLayers, Places
 from specinfer.kernels.low_rank import AdaptedLayer
+from specinfer.kernels.product import NativeProduct, Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput, Residual, check_taps
@@ -203,7 +204,16 @@ class Decoder(LanguageModel):
 
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
-        logits_RV = self.output(h_RD)
+        return self._logits_of(self.output, h_RD)
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """See LanguageModel."""
+        if self.group is not None or not isinstance(self.output, NativeProduct):
+            return None
+        return partial(self._logits_of, self.output.first(count))
+
+    def _logits_of(self, output: Product, h_RD: Tensor) -> Tensor:
+        logits_RV = output(h_RD)
         if self.config.logit_scale != 1.0:
             logits_RV = logits_RV * self.config.logit_scale
         cap = self.config.logit_softcap

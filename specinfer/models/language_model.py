@@ -6,7 +6,7 @@ Shapes: T rows of a step, R chosen rows, D hidden size, V vocabulary, N taps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,10 @@ class LanguageModel(ABC):
 
         On a CPU a row's logits depend on that row alone, except for a draft's products, which may be loose.
         """
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """`logits` of the first `count` tokens alone; None if the model always makes all."""
+        return None
 
 
 def check_taps(taps: Sequence[int], stage: PipelineStage) -> None:

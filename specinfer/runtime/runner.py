@@ -50,8 +50,13 @@ class ModelRunner:
         block_size: int,
         adapters: AdapterCache | None = None,
         states: StateCounts = ONE_TEXT,
+        shortlist: int | None = None,
     ) -> None:
+        """A pass of a draft may make the logits of its first `shortlist` tokens instead of all."""
         self.model = model
+        few = None if shortlist is None else model.first_logits(shortlist)
+        self.shortlist = None if few is None else shortlist  # None: it makes all
+        self._few = few
         self._adapters = adapters
         self.block_size = block_size
         kind = model.kernels.kv_dtype(model.dtype)
@@ -78,6 +83,7 @@ class ModelRunner:
         likelihoods: Callable[[], Sequence[float]] | None = None,
         taps: Sequence[int] = (),
         stopped: Callable[[], bool] | None = None,
+        few: bool = False,
     ) -> Flight:
         """Run a pass over `rows`, which writes their K and V; the flight has the rows with logits, in order.
 
@@ -86,13 +92,18 @@ class ModelRunner:
             likelihoods: the probability that each row with logits is read; None: all are.
             taps: layers whose inputs the flight keeps (`LanguageModel.read`).
             stopped: a pass with streamed weights calls it before each layer, and raises StoppedError if true.
+            few: make the logits of the shortlist alone, if there is one.
         """
         model = self.model
-        vocab = model.config.vocab_size
-        read = self._run(rows, taps, max_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
+        head, vocab, max_logits = self._head, model.config.vocab_size, 0
+        if few and self._few is not None and self.shortlist is not None:
+            head, vocab = self._few, self.shortlist
+        else:
+            max_logits = rows_at_once(vocab, model.dtype)
+        read = self._run(rows, taps, max_logits=max_logits, stopped=stopped)
         return Flight(
             read.hidden_RD,
-            self._head,
+            head,
             vocab,
             model.kernels.scan,
             likelihoods=likelihoods,
@@ -106,7 +117,7 @@ class ModelRunner:
         Overwrites the caches' first slots. Makes the logits of all rows, or those of the likeliest.
         """
         part = probe_rows(rows, self.block_size, self.model.config.vocab_size)
-        self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
+        self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows, few=True).row(0)
 
     @inference
     def forward(self, rows: Sequence[Rows]) -> Tensor:

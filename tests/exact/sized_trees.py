@@ -45,6 +45,7 @@ class MadeUpRunner:
     cache = None
 
     max_context = 64
+    shortlist = None
 
     class model:
         kernels = kernels("torch")
@@ -53,7 +54,7 @@ class MadeUpRunner:
         self.world, self.name, self.texts = world, name, {}
         self.stale = 0  # rows that have read a slot of another text
 
-    def launch(self, rows):
+    def launch(self, rows, *, few=False):
         logits = []
         for part in rows:
             end = part.start + len(part.token_ids)

@@ -16,7 +16,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+import numpy as np
 from torch import Tensor
 
 from specinfer.plan import PlanEntry, StateUse, StepPlan
@@ -30,6 +32,9 @@ from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
+
+_RECENT: Final = 64  # tokens that say whether a text's tokens are common
+_MAX_RARE: Final = 1 / 8  # share of them outside the shortlist, above which all logits are made
 
 
 @dataclass(slots=True)
@@ -310,6 +315,10 @@ class DraftModel(LevelDraft):
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size, cache=cache)
         self._runner = runner
         self._vocabulary = vocabulary
+        self._shortlist: DraftVocabulary | None = None  # the tokens of most texts
+        if runner.shortlist is not None:
+            size = runner.model.config.vocab_size if vocabulary is None else vocabulary.size
+            self._shortlist = DraftVocabulary(np.arange(runner.shortlist), size)
         self._last_id = None if reads is None else reads - 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -382,5 +391,12 @@ class DraftModel(LevelDraft):
         return frontier_rows(growth, nodes, growth.entry.end - 1, growth.entry.block_table)
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        rows = [part for _, part in parts]
-        draw_children(self._runner.launch(rows), sites, self._vocabulary)
+        rows, few = [part for _, part in parts], all(self._has_common_tokens(entry) for entry, _ in parts)
+        draw_children(self._runner.launch(rows, few=few), sites, self._shortlist if few else self._vocabulary)
+
+    def _has_common_tokens(self, entry: int) -> bool:
+        """Return whether the shortlist has nearly all of the last tokens of an entry's text."""
+        if (shortlist := self._shortlist) is None:
+            return False
+        first, last = len(shortlist.ids), self._growths[entry].entry.token_ids[-_RECENT:]
+        return sum(token_id >= first for token_id in last) <= _MAX_RARE * len(last)

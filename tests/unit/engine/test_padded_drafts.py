@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
+from specinfer.engine import drafts
 from specinfer.tree.token_tree import TokenTree
 from tests.engines import ENGINE, assert_idle
 from tests.tiny_models import write_similar_llama, write_tiny_llama
@@ -82,6 +83,23 @@ def test_the_text_is_the_targets_and_guesses_are_its_ids(
     guessed = {token for tree in trees for token in tree.token_ids[1:]}
     assert guessed
     assert max(guessed) < min(target, draft)
+
+
+def test_a_shortlist_of_logits_changes_guesses_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of the first tokens begins with guesses among them; one with many others has any."""
+    monkeypatch.setattr(drafts, "_SHORTLIST", 32)
+    for target, draft in ((72, 64), (64, 64)):
+        trees: list[TokenTree] = []
+        with engine(folder, target, draft) as llm, llm.variant(drafts=()) as plain:
+            llm.on_tree = lambda event, trees=trees: trees.append(event.tree)
+            for prompt in PROMPTS[::2]:
+                for sampling in ({"temperature": 0}, {**SAMPLED, "top_p": 0.9}):
+                    params = SamplingParams(max_tokens=32, **sampling)
+                    [output], [alone] = llm.generate([prompt], params), plain.generate([prompt], params)
+                    assert output.token_ids == alone.token_ids, (target, prompt, sampling)
+        guesses = [[token for token in tree.token_ids[1:] if token >= 32] for tree in trees]
+        assert not guesses[0], (target, draft)
+        assert any(guesses), (target, draft)
 
 
 def test_ids_that_the_draft_lacks_are_read_all_the_same(folder: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         draft._runner,
         "launch",
-        lambda parts: (rows.append(sum(len(p.token_ids) for p in parts)), launch(parts))[1],
+        lambda parts, **more: (rows.append(sum(len(p.token_ids) for p in parts)), launch(parts, **more))[1],
     )
     first_passes = []
     for _ in range(2):

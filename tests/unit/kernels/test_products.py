@@ -120,6 +120,16 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: NativeProducts, kin
             assert torch.equal(torch.cat([run(part) for part in x.split(step)]), whole), (inner, step)
 
 
+@EACH_KIND
+def test_the_first_channels_are_those_of_the_whole(native: NativeProducts, kind: str) -> None:
+    whole = product(native, kind, 49, 768, biased=True)
+    assert isinstance(whole, NativeProduct)
+    x = activations(40, 768, dtype_of(kind))
+    for rows, channels in product_of((1, 7, 40), (16, 32)):
+        assert torch.equal(whole.first(channels)(x[:rows]), whole(x[:rows])[:, :channels]), (rows, channels)
+    assert whole(x).shape == (40, 49)
+
+
 @pytest.mark.parametrize("kind", FLOATS)
 def test_a_row_of_the_twin_does_not_depend_on_others(kind: str) -> None:
     for inner in (80, 8960):

@@ -73,9 +73,9 @@ def passes_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list
     """The token ids that each request has in each pass that follows, as they come."""
     launch, passes = runner.launch, list[list[list[int]]]()
 
-    def noting(rows: Sequence[Rows]) -> Flight:
+    def noting(rows: Sequence[Rows], **options: Any) -> Flight:
         passes.append([[*part.token_ids] for part in rows])
-        return launch(rows)
+        return launch(rows, **options)
 
     monkeypatch.setattr(runner, "launch", noting)
     return passes

@@ -47,7 +47,7 @@ class Named(Speculator):
 
 def drafts(config: SpeculationConfig) -> list[DraftModel]:
     names = ["draft1", "draft2"] if config.drafts else []
-    runner: Any = SimpleNamespace(block_size=4, max_context=99, states=None, cache=None)
+    runner: Any = SimpleNamespace(block_size=4, max_context=99, states=None, cache=None, shortlist=None)
     return [DraftModel(n, runner, Shape.of(config), max_rows=8) for n in names]
 
 

@@ -34,8 +34,8 @@ def draft(tiny: Tiny, *widths: int, max_rows: int = 96) -> DraftModel:
     return shaped(tiny, Shape(Expansion(widths), DrawRule.POINT_MASS), max_rows)
 
 
-def shaped(tiny: Tiny, shape: Shape, max_rows: int = 96) -> DraftModel:
-    runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
+def shaped(tiny: Tiny, shape: Shape, max_rows: int = 96, shortlist: int | None = None) -> DraftModel:
+    runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4, shortlist=shortlist)
     return DraftModel("draft", runner, shape, max_rows=max_rows)
 
 
@@ -54,6 +54,18 @@ def propose(
     model: DraftModel, *entries: PlanEntry, policy: SpeculationPolicy | None = None
 ) -> list[TokenTree]:
     return Ensemble([model], vocab=64, policy=policy or SpeculationPolicy()).propose(plans.plan(*entries))
+
+
+def test_texts_of_common_tokens_are_guessed_from_the_shortlist(tiny: Tiny) -> None:
+    """With a text of other tokens in the batch, all texts are guessed from all tokens."""
+    every, some = (Shape(Expansion((width,)), DrawRule.POINT_MASS) for width in (63, 24))
+    common, rare = entry(TEXT), entry([*TEXT[2:], 40, 41], blocks=30, request_id="other")
+    ranked = {step.block_table[0]: guesses(shaped(tiny, every), step).token_ids for step in (common, rare)}
+    short = [token for token in ranked[0] if token < 32]
+    assert [*guesses(shaped(tiny, some, shortlist=32), common).token_ids] == short[:25]
+    assert guesses(shaped(tiny, every, shortlist=32), rare).token_ids == ranked[30]
+    both = propose(shaped(tiny, some, shortlist=32), common, rare)
+    assert [tree.token_ids for tree in both] == [ranked[0][:25], ranked[30][:25]]
 
 
 def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
