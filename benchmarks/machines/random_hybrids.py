@@ -38,11 +38,6 @@ class Shape:
     mamba_heads: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)  # further metadata
 
-    @property
-    def plain(self) -> Shape:
-        """The same with attention in every layer."""
-        return replace(self, attends=range(self.layers))
-
 
 _LFM2: Final = Shape(
     architecture="lfm2",
