@@ -1,4 +1,4 @@
-"""Two nodes connected by a network: network namespaces of this machine, for ranks.py and tests.
+"""Two nodes connected by a network: network namespaces of this machine, for distributed.py and tests.
 
     with two_nodes(mbit=1000) as nodes:      makes them and a link of this bandwidth, as root
         with follower(nodes, model, core):   rank 1 of `model` on the second node, on that core

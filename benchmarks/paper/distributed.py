@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from operator import truediv
+from statistics import median
 from typing import Any, Final
 
-from benchmarks.machines.ranks import Job, Layout, apart
-from benchmarks.machines.two_nodes import NoNodesError
+import psutil
+
+from benchmarks.machines.two_nodes import MASTER, NoNodesError, enter, follower, two_nodes
 from benchmarks.paper.lab import Lab
 from benchmarks.paper.plots import INK, bars
-from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
-from benchmarks.study import shown, span, table
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
+from benchmarks.study import ask, digest, shown, span, table, total_figures, without_speculation
+from specinfer import LLM, RequestOutput, SamplingParams
+from specinfer.errors import UserError
+from specinfer.tree.token_tree import Expansion
 
 ASKS: Final = "How fast are several processes and nodes, beside one and beside other engines?"
-_LAYOUTS: Final = {
+_LAYOUTS: Final = {  # ranks per layer and stages, and the Mbit/s between two nodes with a rank each
     "1x1": "one core",
     "2x1": "two ranks",
     "1x2": "two stages",
     "1x2@1000": "two stages, 1 Gbit/s between",
     "2x1@1000": "two ranks, 1 Gbit/s between",
 }
-_MODES: Final = ("sequence", "tree", "sized sequence", "sized tree")
+_CHAIN: Final = Expansion((1, 1, 1, 1, 1, 1, 1, 1))
+# "sized": the part that is fastest on this machine. A sized tree has a learned shape.
+_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "sequence": {"expansion": _CHAIN, "tree_size": "fixed"},
+    "tree": {"expansion": Expansion((1, 1, 3, 1, 1, 1, 1, 1)), "tree_size": "fixed"},
+    "sized sequence": {"expansion": _CHAIN},
+    "sized tree": {},
+}
+_INCREMENTAL: Final = "incremental"
+_FOLLOWER: Final = "specinfer.parallel.follower"
 # A key is LAYOUT, or LAYOUT,RUN for a run of older pages, whose machine is not this one.
 _RUNS: Final = {
     **{"zen5": [*_LAYOUTS][:3], "zen5-1gbit": [*_LAYOUTS], "zen4": [*_LAYOUTS]},
@@ -36,25 +57,118 @@ def keys(lab: Lab) -> list[str]:
 
 
 def measure(lab: Lab, key: str) -> Figures:
+    """Return the figures of a process on core 0 with the draft, whose followers have cores 1, 2, ...
+
+    Each has one kernel thread. Nodes are network namespaces.
+    """
     layout, _, run = key.partition(",")
     if run:
-        raise NotHereError("it was measured by an older commit, or needs another engine's network")
+        raise UserError("it was measured by an older commit, or needs another engine's network")
+    sizes, _, mbit = layout.partition("@")
+    tensor, stages = map(int, sizes.split("x"))
+    cores = sorted(os.sched_getaffinity(0))
+    if tensor * stages > len(cores):
+        raise NoNodesError(f"{tensor * stages} ranks need a core each, there are {len(cores)}")
+    options: dict[str, Any] = {"tensor_parallel": tensor, "pipeline_parallel": stages}
+    lab.elsewhere(lab.target, lab.draft)
+    with ExitStack() as stack:
+        node = None
+        if mbit:
+            nodes = stack.enter_context(two_nodes(int(mbit)))
+            stack.enter_context(follower(nodes, lab.target, cores[1]))
+            node = nodes.here
+            options |= {"master": MASTER, "key_file": nodes.key_file}
+        started = ProcessPoolExecutor(1, get_context("spawn"), _place, (node, cores[0]))
+        pool = stack.enter_context(started)
+        return pool.submit(_measure, lab, options, cores).result()
+
+
+def _place(node: str | None, core: int) -> None:
+    """Move this process to that core, and to that node."""
+    if node is not None:
+        enter(node)
+    os.sched_setaffinity(0, {core})
+
+
+@contextmanager
+def _pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Give followers that start in the block the second of these cores, the third and so on."""
+    done = threading.Event()
+
+    def watch() -> None:
+        known: list[int] = []
+        while not done.wait(0.005):
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):  # it has ended
+                    if child.pid not in known and _FOLLOWER in child.cmdline():
+                        known.append(child.pid)
+                        child.cpu_affinity([cores[len(known) % len(cores)]])
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
+
+
+def _measure(lab: Lab, layout: Mapping[str, Any], cores: Sequence[int]) -> Figures:
+    """Return speeds and gains by batch size, and a digest of all texts; `layout` has its options."""
     batches = lab.pick(full=(1, 4, 16), quick=(1, 4), toy=(1, 2))
     alone, tokens, rounds = lab.pick(full=(3, 32, 2), quick=(2, 16, 1), toy=(1, 8, 1))
-    job = Job(
-        model=lab.target,
-        draft=lab.draft,
-        questions=lab.questions("Alpaca", batches[-1]),
-        batches=batches,
-        alone=alone,
-        max_tokens=tokens,
-        rounds=rounds,
-    )
-    lab.elsewhere(lab.target, lab.draft)
-    try:
-        return apart(Layout.of(layout), job)
-    except NoNodesError as error:
-        raise NotHereError(str(error)) from error
+    questions = lab.questions("Alpaca", batches[-1])
+    with _pinned(cores):
+        llm = LLM(
+            lab.target,
+            drafts=(lab.draft,),
+            quantization="int8",
+            draft_quantization="int4",
+            threads=1,
+            prefix_reuse=False,
+            lookup=False,
+            max_batch_size=batches[-1],
+            max_context=1024,
+            **layout,
+        )
+    with ExitStack() as stack:
+        stack.enter_context(llm)
+        modes = {_INCREMENTAL: without_speculation(llm)}
+        modes |= {name: llm.variant(**mode) for name, mode in _MODES.items()}
+        for mode in modes.values():
+            stack.enter_context(mode)
+            _answered(mode, questions, batches[-1], 4)  # everything is warm
+        found: dict[str, Any] = {}
+        texts: dict[int, set[str]] = {}
+        for batch in batches:
+            asked = questions[: max(batch, alone)]
+            speeds: dict[str, list[float]] = {name: [] for name in modes}
+            steps: dict[str, float] = {}
+            for number in range(rounds):
+                for name in [*modes] if number % 2 == 0 else [*reversed(modes)]:
+                    speed, outputs = _answered(modes[name], asked, batch, tokens)
+                    speeds[name].append(speed)
+                    steps[name] = total_figures(outputs).tokens_per_step
+                    texts.setdefault(batch, set()).add(digest([one.token_ids for one in outputs]))
+            plain = speeds.pop(_INCREMENTAL)
+            found[str(batch)] = {
+                "tokens_per_s": median(plain),
+                "gains": {name: median(map(truediv, each, plain)) for name, each in speeds.items()},
+                "tokens_per_step": {name: steps[name] for name in speeds},
+            }
+    return {"batches": found, "texts": {str(batch): sorted(each) for batch, each in texts.items()}}
+
+
+def _answered(
+    llm: LLM, questions: Sequence[str], batch: int, max_tokens: int
+) -> tuple[float, list[RequestOutput]]:
+    """Return tokens per second of these answers, the reading of prompts included, and the answers."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs: list[RequestOutput] = []
+    began = time.perf_counter()
+    for first in range(0, len(questions), batch):
+        outputs += ask(llm, questions[first : first + batch], params)
+    return sum(len(one.token_ids) for one in outputs) / (time.perf_counter() - began), outputs
 
 
 def page(cells: Cells) -> list[str]:
