@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from specinfer.errors import UserError
+
 _EVERY: Final = 0.01  # seconds between samples of resident memory
 _NUMBERS = itertools.count()
 # A process joins the group before it becomes the command, so all of its memory counts.
 _JOIN: Final = 'echo $$ > "$0" && exec "$@"'
 
 
-class NoGroupError(Exception):
-    """No memory group can be made here; the message is the reason, for pytest.skip."""
+class NoGroupError(UserError):
+    """No memory group can be made here; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,13 @@ class MemoryGroup:
     """A group with a limit; runs one command at a time."""
 
     def __init__(self, folder: Path, names: _Names, limit: int) -> None:
-        """Set the limit of the new group at `folder`."""
+        """Set the limit of the new group at `folder`; raises OSError."""
         self.folder, self._names = folder, names
         (folder / names.limit).write_text(str(limit))
         with suppress(OSError):  # a kernel without swap accounting
             (folder / names.swap).write_text(str(limit if names is _V1 else 0))
 
-    def run(
-        self,
-        args: Sequence[str],
-        *,
-        timeout: float | None = None,
-        cwd: Path | None = None,
-    ) -> Ran:
+    def run(self, args: Sequence[str], *, timeout: float | None = None, cwd: Path | None = None) -> Ran:
         """Run a command in the group and wait for it.
 
         Raises subprocess.TimeoutExpired after `timeout` seconds, when all its processes have ended.
@@ -157,28 +153,23 @@ def memory_group(limit: int) -> Iterator[MemoryGroup]:
 
     The end of the block kills its processes and removes it. Raises NoGroupError if no group can be made.
     """
-    folder, names = _make()
-    try:
-        group = MemoryGroup(folder, names, limit)
-    except OSError as error:
-        folder.rmdir()
-        raise NoGroupError(f"{folder}: no limit can be set ({error.strerror})") from error
+    group = _made(limit)
     try:
         yield group
     finally:
         group.kill()
         for _ in range(100):
             try:
-                folder.rmdir()
+                group.folder.rmdir()
                 break
             except OSError:  # its last process is still ending
                 time.sleep(0.02)
         else:
-            folder.rmdir()
+            group.folder.rmdir()
 
 
-def _make() -> tuple[Path, _Names]:
-    """Make a group's folder; return it with the group's file names."""
+def _made(limit: int) -> MemoryGroup:
+    """Return a new group; raises NoGroupError."""
     reasons = []
     for parent, names in _parents():
         folder = parent / f"specinfer-{os.getpid()}-{next(_NUMBERS)}"
@@ -186,40 +177,24 @@ def _make() -> tuple[Path, _Names]:
             if names is _V2 and "memory" not in (parent / "cgroup.subtree_control").read_text().split():
                 (parent / "cgroup.subtree_control").write_text("+memory")
             folder.mkdir()
+            return MemoryGroup(folder, names, limit)
         except OSError as error:
             reasons.append(f"{parent}: {error.strerror}")
-            continue
-        if (folder / names.limit).exists():
-            return folder, names
-        folder.rmdir()
-        reasons.append(f"{parent} has no {names.limit}")
+            with suppress(OSError):
+                folder.rmdir()
     raise NoGroupError("; ".join(reasons) or "no memory cgroup is mounted")
 
 
-def _parents(root: Path = Path("/")) -> list[tuple[Path, _Names]]:
+def _parents() -> list[tuple[Path, _Names]]:
     """Return possible parent groups: the process's own, so that its limits apply, else the top."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for mount in mounts:
-        place, _, kind = (part.split() for part in mount.partition(" - "))
-        if not kind or kind[0] not in ("cgroup", "cgroup2"):
+    found, memberships = [], Path("/proc/self/cgroup")
+    for line in memberships.read_text().splitlines() if memberships.exists() else ():
+        _, controllers, own = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top, names = Path("/sys/fs/cgroup/memory"), _V1
+        elif not controllers:
+            top, names = Path("/sys/fs/cgroup"), _V2
+        else:
             continue
-        if kind[0] == "cgroup" and "memory" not in kind[2].split(","):
-            continue
-        names, top = (_V1 if kind[0] == "cgroup" else _V2), root / place[4].lstrip("/")
-        own = next(
-            (
-                name
-                for _, controllers, name in (line.split(":", 2) for line in lines)
-                if ("memory" in controllers.split(",") if names is _V1 else controllers == "")
-            ),
-            "/",
-        )
-        below = top / own.removeprefix(place[3]).lstrip("/")
-        found += [(below, names)] if below.is_dir() else []
-        found += [(top, names)] if below != top else []
+        found += [(path, names) for path in dict.fromkeys((top / own.lstrip("/"), top)) if path.is_dir()]
     return found
