@@ -13,12 +13,13 @@ answers train the head, while reading a prompt only takes time. The output is de
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,20 +106,14 @@ def in_turns(ours: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
     yield from theirs
 
 
-def rows(kind: str, files: Sequence[str]) -> Iterator[Row]:
-    """Return the prompts for a kind of head."""
-    if kind == "chat":
-        yield from chat()
-        yield from short(files)
-    elif kind == "code":
-        yield from in_turns(code(), short(files))
-    else:
-        raise SystemExit(f"{kind!r} is unknown; allowed: chat, code")
-
-
 def main() -> None:
-    """Print the prompts."""
-    for row in rows(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]):
+    """Print the prompts for a kind of head."""
+    known = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known.add_argument("kind", choices=("chat", "code"))
+    known.add_argument("files", nargs="*", metavar="FILE.jsonl")
+    args = known.parse_args()
+    others = short(args.files)
+    for row in chain(chat(), others) if args.kind == "chat" else in_turns(code(), others):
         sys.stdout.write(json.dumps(row) + "\n")
 
 
