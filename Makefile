@@ -90,7 +90,7 @@ release: ## build, check and try sdist and wheel in dist/, and write the release
 paper: $(DEV) ## the SpecInfer paper's questions, asked here; hours, ARGS="--quick --prompts DIR" a part
 	$(BIN)/python -m benchmarks.paper.run $(ARGS)
 
-bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-serving ARGS=--help
+bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-peers ARGS=--help
 	$(BIN)/python -m $(subst /,.,$(basename $(wildcard benchmarks/*/$*.py))) $(ARGS)
 
 peers-env: ## install the engines of bench-peers in ~/.cache/specinfer-peers (minutes, gigabytes)

@@ -22,8 +22,7 @@ recipe() {
         # Built from source for this CPU. gcc 12 drops the AMX tile configuration as a dead store, and the
         # first AMX product then ends in SIGSEGV; these two options prevent that.
         CXXFLAGS="-fno-tree-dse -fno-dse" pip install --no-binary llama-cpp-python \
-            'llama-cpp-python[server]==0.3.36' \
-            'gguf>=0.17'
+            llama-cpp-python==0.3.36 'gguf>=0.17'
         ;;
     llama_server)
         # Built from source for this CPU, without its web page, which it would fetch.

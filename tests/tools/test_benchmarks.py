@@ -27,12 +27,8 @@ SCRIPTS = {
 RUNS = {
     "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
     "perplexity": "--dataset ROWS --limit 2",
-    "serving": "--dataset ROWS --users 1 2 --max-tokens 8 --context 256 --engines specinfer-bf16+ngram",
-    "soak": "--dataset ROWS --minutes 0.05 --clients 2 --max-tokens 8 --aborts 4 --kv-cache-memory 64MB",
 }
 FACTS = {  # on the pages
-    "serving": "| 3/3 |",
-    "soak": "| texts that differ from the offline text of their seed | 0 |",
     "peers": "not installed",
 }
 
