@@ -1,8 +1,6 @@
-"""Common options, resumable cells and result pages with provenance, for all scripts here.
+"""Resumable cells, result pages with provenance, and tables, for all scripts here.
 
-    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=50)       the common options it takes
-    args = options.parse_args()
-    study = Study("perplexity", args.out, {"model": args.model, ...})             continues an earlier run
+    study = Study(args.out, {"model": args.model, ...})                          continues an earlier run
     for name in ...:
         if name not in study.cells:
             study.keep(name, measure(...))                                      on disk, one cell per line
@@ -23,19 +21,17 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
 from specinfer.files import write_whole
+from specinfer.hub.model_files import ModelFiles
 from specinfer.report.dataset import Conversation, Dataset
-from specinfer.report.provenance import commit, hardware, provenance
+from specinfer.report.provenance import commit, provenance
 from specinfer.speculation_config import NO_SPECULATION
-
-RESULTS = Path(__file__).parent / "results"
-REQUIRED: Any = object()  # default of an option that must be given
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 
 def run(main: Callable[[], None]) -> None:
@@ -52,42 +48,19 @@ def natural(text: str) -> int:
     return int(text)
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"help": "the target: folder, GGUF file or name"},
-    "draft": {"help": "the small model of the modes with +draft, which else are left out"},
-    "engines": {"help": "names, comma-separated, * for any text"},
-    "timeout": {"help": "seconds for one answer, or to start", "type": float},
-    "home": {"help": "folder of the other engines (SPECINFER_PEERS)", "type": Path},
-    "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},
-    "limit": {"help": "prompts of each data set", "type": natural},
-    "max_tokens": {"help": "of each answer", "type": natural},
-    "rounds": {"help": "rounds in turns", "type": natural},
-    "threads": {"help": "that compute; default: physical cores", "type": natural},
-}
-
-
-def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser with --out and the named common options, each with its default here."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in defaults.items():
-        keywords = dict(_OPTIONS[name], required=default is REQUIRED)
-        if default is not REQUIRED:
-            keywords["default"] = default
-            keywords["help"] += f" (default {default})" if isinstance(default, int | float | str) else ""
-        made.add_argument("--" + name.replace("_", "-"), **keywords)
-    made.add_argument("--out", type=Path, help="Markdown file (default: benchmarks/results/...)")
-    return made
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a script's options, which shows its description as it is."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 class Study:
     """Cells by name, each on disk once it is measured, and the page made from them."""
 
-    def __init__(self, question: str, out: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         """Read the cells of an earlier run; exits if the file has other settings."""
-        self.out = out or default_result(question, Path(settings["model"]).stem)
-        self.file = self.out.with_suffix(".json")
-        if self.file == self.out:
-            sys.exit(f"error: got --out {self.out}; cells would lie where the page does: give a page, .md")
+        self.out, self.file = out, out.with_suffix(".json")
+        if self.file == out:
+            sys.exit(f"error: got --out {out}; cells would lie where the page does: give a page, .md")
         self.settings = json.loads(json.dumps(settings))
         self.cells: dict[str, Any] = {}
         if self.file.exists():
@@ -106,36 +79,22 @@ class Study:
         """Write the page, in Markdown, with provenance; `threads` is the option."""
         commits = {cell["commit"] for cell in self.cells.values()}
         named = ", ".join(sorted(sha or "not a checkout" for sha in commits))
-        others = [f"- cells measured at: {named}"] if commits - {commit()} else []
-        text = re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", *provenance_lines(threads), *others, ""]))
+        facts, script = provenance(threads), Path(sys.argv[0])
+        versions, machine = facts["versions"], facts["hardware"]
+        module = f"benchmarks.{script.parent.name}.{script.stem}"
+        about = [
+            f"- date: {facts['date'][:10]}",
+            f"- command: `{' '.join(['python', '-m', module, *map(_short, sys.argv[1:])])}`",
+            f"- commit: {facts['commit'] or 'not a checkout'}",
+            f"- specinfer {versions['specinfer']}, Python {versions['python']}, torch {versions['torch']}",
+            f"- hardware: {machine['cpu']}, {machine['cores']} cores, "
+            f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['threads']} threads"
+            + "".join(f", {gpu}" for gpu in machine["gpus"]),
+            *([f"- cells measured at: {named}"] if commits - {commit()} else []),
+        ]
+        text = re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", *about, ""]))
         _write(self.out, text)
         return text
-
-
-def provenance_lines(threads: int | None = None) -> list[str]:
-    """Return Markdown lines with the provenance of the figures above; `threads` is the option."""
-    facts = provenance(threads)
-    versions, machine = facts["versions"], facts["hardware"]
-    script = Path(sys.argv[0])
-    module = f"benchmarks.{script.parent.name}.{script.stem}"
-    command = " ".join(["python", "-m", module, *map(_short, sys.argv[1:])])
-    return [
-        f"- date: {facts['date'][:10]}",
-        f"- command: `{command}`",
-        f"- commit: {facts['commit'] or 'not a checkout'}",
-        f"- specinfer {versions['specinfer']}, Python {versions['python']}, torch {versions['torch']}",
-        f"- hardware: {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['threads']} threads"
-        + "".join(f", {gpu}" for gpu in machine["gpus"]),
-    ]
-
-
-def default_result(question: str, model: str) -> Path:
-    """Return results/<question>_<model>_<hardware>_<date>.md, which may exist already."""
-    facts = hardware()
-    brand = re.split(r" \(family| amx| avx", facts["cpu"])[0]
-    machine = "-".join([*re.findall(r"[a-z0-9.]+", brand.lower()), f"{facts['cores']}c"])
-    return RESULTS / f"{question}_{model.lower()}_{machine}_{datetime.now(UTC):%Y-%m-%d}.md"
 
 
 def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
@@ -157,6 +116,12 @@ def ask(
     if llm.tokenizer.has_chat_template:
         return llm.chat([[{"role": "user", "content": text}] for text in questions], params)
     return llm.generate(questions, params)
+
+
+def prompt_ids(model: ModelFiles, questions: Iterable[str]) -> list[list[int]]:
+    """Return the token ids of questions in the chat template."""
+    encode = ChatEncoder(Tokenizer.load(model)).token_ids
+    return [encode([{"role": "user", "content": text}]) for text in questions]
 
 
 def total_figures(outputs: Iterable[RequestOutput]) -> SpeculationFigures:

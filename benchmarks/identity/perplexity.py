@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.engines import Home, default_home
-from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, run, table
+from benchmarks.peers.engines import Home
+from benchmarks.study import Study, in_turn, natural, parser, run, table
 from specinfer import EngineConfig
 from specinfer.check.difference import PlainTarget
 from specinfer.engine.models import Models, load_models
@@ -39,17 +38,18 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 BASE = "none"
 LLAMA_CPP = "llama.cpp"  # key of its cell
-_SCRIPT = Path(__file__).parents[1] / "peers" / "run_llama_cpp.py"
 ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # allowed increase of perplexity, in percent
 
 
 def main() -> None:
-    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=200)
-    options.add_argument(
-        "--max-tokens", type=natural, default=1024, help="max tokens of a row; the rest is cut off"
-    )
+    options = parser(__doc__)
+    options.add_argument("--model", required=True, help="folder, GGUF file or name")
+    options.add_argument("--dataset", action="append", type=Path, required=True, metavar="FILE.jsonl")
+    options.add_argument("--limit", type=natural, default=200, help="rows of all data sets (default 200)")
+    options.add_argument("--max-tokens", type=natural, default=1024, help="of a row; the rest is cut off")
     options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
     options.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp over a GGUF file")
+    options.add_argument("--out", type=Path, required=True, metavar="PAGE.md", help="cells are beside it")
     args = options.parse_args()
 
     kinds = [BASE, *args.quantizations.split(",")]
@@ -59,7 +59,7 @@ def main() -> None:
         "max_tokens": args.max_tokens,
         "quantizations": kinds,
     }
-    study = Study("perplexity", args.out, settings)
+    study = Study(args.out, settings)
     conversations = in_turn([read_dataset(path) for path in args.dataset], args.limit)
     models: dict[str, Models] = {}
     for number, conversation in enumerate(conversations):
@@ -78,7 +78,8 @@ def main() -> None:
             file = resolve(args.model)
             tokenizer = Tokenizer.load(file)
             texts = [answer_ids(tokenizer, conversation, args.max_tokens) for conversation in conversations]
-            study.keep(LLAMA_CPP, llama_cpp(Home(default_home()), file.path, texts))
+            costs = Home().call("llama_cpp", "nats", str(file.path), "2", given=json.dumps(texts))
+            study.keep(LLAMA_CPP, json.loads(costs))
         lines += beside(kinds, rows, study.cells[LLAMA_CPP])
     print(study.write(lines))
 
@@ -91,32 +92,13 @@ def _load(model: str, kind: str) -> Models:
     return load_models(EngineConfig.from_options(model, options), ProgressBar())
 
 
-def llama_cpp(home: Home, model: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """Return llama.cpp's version and its cost of each answer in nats, with two threads.
-
-    Raises DatasetError if it cannot be run.
-    """
-    command = [str(home.python("llama_cpp")), str(_SCRIPT), "nats", str(model), "2"]
-    try:
-        done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
-    except OSError:
-        raise DatasetError("--llama-cpp needs llama.cpp; run: make peers-env ARGS=llama_cpp") from None
-    except subprocess.CalledProcessError as error:
-        words = error.stderr.strip().splitlines()
-        raise DatasetError(f"llama.cpp failed: {words[-1] if words else error}") from None
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def answer_ids(
-    tokenizer: Tokenizer, conversation: Conversation, max_tokens: int
-) -> tuple[list[int], list[int]]:
-    """Return prompt and answer, as token ids."""
+def answer_ids(tokenizer: Tokenizer, conversation: Conversation, most: int) -> tuple[list[int], list[int]]:
+    """Return prompt and answer as token ids, at most `most` in all."""
     if conversation.reference is None:
         raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
     prompt = list(ChatEncoder(tokenizer).token_ids([{"role": "user", "content": conversation.turns[0]}]))
     answer = list(tokenizer.encode(conversation.reference))
-    return prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
+    return prompt[: most - 1], answer[: most - min(len(prompt), most - 1)]
 
 
 def row_costs(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -138,17 +120,12 @@ def perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     return math.exp(sum(row[kind]["nats"] for row in rows) / sum(row["tokens"] for row in rows))
 
 
-def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
-    """Return by how many percent perplexity is above the first model's."""
-    return 100 * (perplexity(kind, rows) / perplexity(BASE, rows) - 1)
-
-
 def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     tokens = sum(cell["tokens"] for cell in rows)
     figures = [
         (
             *(_named(kind), f"{perplexity(kind, rows):.4f}"),
-            "" if kind == BASE else f"{_cost(kind, rows):+.2f}%",
+            "" if kind == BASE else f"{100 * (perplexity(kind, rows) / perplexity(BASE, rows) - 1):+.2f}%",
             f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else "",
             f"{sum(cell[kind]['divergence'] for cell in rows) / tokens:.5f}",
         )

@@ -13,10 +13,11 @@ from torch import Tensor
 from benchmarks.paper.lab import Lab
 from benchmarks.paper.passes import BLOCK, binary, medians, paths, tree_rows
 from benchmarks.paper.plots import INK, lines
-from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
 from benchmarks.study import shown, spread, table
 from specinfer.attention.backend import Attend, AttentionSpec
 from specinfer.check.doctor import find_kernels
+from specinfer.errors import UserError
 from specinfer.kernels.attention import NativeAttention
 from specinfer.kernels.library import Library
 from specinfer.runtime.batch import Rows, build_batch
@@ -46,7 +47,7 @@ def measure(lab: Lab, key: str) -> Figures:
     lab.elsewhere()
     library = find_kernels().library
     if library is None:
-        raise NotHereError("there are no native kernels for this CPU")
+        raise UserError("there are no native kernels for this CPU")
     calls, rows = _calls(library, *map(int, key.split(",")))
     with torch.inference_mode():
         masked = calls["masked"](_LAYERS[0])

@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Final
 
 from benchmarks.paper.lab import Lab
-from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
-from benchmarks.peers.engines import ENGINES, OURS, Engine, Home, default_home
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
+from benchmarks.peers.engines import ENGINES, OURS, Engine, Home
 from benchmarks.peers.peers import Task, run_cell, tokens_per_step
-from benchmarks.study import table
+from benchmarks.study import prompt_ids, table
+from specinfer.errors import UserError
 from specinfer.hub import resolve
 from specinfer.kernels.machine import thread_count
-from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 ASKS: Final = "Do texts with speculation equal those without?"
 _SETS: Final = ("alpaca", "humaneval")
@@ -32,20 +32,12 @@ def keys(lab: Lab) -> Sequence[str]:
 def measure(lab: Lab, key: str) -> Figures:
     lab.elsewhere(lab.target, lab.draft)
     engine, target = _BY_NAME[key], resolve(lab.target)
-    encode = ChatEncoder(Tokenizer.load(target)).token_ids
-    sets = [lab.questions(name, lab.pick(full=6, quick=2, toy=1)) for name in _SETS]
-    task = Task(
-        model=target.path,
-        draft=resolve(lab.draft).path,
-        prompts=[encode([{"role": "user", "content": text}]) for text in chain(*sets)],
-        max_tokens=lab.pick(full=64, quick=32, toy=8),
-        rounds=1,
-        threads=thread_count(),
-    )
-    home = Home(default_home())
-    plain, drafted = (run_cell(one, task, 0, home, 600) for one in (_BY_NAME[engine.plain], engine))
+    count, tokens = lab.pick(full=(6, 64), quick=(2, 32), toy=(1, 8))
+    prompts = prompt_ids(target, chain(*(lab.questions(name, count) for name in _SETS)))
+    task = Task(target.path, resolve(lab.draft).path, prompts, tokens, 1, thread_count())
+    plain, drafted = (run_cell(one, task, 0, Home(), 600) for one in (_BY_NAME[engine.plain], engine))
     if error := plain.get("error") or drafted.get("error"):
-        raise NotHereError(error)
+        raise UserError(error)
     pairs = zip(plain["answers"], drafted["answers"], strict=True)
     return {
         "texts": len(task.prompts),

@@ -21,10 +21,6 @@ Figures = Mapping[str, Any]  # plain JSON values
 Outcome = Literal["surpassed", "reproduced", "new"]
 
 
-class NotHereError(UserError):
-    """This machine cannot measure a cell; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A row of the index."""
@@ -108,7 +104,7 @@ class Question(Protocol):
     @property
     def ASKS(self) -> str: ...  # the heading
     def keys(self, lab: Lab) -> Sequence[str]: ...
-    def measure(self, lab: Lab, key: str) -> Figures: ...  # one cell; raises NotHereError
+    def measure(self, lab: Lab, key: str) -> Figures: ...  # one cell; raises UserError where it cannot
     def page(self, cells: Cells) -> Sequence[str]: ...
     def plot(self, cells: Cells, figure: Figure) -> None: ...
     def verdict(self, cells: Cells) -> Verdict: ...

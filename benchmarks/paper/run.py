@@ -22,7 +22,7 @@ from benchmarks.paper.lab import DATASETS, Lab, Size
 from benchmarks.paper.pages import write_index, write_page
 from benchmarks.paper.question import Cells, Question, name_of
 from benchmarks.paper.questions import QUESTIONS
-from benchmarks.study import run
+from benchmarks.study import parser, run
 from specinfer.errors import UserError
 
 _DOCS = Path(__file__).parents[2] / "docs" / "paper"
@@ -65,7 +65,7 @@ def _measure(lab: Lab, question: Question, cells: Cells) -> None:
         began = time.perf_counter()
         try:
             figures = question.measure(lab, key)
-        except UserError as error:  # among them NotHereError
+        except UserError as error:
             print(f"{name_of(question)} {key}: not measured: {error}", flush=True)
             continue
         cells.keep(key, figures, lab.models())
@@ -73,9 +73,7 @@ def _measure(lab: Lab, question: Question, cells: Cells) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = parser(__doc__)
     size = options.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="fewer and smaller cells, in build/paper-quick")
     size.add_argument("--toy", action="store_true", help="the smallest cells, for tests")

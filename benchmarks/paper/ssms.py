@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks.paper.lab import Lab, answer
-from benchmarks.paper.question import Cells, Figure, Figures, NotHereError, Verdict
+from benchmarks.paper.question import Cells, Figure, Figures, Verdict
 from benchmarks.study import shown, table
 from specinfer.config import EngineConfig
+from specinfer.errors import UserError
 from specinfer.files import cache_dir
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
@@ -47,7 +48,7 @@ def keys(lab: Lab) -> list[str]:
 def measure(lab: Lab, key: str) -> Figures:
     kind, _, one = key.partition(",")
     if kind == "older":
-        raise NotHereError("it is from an older page")
+        raise UserError("it is from an older page")
     return _merged(lab, one) if kind == "merged" else _trained(lab, *map(int, one.split(",")))
 
 

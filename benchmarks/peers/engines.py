@@ -1,45 +1,39 @@
-"""The engines of peers.py and their modes, and a model's weights in each engine's format."""
+"""The engines of peers.py and their modes, their processes, and a model's weights in each one's format."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
+from benchmarks.peers.process import Worker, WorkerError
 from specinfer.errors import UserError
 
 OURS: Final = "specinfer"
-INSTALL: Final = "run: make peers-env"
-_HERE: Final = Path(__file__).parent
-_CONVERTERS: Final = {  # form -> environment, script, its command, more arguments, suffix of the result
-    "safetensors": ("transformers", "run_engines.py", "to_safetensors", (), ""),
-    "q8_0": ("llama_cpp", "run_llama_cpp.py", "quantize", ("Q8_0",), ".gguf"),
-    "q4_0": ("llama_cpp", "run_llama_cpp.py", "quantize", ("Q4_0",), ".gguf"),
+_CONVERTERS: Final = {  # form -> script, its command, more arguments, suffix of the result
+    "safetensors": ("transformers", "to_safetensors", (), ""),
+    "q8_0": ("llama_cpp", "quantize", ("Q8_0",), ".gguf"),
+    "q4_0": ("llama_cpp", "quantize", ("Q4_0",), ".gguf"),
 }
 
 
-def script_of(engine: str) -> list[str]:
-    """Return the script and argument that run an engine's child, for the Python of its environment."""
-    own = engine in ("llama_cpp", "ik_llama")
-    return [str(_HERE / ("run_llama_cpp.py" if own else "run_engines.py")), engine]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Engine:
     """One engine in one mode."""
 
     name: str
-    script: str  # see script_of; also the environment's name, but for OURS
+    script: str  # run_engines.py or run_llama_cpp.py has it; but for OURS, also its environment
     form: str  # Home.weights has the forms
     bits: str  # precision, for the table
     plain: str  # name of the same engine without speculation
-    draft: bool = False  # gets the draft model
-    options: Mapping[str, Any] = field(default_factory=dict)
+    draft: bool  # gets the draft model
+    options: Mapping[str, Any]
 
 
 _Modes = Mapping[str, Mapping[str, Any]]  # suffix of the name -> options; "+draft" gets the draft model
@@ -103,29 +97,18 @@ _TABLE: Final[Sequence[tuple[str, str, str, str, _Modes]]] = (
       "+ngram": _vllm("ngram", prompt_lookup_max=4, prompt_lookup_min=1)}),
 )  # fmt: skip
 ENGINES: Final = tuple(
-    Engine(
-        name=name + suffix,
-        script=script,
-        form=form,
-        bits=bits,
-        plain=name,
-        draft="draft" in suffix,
-        options=options,
-    )
+    Engine(name + suffix, script, form, bits, name, "draft" in suffix, options)
     for name, script, form, bits, modes in _TABLE
     for suffix, options in modes.items()
 )
 
 
-_Named = TypeVar("_Named", bound=Any)  # an engine of any table, with a name and perhaps a draft
-
-
-def select(engines: Sequence[_Named], patterns: str, *, has_draft: bool) -> list[_Named]:
+def select(patterns: str, *, has_draft: bool) -> list[Engine]:
     """Return the engines that match comma-separated patterns, in their order.
 
     Engines with a draft model are left out without one. Raises UserError for a pattern without a match.
     """
-    able = [engine for engine in engines if has_draft or not engine.draft]
+    able = [engine for engine in ENGINES if has_draft or not engine.draft]
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     for pattern in wanted:
         if not any(fnmatchcase(engine.name, pattern) for engine in able):
@@ -136,53 +119,58 @@ def select(engines: Sequence[_Named], patterns: str, *, has_draft: bool) -> list
     return [engine for engine in able if any(fnmatchcase(engine.name, pattern) for pattern in wanted)]
 
 
-class WeightsError(Exception):
-    """A model cannot be converted; the message is one line."""
+def default_home() -> Path:
+    """Return the folder of install.sh."""
+    named = os.environ.get("SPECINFER_PEERS")
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"
 
 
 @dataclass(frozen=True)
 class Home:
     """The folder with the other engines' environments and with converted weights."""
 
-    folder: Path
+    folder: Path = field(default_factory=default_home)
 
-    def python(self, environment: str) -> Path:
-        """Return the Python of an environment, which may not exist."""
-        return self.folder / environment / "bin" / "python"
+    def start(
+        self, script: str, threads: int, timeout: float, inside: Callable[[list[str]], list[str]] = list
+    ) -> Worker:
+        """Start an engine's child; `inside` wraps its command. Raises WorkerError."""
+        environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        return Worker(inside(self._command(script, script)), environment, timeout)
+
+    def call(self, script: str, *words: str, given: str | None = None) -> str:
+        """Return what a command of an engine's script prints, `given` its input; raises WorkerError."""
+        command = self._command(script, *words)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise WorkerError(f"{words[0]} of {script} failed: {last}")
+        return done.stdout
 
     def weights(self, model: Path, form: str) -> Path:
         """Return `model` in a form: "file" (unchanged), "safetensors", "q8_0" or "q4_0".
 
-        Raises WeightsError if it cannot be converted.
+        Raises WorkerError if it cannot be converted.
         """
         if form == "file" or (form == "safetensors" and model.is_dir()):
             return model
-        environment, script, command, arguments, suffix = _CONVERTERS[form]
+        script, command, arguments, suffix = _CONVERTERS[form]
         # Files of one name differ in size; a truncated file cannot be converted.
         target = self.folder / "weights" / f"{model.stem}-{model.stat().st_size}-{form}{suffix}"
-        if target.exists():
-            return target
-        if model.is_dir():
-            raise WeightsError(f"{model.name} is a folder; {form} is made from a .gguf file only: give one")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"partial-{target.name}")
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        partial.unlink(missing_ok=True)
-        words = [str(self.python(environment)), str(_HERE / script), command, str(model), str(partial)]
-        try:
-            done = subprocess.run([*words, *arguments], capture_output=True, text=True, check=False)
-        except OSError:
-            raise WeightsError(f"{form} weights need the {environment} environment; {INSTALL}") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise WeightsError(f"{script} failed: {last}")
-        partial.rename(target)
+        if not target.exists():
+            if model.is_dir():
+                raise WorkerError(f"{model.name} is a folder; give a .gguf file, from which {form} is made")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=target.parent) as folder:
+                whole = Path(folder) / target.name
+                self.call(script, command, str(model), str(whole), *arguments)
+                whole.rename(target)
         return target
 
-
-def default_home() -> Path:
-    """Return the folder of install.sh."""
-    named = os.environ.get("SPECINFER_PEERS")
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"
+    def _command(self, script: str, *words: str) -> list[str]:
+        python = Path(sys.executable) if script == OURS else self.folder / script / "bin" / "python"
+        if not python.exists():
+            raise WorkerError(f"{script} is not installed; run: make peers-env")
+        file = "run_llama_cpp.py" if script in ("llama_cpp", "ik_llama") else "run_engines.py"
+        return [str(python), str(Path(__file__).with_name(file)), *words]

@@ -1,7 +1,8 @@
 """Compares specinfer with other engines: the same weights, prompts and lengths, one engine at a time.
 
     make peers-env                                   once: the others, each in its own environment
-    python -m benchmarks.peers.peers --model TARGET.gguf --draft SSM.gguf --prompts alpaca.jsonl code.jsonl
+    python -m benchmarks.peers.peers --model TARGET.gguf --draft SSM.gguf --prompts alpaca.jsonl code.jsonl \\
+        --out RESULT.md
     ... --engines 'specinfer-file*,llama-server*,ik_llama*,openvino*'       those that take the file as it is
 
 Every engine is a child process (run_engines.py) that runs for one round, so that none spins or holds memory
@@ -13,30 +14,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from benchmarks.peers.engines import (
-    ENGINES,
-    INSTALL,
-    OURS,
-    Engine,
-    Home,
-    WeightsError,
-    default_home,
-    script_of,
-    select,
-)
+from benchmarks.peers.engines import ENGINES, OURS, Engine, Home, default_home, select
 from benchmarks.peers.process import Worker, WorkerError
-from benchmarks.study import Study, digest, in_turn, parser, run, spread, table
+from benchmarks.study import Study, digest, in_turn, natural, parser, prompt_ids, run, spread, table
+from specinfer.errors import UserError
 from specinfer.hub import resolve
 from specinfer.kernels.machine import thread_count
 from specinfer.report.dataset import built_in, read_dataset
-from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 WARM_UP_TOKENS: Final = 16
 TREE_ROOM: Final = 64  # KV slots beyond prompt and answer, for rejected nodes
@@ -71,13 +61,12 @@ class Task:
 
 def main() -> None:
     args = arguments()
-    engines = select(ENGINES, args.engines, has_draft=args.draft is not None)
+    engines = select(args.engines, has_draft=args.draft is not None)
     target = resolve(args.model)
     draft = resolve(args.draft).path if args.draft is not None else None
     datasets = [read_dataset(path) for path in args.prompts] or [built_in()]
     questions = [conversation.turns[0] for conversation in in_turn(datasets, args.limit)]
-    chat = ChatEncoder(Tokenizer.load(target))
-    prompts = [chat.token_ids([{"role": "user", "content": question}]) for question in questions]
+    prompts = prompt_ids(target, questions)
     rounds = min(args.rounds, len(prompts))
     task = Task(target.path, draft, prompts, args.max_tokens, rounds, args.threads)
     settings = {
@@ -91,7 +80,7 @@ def main() -> None:
         "rounds": rounds,
         "threads": args.threads,
     }
-    study, home = Study("peers", args.out, settings), Home(args.home)
+    study, home = Study(args.out, settings), Home(args.home)
     for round_ in range(rounds):
         first = round_ * len(engines) // rounds
         for engine in engines[first:] + engines[:first]:
@@ -108,52 +97,47 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    options = parser(
-        __doc__,
-        **{"model": "smollm2-135m", "draft": None, "limit": 40, "max_tokens": 128, "rounds": 4},
-        **{"threads": thread_count(), "engines": "*", "timeout": 1200.0, "home": default_home()},
-    )
+    options = parser(__doc__)
+    options.add_argument("--model", default="smollm2-135m", help="the target: folder, GGUF file or name")
+    options.add_argument("--draft", help="the small model of the modes with +draft, which else are left out")
     options.add_argument(
         "--prompts", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="default: the package's own"
     )
+    options.add_argument("--limit", type=natural, default=40, help="prompts of all files (default 40)")
+    options.add_argument("--max-tokens", type=natural, default=128, help="of each answer (default 128)")
+    options.add_argument("--rounds", type=natural, default=4, help="rounds in turns (default 4)")
+    options.add_argument("--threads", type=natural, default=thread_count(), help="default: physical cores")
+    options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
+    options.add_argument("--timeout", type=float, default=1200.0, help="seconds for one answer, or to start")
+    options.add_argument("--home", type=Path, default=default_home(), help="folder of the other engines")
+    options.add_argument("--out", type=Path, required=True, metavar="PAGE.md", help="cells are beside it")
     return options.parse_args()
 
 
 def run_cell(engine: Engine, task: Task, round_: int, home: Home, timeout: float) -> dict[str, Any]:
     """Return an engine's answers to a round's prompts, or the reason for their absence."""
-    ours = engine.script == OURS
-    python = Path(sys.executable) if ours else home.python(engine.script)
-    if not python.exists():
-        return {"error": f"not installed; {INSTALL}"}
-    environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
     try:
         draft = str(home.weights(task.draft, engine.form)) if engine.draft and task.draft else None
         options = dict(engine.options)
-        if ours and "drafts" not in options:
+        if engine.script == OURS and "drafts" not in options:
             options |= {"drafts": [draft] if draft else [], "max_batch_size": 1, "prefix_reuse": False}
             options["max_context"] = task.context
         model = str(home.weights(task.model, engine.form))
         setup = {"model": model, "draft": draft, "threads": task.threads, "context": task.context}
-        with Worker([str(python), *script_of(engine.script)], environment, timeout) as worker:
-            return converse(worker, setup | {"options": options}, task, round_, ours=ours)
-    except (WorkerError, WeightsError, ValueError) as error:
+        with home.start(engine.script, task.threads, timeout) as worker:
+            return converse(worker, setup | {"options": options}, task, round_)
+    except UserError as error:
         return {"error": str(error)}
 
 
-def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int, *, ours: bool) -> dict[str, Any]:
-    """Load, warm up and answer one by one; raises WorkerError, or ValueError for a wrong length."""
+def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> dict[str, Any]:
+    """Load, warm up and answer one by one; raises WorkerError."""
     began = time.perf_counter()
     versions = worker.ask(setup)["versions"]
     loaded = time.perf_counter()
 
     def ask(index: int, max_tokens: int) -> dict[str, Any]:
-        if not ours:
-            return worker.ask({"prompt": task.prompts[index], "max_tokens": max_tokens})
-        # Its own cache salt keeps lookups from finding a repeated prompt's answer.
-        asked: dict[str, Any] = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
-        asked["cache_salt"] = f"{time.time()}"
-        [reply] = worker.ask({"prompts": [task.prompts[index]], "params": [asked]})["answers"]
-        return dict(reply)
+        return worker.ask({"prompt": task.prompts[index], "max_tokens": max_tokens})
 
     dealt = task.dealt(round_)
     cold = loaded - began + ask(dealt[0], WARM_UP_TOKENS)["arrivals"][0][0]
@@ -170,10 +154,10 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int, *, 
 
 
 def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the kept part of a worker's reply; raises ValueError unless it has `max_tokens` tokens."""
+    """Return the kept part of a worker's reply; raises WorkerError unless it has `max_tokens` tokens."""
     tokens, arrivals = reply["tokens"], reply["arrivals"]
     if len(tokens) != max_tokens:
-        raise ValueError(f"made {len(tokens)} tokens of {max_tokens} for prompt {prompt}")
+        raise WorkerError(f"made {len(tokens)} tokens of {max_tokens} for prompt {prompt}")
     return {
         "prompt": prompt,
         "tokens": len(tokens),

@@ -1,4 +1,4 @@
-"""Engines as children of peers.py and cells.py: python run_engines.py NAME.
+"""Engines as children of peers.py and offloading.py: python run_engines.py NAME.
 
 It runs in every engine's environment, so it imports only the standard library. An engine is behind stdin and
 stdout, one JSON object per line:
@@ -8,11 +8,8 @@ stdout, one JSON object per line:
     <- {"prompt": [1, 2, 3], "max_tokens": 32}                        any number of times
     -> {"tokens": [...], "arrivals": [[seconds, tokens], ...]}        seconds from the request on
 
-The target's tokens of one step arrive together, so an arrival is a step. specinfer takes several prompts that
-run together, and also returns the increase of `LLM.statistics()`:
-
-    <- {"prompts": [[1, 2, 3], ...], "params": [{...}, ...]}
-    -> {"answers": [{"tokens": ..., "arrivals": ...}, ...], "counted": {...}}
+The target's tokens of one step arrive together, so an arrival is a step. specinfer also returns the number of
+its steps and the bytes that they read from the disk.
 
 The end of input ends the child. An error ends it, too; its last line on stderr is the reported reason.
 `run_engines.py to_safetensors SOURCE FOLDER` converts a model.
@@ -28,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,41 +72,39 @@ def timed(generate: Generate, together: float = 0.0) -> Answer:
 
 
 def specinfer(setup: Setup) -> tuple[Answer, dict[str, Any]]:
-    """Start specinfer; without a model it only reports its own memory."""
-    from dataclasses import asdict
-
+    """Start specinfer, with a `temperature` among the options; without a model it only reports its memory."""
     import torch
 
     from specinfer import LLM, SamplingParams
     from specinfer.version import VERSION
 
-    facts = {"versions": {"specinfer": VERSION, "torch": torch.__version__}, "own": memory("VmRSS")}
     if setup["model"] is None:
-        return dict, facts
+        return dict, {"own": memory("VmRSS")}
     torch.set_num_threads(setup["threads"])
-    llm = LLM(setup["model"], **setup["options"])
+    options = dict(setup["options"])
+    law = {"temperature": options.pop("temperature", 0), "seed": 0, "ignore_eos": True}
+    llm = LLM(setup["model"], **options)
     atexit.register(llm.close)
+    numbers = count()
+
+    def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
+        done = 0
+
+        def advanced(output: Any) -> None:
+            nonlocal done
+            arrived(output.token_ids[done:])
+            done = len(output.token_ids)
+
+        # A salt of its own: lookups find no answer to an earlier, equal prompt.
+        params = SamplingParams(max_tokens=max_tokens, cache_salt=str(next(numbers)), **law)
+        llm.generate([prompt], params, on_output=advanced)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        arrivals: dict[str, list[tuple[float, int]]] = {}
-        lengths: dict[str, int] = {}
-        before, began = llm.statistics(), time.perf_counter()
+        before = llm.statistics()
+        reply, counted = timed(generate)(request), llm.statistics().since(before)
+        return {**reply, "steps": counted.steps, "streamed_bytes": counted.streamed_bytes}
 
-        def arrived(output: Any) -> None:
-            new = len(output.token_ids) - lengths.get(output.request_id, 0)
-            if new:
-                lengths[output.request_id] = len(output.token_ids)
-                arrivals.setdefault(output.request_id, []).append((time.perf_counter() - began, new))
-
-        params = [SamplingParams(**options) for options in request["params"]]
-        outputs = llm.generate(request["prompts"], params, on_output=arrived)
-        counted = asdict(llm.statistics().since(before))
-        return {
-            "answers": [{"tokens": out.token_ids, "arrivals": arrivals[out.request_id]} for out in outputs],
-            "counted": {name: value for name, value in counted.items() if isinstance(value, int | float)},
-        }
-
-    return answer, facts
+    return answer, {"versions": {"specinfer": VERSION, "torch": torch.__version__}}
 
 
 def transformers(setup: Setup) -> tuple[Answer, dict[str, Any]]:
@@ -191,7 +187,7 @@ def vllm(setup: Setup) -> tuple[Answer, dict[str, Any]]:
         skip_tokenizer_init=True,
         **options,
     )
-    numbers = iter(range(1 << 30))
+    numbers = count()
 
     def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
         params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -289,11 +285,8 @@ def llama_server(setup: Setup) -> tuple[Answer, dict[str, Any]]:
 
 
 def memory(name: str) -> int:
-    """Return the bytes that /proc/self/status has under a name; 0 if there is no such file."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    except OSError:
-        return 0
+    """Return the bytes that /proc/self/status has under a name."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields[name].split()[0]) << 10
 
 
@@ -316,11 +309,8 @@ def to_safetensors(source: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    ENGINES = {one.__name__: one for one in (specinfer, transformers, vllm, openvino, llama_server)}
     if sys.argv[1] == "to_safetensors":
         to_safetensors(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        serve(
-            {one.__name__: one for one in (specinfer, transformers, vllm, openvino, llama_server)}[
-                sys.argv[1]
-            ]
-        )
+        serve(ENGINES[sys.argv[1]])

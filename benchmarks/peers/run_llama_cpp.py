@@ -1,6 +1,6 @@
 """llama.cpp through the C functions of llama-cpp-python, or ik_llama.cpp's, in its own environment.
 
-    python run_llama_cpp.py llama_cpp                            a child of peers.py and cells.py
+    python run_llama_cpp.py llama_cpp                            a child of peers.py and offloading.py
     python run_llama_cpp.py ik_llama                             the same for ik-llama-cpp-python
     python run_llama_cpp.py nats MODEL.gguf THREADS              costs of answers, for perplexity.py
     python run_llama_cpp.py quantize MODEL.gguf TARGET Q8_0      one of llama.cpp's own types

@@ -1,18 +1,15 @@
-"""A dithered model for streaming, as a folder and as a GGUF file for other engines.
+"""A dithered model for streaming, a GGUF file that other engines read, too.
 
 Available models are 4-bit files. Their weights in bfloat16 still lie on a 4-bit grid, which `quantize_int4`
 finds again, so a 4-bit copy of such a target would nearly equal the target. A *dithered* model moves every
 weight of every matrix by a uniform random amount within half a step of its own grid: the file may have been
 quantized from any of these.
-
-Files are whole or not there, and made once. Making the folder takes the memory of its weights.
 """
 
 from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,9 +19,6 @@ import numpy.typing as npt
 import torch
 
 from specinfer.errors import UserError
-from specinfer.hub.model_files import local_model
-from specinfer.models.open_model import open_model
-from specinfer.models.safetensors import write_model
 
 _PIECE: Final = 1 << 22  # weights read, moved and written at once: 16 MB in float32
 _ALIKE: Final = 0.98  # min correlation of two quantizations of one matrix
@@ -55,34 +49,16 @@ _LEVELS: Final = {
 }
 
 
-def dithered(source: Path, folder: Path) -> tuple[Path, Path]:
-    """Make a dithered model of a quantized GGUF file: a bfloat16 GGUF file and a folder of the same
-    weights.
+def dithered(source: Path) -> Path:
+    """Write a quantized GGUF file's model in bfloat16 beside it once, with every matrix dithered; return it.
 
-    Both are in `folder`. Raises UserError if the disk is full or a matrix is not quantized.
+    If embeddings and output layer are two quantizations of one matrix, they become one: the
+    finer, as embeddings. At most one matrix is in memory, in bfloat16. Raises UserError if the disk is full
+    or a matrix is not quantized.
     """
-    file = folder / f"dithered-{source.stem}-bf16.gguf"
-    model = folder / f"dithered-{source.stem}"
-    if not file.exists():
-        write_dithered_gguf(source, file, seed=0)
-    if not (model / "config.json").exists():
-        files = local_model(str(file), file)
-        opened = open_model(files)
-        _ask_room(folder, file.stat().st_size)
-        tensors = {
-            name: opened.read_rows(name, 0, shape[0]).to(torch.bfloat16)
-            for name, shape in opened.shapes.items()
-        }
-        write_model(opened.config, tensors, model, tokenizer=files)
-    return file, model
-
-
-def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
-    """Write a quantized GGUF file's model in bfloat16, with every matrix dithered and the rest unchanged.
-
-    If embeddings and output layer are two quantizations of one matrix, they become one: the finer, as
-    embeddings. At most one matrix is in memory, in bfloat16. Raises UserError.
-    """
+    target = source.with_name(f"dithered-{source.stem}-bf16.gguf")
+    if target.exists():
+        return target
     reader = gguf.GGUFReader(source)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     output = tensors.get("output.weight")
@@ -93,7 +69,12 @@ def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
             raise UserError(
                 f"{name} of {source.name} is {tensor.tensor_type.name}, which has no grid of steps"
             )
-    _ask_room(target.parent, sum(_BYTES * int(tensor.n_elements) for tensor in tensors.values()))
+    needed = sum(_BYTES * int(tensor.n_elements) for tensor in tensors.values())
+    if (free := shutil.disk_usage(target.parent).free) < needed + (1 << 30):
+        raise UserError(
+            f"{target.parent} needs {needed / 1e9:.1f} GB and 1 GB to spare, {free / 1e9:.1f} GB are free; "
+            "make room"
+        )
     partial = target.with_name(f"{target.name}.partial")
     writer = gguf.GGUFWriter(partial, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
@@ -112,20 +93,20 @@ def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
-        random = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        random = np.random.default_rng([0, zlib.crc32(name.encode())])
         writer.write_tensor_data(_dithered(tensor, random) if len(tensor.shape) > 1 else tensor.data)
     writer.close()
-    partial.rename(target)
+    return partial.rename(target)
 
 
 def _dithered(tensor: Any, random: np.random.Generator) -> Bytes:
-    """Return a quantized matrix of a GGUF file in bfloat16, each weight moved within half a step of its
-    grid.
-    """
+    """Return a quantized matrix in bfloat16, each weight moved within half a step of its grid."""
     rows = tensor.data  # [rows, bytes of a row], mapped
     inner = int(tensor.shape[0])
     out = torch.empty(len(rows), inner, dtype=torch.bfloat16)
-    for start, stop in _pieces((len(rows), inner)):
+    step = max(1, _PIECE // inner)
+    for start in range(0, len(rows), step):
+        stop = start + step
         values, steps = values_and_steps(np.array(rows[start:stop]), tensor.tensor_type)
         moved = values + (random.random(values.shape, dtype=np.float32) - np.float32(0.5)) * steps
         out[start:stop] = torch.from_numpy(moved)
@@ -147,23 +128,7 @@ def values_and_steps(rows: Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Floa
 def _one_matrix(output: Any, embeddings: Any) -> bool:
     """True if two quantized matrices are quantizations of one, judged by their first rows."""
     first, second = (
-        values_and_steps(np.array(tensor.data[:256]), tensor.tensor_type)[0].ravel()
+        gguf.quants.dequantize(np.array(tensor.data[:256]), tensor.tensor_type).ravel()
         for tensor in (output, embeddings)
     )
     return len(first) == len(second) and float(np.corrcoef(first, second)[0, 1]) > _ALIKE
-
-
-def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of about _PIECE weights."""
-    rows = max(1, _PIECE // max(1, int(np.prod(shape[1:]))))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
-
-
-def _ask_room(folder: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed + (1 << 30):
-        raise UserError(
-            f"{folder} needs {needed / 1e9:.1f} GB and 1 GB to spare, {free / 1e9:.1f} GB are free; make room"
-        )
