@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import openai
@@ -23,7 +22,6 @@ class Answer:
     tokens: int = 0  # by the server's count, else the chunks
     cached_tokens: int | None = None  # prompt tokens read from the server's cache, if it reports them
     prompt_tokens: int = 0
-    tokens_per_step: float | None = None  # if the server reports it
     error: str = ""
 
     @property
@@ -31,52 +29,33 @@ class Answer:
         """Seconds from the request to the first text."""
         return self.arrivals[0] - self.sent
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the request to the last text."""
-        return self.arrivals[-1] - self.sent
 
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between chunks."""
-        return [later - earlier for earlier, later in pairwise(self.arrivals)]
-
-    @property
-    def token_seconds(self) -> float:
-        """Seconds per token after the first."""
-        return (self.seconds - self.first_seconds) / max(1, self.tokens - 1)
-
-
-class Client:
-    """A server's first model."""
+class Client(openai.AsyncOpenAI):
+    """A server; its first model answers."""
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
-        self.http = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=timeout)
-        self.model = ""
+        super().__init__(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=timeout)
+        self.first = ""  # its name, once asked for
 
-    async def __aenter__(self) -> Client:
-        self.model = (await self.http.models.list()).data[0].id
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.http.close()
-
-    async def stream(self, messages: Messages, headers: dict[str, str], fields: dict[str, Any]) -> Any:
-        """Return the chunks of an answer; `fields` are more fields of the request."""
-        own = {"stream_options": {"include_usage": True}, **fields}
-        return await self.http.chat.completions.create(
-            model=self.model, messages=messages, stream=True, extra_headers=headers, extra_body=own
-        )
-
-    async def ask(self, messages: Messages, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
-        """Return the answer, or its error."""
+    async def ask(
+        self, messages: Messages, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> Answer:
+        """Return the answer, or its error; `fields` are more fields of the request."""
         clock = asyncio.get_running_loop().time
-        answer = Answer(clock())
+        answer, ended = Answer(clock()), False
         try:
-            ended = False
-            async for chunk in await self.stream(messages, headers or {}, fields):
-                if chunk.usage is not None:
-                    _count(answer, chunk)
+            self.first = self.first or (await self.models.list()).data[0].id
+            async for chunk in await self.chat.completions.create(
+                model=self.first,
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers=headers,
+                extra_body=fields,
+            ):
+                if usage := chunk.usage:
+                    answer.tokens, answer.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
+                    answer.cached_tokens = getattr(usage.prompt_tokens_details, "cached_tokens", None)
                 for choice in chunk.choices[:1]:
                     ended = ended or choice.finish_reason is not None
                     if text := choice.delta.content:
@@ -90,11 +69,3 @@ class Client:
             answer.error = str(error) or type(error).__name__
         answer.tokens = answer.tokens or len(answer.arrivals)
         return answer
-
-
-def _count(answer: Answer, chunk: Any) -> None:
-    answer.tokens, answer.prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
-    answer.cached_tokens = getattr(chunk.usage.prompt_tokens_details, "cached_tokens", None)
-    speculation = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding") or {}
-    if speculation.get("num_spec_steps"):
-        answer.tokens_per_step = 1 + speculation["num_accepted_draft_tokens"] / speculation["num_spec_steps"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.load import agent, faults
 from benchmarks.paper.lab import DATASETS
 from benchmarks.paper.question import name_of
 from benchmarks.paper.questions import QUESTIONS
 from benchmarks.paper.run import main as paper
+from tests.served import Served
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +31,7 @@ RUNS = {
     "peers": "--draft DRAFT --prompts ROWS --rounds 1 --max-tokens 8 --engines specinfer-bf16+draft,vllm",
     "perplexity": "--dataset ROWS --limit 2",
 }
-FACTS = {  # on the pages
-    "peers": "not installed",
-}
+FACTS = {"peers": "not installed"}  # on the pages
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,24 @@ def test_script(
         monkeypatch.setattr(module, "load_models", None)
         run(*(words.get(word, word) for word in options))
         assert out.read_text() == page
+
+
+@pytest.mark.slow
+def test_users_of_a_server_are_measured_and_lose_no_text_to_a_killed_engine(
+    words: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(module: Any, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(module.__file__), *options])
+        module.main()
+        return capsys.readouterr().out
+
+    with Served(words["MODEL"], "--max-context", "2048", "--kv-cache-memory", "64MB") as served:
+        short = ["--turns", "2", "--system", "20", "--new", "5", "10"]
+        assert "tokens computed: " in printed(agent, served.url, *short)
+        load = ["--dataset", words["ROWS"], "--users", "2", "--minutes", "0.05", "--max-tokens", "8"]
+        kill = ["--every", "1.5", "--fault", f"kill -9 {served.engine_pid}"]
+        found = printed(faults, served.url, *load, *kill)
+    assert re.match(r"[1-9]\d* requests, [1-9]\d* faults, 0 failed; 0 other texts ", found), found
 
 
 @pytest.mark.slow
