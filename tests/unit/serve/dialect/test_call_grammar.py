@@ -6,123 +6,11 @@ from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.structured_output import structured_output
-from tests.unit.serve.dialect.families import FAMILIES, TOOLS, tools_of, verdict
+from tests.unit.serve.dialect.families import FAMILIES, TOOLS, as_hermes, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("required", "get_time")
-CITY = '{"city": "Oslo", "days": 2}'
-
-
-def hermes(name, arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def llama3(name, arguments):
-    return f'{{"name": "{name}", "parameters": {arguments}}}'
-
-
-def mistral(*calls):
-    return f"[TOOL_CALLS] [{', '.join(calls)}]"
-
-
-def mistral_item(name, arguments):
-    return f'{{"name": "{name}", "arguments": {arguments}}}'
-
-
-def mistral_args(name, arguments):
-    return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
-
-
-def mistral_ids(name, arguments):
-    return f"[TOOL_CALLS]{name}[CALL_ID]abcDEF012[ARGS]{arguments}"
-
-
-# family -> one call, two calls, and whether text may stand before them
-WRITTEN = {
-    "qwen": (hermes, lambda *both: "\n".join(hermes(*call) for call in both), True),
-    "llama3, several": (llama3, lambda *both: "; ".join(llama3(*call) for call in both), False),
-    "mistral": (
-        lambda *call: mistral(mistral_item(*call)),
-        lambda *both: mistral(*(mistral_item(*call) for call in both)),
-        True,
-    ),
-    "mistral_args": (mistral_args, lambda *both: "".join(mistral_args(*call) for call in both), True),
-    "mistral_ids": (mistral_ids, lambda *both: "".join(mistral_ids(*call) for call in both), True),
-}
-WRITTEN |= {
-    "hermes": WRITTEN["qwen"],
-    "hermes, described": WRITTEN["qwen"],
-    "hermes, special": WRITTEN["qwen"],
-    "mistral, spelled": WRITTEN["mistral"],
-    "llama3": WRITTEN["llama3, several"],
-}
-PLAIN = [
-    "",
-    "hello",
-    'a {"name": "get"} [',
-    "<tool",
-    "[TOOL",
-    '{"answer": [1, {"name": "get"}]}',
-    "\u00d6\n\n",
-]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_free_answer_is_text_or_calls(name):
-    family = FAMILIES[name]
-    one, both, takes_text = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, AUTO)
-    calls = [one("get", CITY), one("get_time", "{}"), one("get", '{\n  "city": "\\""\n}')]
-    if not family.format.single:
-        calls.append(both(("get", CITY), ("get_time", "{}")))
-    calls += [f"So:\n{calls[0]}"] if takes_text else []
-    assert {text: verdict(family, grammar, text) for text in [*PLAIN, *calls]} == dict.fromkeys(
-        [*PLAIN, *calls]
-    )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
-def test_the_arguments_of_calls_follow_the_schema(name, choice):
-    family = FAMILIES[name]
-    one, *_ = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, choice)
-    for called, good, bad in [
-        ("get", "", "[1]"),
-        ("get", "{", "}"),
-        ("get", '{"c', 'x": 1}'),
-        ("get", '{"city": ', "3}"),
-        ("get", '{"city": "Oslo", "days": ', "0}"),
-        ("get_time", "{", '"a": 1}'),
-    ]:
-        text = one(called, good + bad)
-        cut = verdict(family, grammar, text)
-        assert cut == text[: text.index(good + bad) + len(good)]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_must_be_is_there_at_once_and_whole(name):
-    family = FAMILIES[name]
-    one, both, _ = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, REQUIRED)
-    assert verdict(family, grammar, one("get", CITY)) is None
-    assert verdict(family, grammar, both(("get", CITY), ("get_time", "{}"))) == (
-        one("get", CITY).removesuffix("]") if family.format.single else None
-    )
-    assert verdict(family, grammar, "") == "..."
-    assert verdict(family, grammar, "hello") == ""
-    cut = one("get", CITY).partition("days")[0]
-    assert verdict(family, grammar, cut) == cut + "..."
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
-def test_without_parallel_calls_there_is_one_call(name, choice):
-    family = FAMILIES[name]
-    one, both, _ = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, choice, parallel=False)
-    assert verdict(family, grammar, one("get", CITY)) is None
-    assert verdict(family, grammar, both(("get", CITY), ("get_time", "{}"))) is not None
+CITY = ("get", {"city": "Oslo", "days": 2})
 
 
 OBJECT = {
@@ -150,23 +38,33 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("text", FORMS)
-def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, text):
-    family, form = FAMILIES[name], structured_output(**FORMS[text])
-    one, both, _ = WRITTEN[name]
-    grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
-    call, bad = one("get", CITY), one("get", '{"city": 3, "days": 2}')
-    good = [text, call, one("get_time", "{}")]
-    good += [] if family.format.single else [both(("get", CITY), ("get_time", "{}"))]
-    assert {answer: verdict(family, grammar, answer) for answer in good} == dict.fromkeys(good)
-    for other in ("", "hello", f"So:\n{call}", text[:-1] + "~", text + "~", text + call, call + text, bad):
-        assert verdict(family, grammar, other) is not None, other
-    for choice in (REQUIRED, NAMED):  # then the form says nothing
-        without = call_grammar(family.format, TOOLS, choice)
-        assert call_grammar(family.format, TOOLS, choice, form=form) == without
-    for answer, count in ((text, 0), (call, 1)):
-        content, calls = content_and_calls(events_of(family.format, TOOLS, answer))
-        assert (content, len(calls)) == ("" if count else answer, count)
+def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name):
+    family = FAMILIES[name]
+    call, bad = family.written(CITY), family.written(("get", {"city": "Oslo", "days": 0}))
+    calls = [call, family.written(("get_time", {}))]
+    calls += [] if family.format.single else [family.written(CITY, ("get_time", {}))]
+    for text, fields in FORMS.items():
+        form = structured_output(**fields)
+        grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
+        good = [text, *calls]
+        assert {answer: verdict(family, grammar, answer) for answer in good} == dict.fromkeys(good)
+        for other in (
+            "",
+            "hello",
+            f"So:\n{call}",
+            text[:-1] + "~",
+            text + "~",
+            text + call,
+            call + text,
+            bad,
+        ):
+            assert verdict(family, grammar, other) is not None, other
+        for choice in (REQUIRED, NAMED):  # then the form says nothing
+            without = call_grammar(family.format, TOOLS, choice)
+            assert call_grammar(family.format, TOOLS, choice, form=form) == without
+        for answer, count in ((text, 0), (call, 1)):
+            content, found = content_and_calls(events_of(family.format, TOOLS, answer))
+            assert (content, len(found)) == ("" if count else answer, count)
 
 
 def test_white_space_in_arguments_follows_the_option():
@@ -175,7 +73,8 @@ def test_white_space_in_arguments_follows_the_option():
     for whitespace in ("bounded", "any", "none"):
         grammar = call_grammar(family.format, TOOLS, REQUIRED, whitespace=whitespace)
         texts = ['{"city":"Oslo"}', '{\n  "city": "Oslo" }', '{   "city":"Oslo"}']
-        found[whitespace] = [verdict(family, grammar, hermes("get", text)) is None for text in texts]
+        calls = [as_hermes("get", 0).replace("0}", f"{text}}}") for text in texts]
+        found[whitespace] = [verdict(family, grammar, call) is None for call in calls]
     assert found == {
         "bounded": [True, True, False],
         "any": [True, True, True],
@@ -195,13 +94,13 @@ def test_an_answer_that_only_begins_like_a_call_of_llamas_stays_text():
     assert verdict(family, grammar, "<|python_tag|>print(1)") == "<|python_tag|>"
 
 
-@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special"])
+@pytest.mark.parametrize("name", ["hermes", "hermes, text", "hermes, special"])
 def test_reasoning_may_hold_anything_and_comes_before_calls(name):
     family = FAMILIES[name]
     reasoning = Reasoning.of(family.tokenizer) or Reasoning(
         {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
     )
-    call = hermes("get", CITY)
+    call = family.written(CITY)
     think = "<think>\nI could write <tool_call> now.\n</think>\n\n"
     if name == "hermes, special":
         think = think.replace("<tool_call>", "one")  # which cannot be written as text there
@@ -231,7 +130,6 @@ def test_unsupported_keywords_are_ignored_unless_strict():
     tools = tools_of({"name": "f", "parameters": odd})
     family = FAMILIES["hermes"]
     grammar = call_grammar(family.format, tools, REQUIRED)
-    assert verdict(family, grammar, hermes("f", '{"at": "x"}')) is None
-    assert (
-        verdict(family, grammar, hermes("f", '{"at": 1}')) == hermes("f", "\0").partition("\0")[0] + '{"at": '
-    )
+    assert verdict(family, grammar, as_hermes("f", {"at": "x"})) is None
+    bad = as_hermes("f", {"at": 1})
+    assert verdict(family, grammar, bad) == bad.partition("1")[0]

@@ -7,16 +7,14 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors.thinking import ThinkingState
-from specinfer.request import Delta, FinishReason
-from specinfer.serve.dialect.call_format import CallFormat, ToolChoice, for_template
+from specinfer.serve.dialect.call_format import CallFormat, ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.serve.dialect.call_parser import ReasoningPiece
 from specinfer.serve.dialect.channels import Channels
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.structured_output import structured_output
-from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
+from specinfer.tokenizer import Rendered, Tokenizer
 from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict, verdict_of_form
-from tests.unit.serve.dialect.whole_answers import content_and_calls
+from tests.unit.serve.dialect.whole_answers import said
 
 AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
 HARMONY = (
@@ -37,8 +35,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS = tools_of({"name": "get", "parameters": SCHEMA}, {"name": "get_time"})
-FAMILY = Family(tokenizer(HARMONY, HARMONY_MARKS))
-DIALECT = Dialect.of(FAMILY.tokenizer)
+FAMILY = Family(HARMONY, HARMONY_MARKS)
+DIALECT = FAMILY.dialect
 THOUGHT = "<|channel|>analysis<|message|>Hm: <b|.<|end|><|start|>assistant"
 NOTE = "<|channel|>commentary<|message|>So:<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>Yes.\n"
@@ -49,14 +47,7 @@ GOT = [("get", ARGUMENTS)]
 
 
 def read(*pieces, dialect=DIALECT, tools=TOOLS, inside=False):
-    """Reasoning, content and calls of an answer in pieces."""
-    reader = dialect.reader(tools, inside)
-    deltas = [Delta("", text=piece, token_ids=(1,)) for piece in pieces]
-    events = [
-        e for delta in [*deltas, Delta("", finish_reason=FinishReason.STOP)] for e in reader.read(delta)
-    ]
-    thoughts = "".join(one.text for one in events if isinstance(one, ReasoningPiece))
-    return thoughts, *content_and_calls([one for one in events if not isinstance(one, ReasoningPiece)])
+    return said(dialect, tools, *pieces, inside=inside)
 
 
 def test_an_answer_is_reasoning_content_and_a_call_however_it_is_cut():
@@ -80,10 +71,10 @@ def test_an_answer_is_reasoning_content_and_a_call_however_it_is_cut():
         (" to=functions.get<|channel|>comm", ("", "", [])),
         ("", ("", "", [])),
     ]
-    for text, said in cases:
-        assert read(*text) == said, text
+    for text, parts in cases:
+        assert read(*text) == parts, text
         for cut in range(len(text)):
-            assert read(text[:cut], text[cut:]) == said, text[:cut]
+            assert read(text[:cut], text[cut:]) == parts, text[:cut]
     assert read("Yes.", inside=True) == ("", "Yes.", [])
     assert read(THOUGHT + CALL, tools=()) == ("Hm: <b|.", ARGUMENTS, [])
 
@@ -134,13 +125,10 @@ def test_the_template_is_recognised_and_its_calls_are_read():
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls[:1]},
     ]
-    messages, tools = for_template(asked, TOOLS, FAMILY.format)
-    encoder = ChatEncoder(FAMILY.tokenizer)
-    prompt = encoder.render(messages, tools=tools).text
-    answer = prompt.partition("<|start|>assistant")[2].removesuffix("<|start|>assistant")
+    answer = FAMILY.prompt(asked, TOOLS).partition("<|start|>assistant")[2].removesuffix("<|start|>assistant")
     assert read(*answer) == ("Hm.", "", [("get", ARGUMENTS)])
     both = [asked[0], asked[1] | {"tool_calls": calls}]
-    assert encoder.render(both, tools=tools).text.count("to=functions.get") == 2  # one call each
+    assert FAMILY.prompt(both, TOOLS).count("to=functions.get") == 2  # one call each
     assert DIALECT.reasoning.state(Rendered("x<|start|>assistant")) == (False, False)
     with pytest.raises(RequestError, match="the tool format is 'hermes'; allowed: auto, harmony; auto"):
         CallFormat.of(FAMILY.tokenizer, "hermes")
@@ -174,8 +162,8 @@ def test_gemma_4_reasons_in_a_channel_of_its_own():
         "{% if false %}<|channel>thought\n<channel|>{% endif %}{{ tools }}<|tool_call>{{ m.tool_calls }}"
     )
     marks = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
-    family = Family(tokenizer(template, marks))
-    dialect = Dialect.of(family.tokenizer)
+    family = Family(template, marks)
+    dialect = family.dialect
     assert (dialect.reasoning.open, dialect.calls.name) == ("<|channel>thought", "gemma4")
     thought, call = (
         "<|channel>thought\nHm.\n<channel|>",

@@ -6,8 +6,7 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import for_template
-from specinfer.tokenizer import ChatEncoder
-from tests.unit.serve.dialect.families import FAMILIES, PLAIN, TOOLS, Family, tokenizer, tools_of
+from tests.unit.serve.dialect.families import FAMILIES, TOOLS, tools_of
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 
@@ -20,33 +19,9 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [call("get", '{"c
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"}
 
 
-def rendered(family, messages, tools=TOOLS):
-    given, shown = for_template(messages, tools, family.format)
-    return ChatEncoder(family.tokenizer).render(given, tools=shown).text
-
-
-def test_templates_write_tools_and_earlier_calls_themselves():
-    cases = [
-        (
-            "qwen",
-            '[assistant]<tool_call>\n{"name": "get", "arguments": {"city": "\u00d6slo"}}\n</tool_call>',
-        ),
-        ("llama3", '{"name": "get", "parameters": {"city": "\u00d6slo"}}'),
-        ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": {"city": "\u00d6slo"}}]'),
-        ("mistral_args", '[TOOL_CALLS]get[ARGS]{"city": "\u00d6slo"}'),
-        ("mistral_ids", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"city": "\u00d6slo"}'),
-    ]
-    for name, written in cases:
-        prompt = rendered(FAMILIES[name], [ASKED, CALLING, RESULT])
-        assert written in prompt, name
-        assert '"name": "get_time"' in prompt, name
-        assert prompt.count("Weather.") == 1, name
-        assert '"city":{"type":"string"}' in "".join(prompt.split()), name
-
-
 def test_a_system_message_describes_tools_if_the_template_does_not():
-    family = Family(tokenizer(PLAIN), "hermes")
-    prompt = rendered(family, [ASKED, CALLING, RESULT, RESULT])
+    family = FAMILIES["hermes, described"]
+    prompt = family.prompt([ASKED, CALLING, RESULT, RESULT], TOOLS)
     system, asked, answer, results = (
         prompt.removesuffix("[assistant]").replace("[assistant]", "[user]").split("[user]")
     )
@@ -64,7 +39,7 @@ def test_a_system_message_describes_tools_if_the_template_does_not():
 
 
 def test_several_calls_and_texts_beside_them_are_kept():
-    family = Family(tokenizer(PLAIN), "hermes")
+    family = FAMILIES["hermes, described"]
     both = CALLING | {"tool_calls": [call("get", '{"city": "x"}'), call("get_time", "")]}
     [_, answer], _ = for_template([ASKED, both], (), family.format)
     said = content_and_calls(events_of(family.format, TOOLS, answer["content"]))
@@ -76,19 +51,20 @@ def test_several_calls_and_texts_beside_them_are_kept():
 
 def test_malformed_messages_are_refused_like_in_the_template():
     with pytest.raises(RequestError, match="messages is empty"):
-        for_template([], TOOLS, Family(tokenizer(PLAIN), "hermes").format)
+        for_template([], TOOLS, FAMILIES["hermes, described"].format)
     with pytest.raises(RequestError, match=r"messages\[1\].tool_calls is 'f'"):
-        rendered(FAMILIES["llama3"], [ASKED, CALLING | {"tool_calls": "f"}])
+        FAMILIES["llama3"].prompt([ASKED, CALLING | {"tool_calls": "f"}], TOOLS)
 
 
 def test_parallel_calls_are_split_if_the_template_needs_it():
     both = CALLING | {"content": "So:", "tool_calls": [call("get", "{}", "a"), call("get_time", "{}", "b")]}
     results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ("b", "a")]
-    once = rendered(FAMILIES["llama3"], [ASKED, both, *results, ASKED])
+    prompt = FAMILIES["llama3"].prompt
+    once = prompt([ASKED, both, *results, ASKED], TOOLS)
     apart = [
         *(ASKED, both | {"tool_calls": both["tool_calls"][:1]}, results[1]),
         *(both | {"content": "", "tool_calls": both["tool_calls"][1:]}, results[0], ASKED),
     ]
-    assert once == rendered(FAMILIES["llama3"], apart)
+    assert once == prompt(apart, TOOLS)
     nameless = [{"role": "tool", "content": f"of {i}"} for i in ("a", "b")]
-    assert rendered(FAMILIES["llama3"], [ASKED, both, *nameless, ASKED]) == once
+    assert prompt([ASKED, both, *nameless, ASKED], TOOLS) == once

@@ -101,7 +101,7 @@ BEFORE_A_FORM = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special"])
+@pytest.mark.parametrize("name", ["hermes", "hermes, text", "hermes, special"])
 @pytest.mark.parametrize(("inside", "text", "legal"), BEFORE_A_FORM)
 def test_blanks_around_reasoning_do_not_belong_to_the_form(name, inside, text, legal):
     """Marks may be tokens that are text, several tokens, or special ones."""

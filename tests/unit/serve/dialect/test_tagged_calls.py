@@ -1,22 +1,17 @@
 """Calls whose arguments are between tags (Qwen3-Coder)."""
 
 import json
+from itertools import product
 
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.serve.dialect.call_format import Tool, ToolChoice, for_template
+from specinfer.serve.dialect.call_format import Tool, ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
-from specinfer.tokenizer import ChatEncoder
-from tests.unit.serve.dialect.families import (
-    CODER,
-    SPECIAL_CODER,
-    TAGGED_TOOLS,
-    tagged,
-    verdict,
-)
+from tests.unit.serve.dialect.families import FAMILIES, TAGGED_TOOLS, tagged, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
+CODER = FAMILIES["qwen3_coder"]
 AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
 NOW = tagged("now")
 PUT = tagged("put", text="a\n\n</par <b>", size="S", n="2")
@@ -52,10 +47,7 @@ def test_values_have_the_types_of_their_schemas():
         assert isinstance(json.loads(arguments)[name], type(value)), (name, text)
 
 
-@pytest.mark.parametrize("family", [CODER, SPECIAL_CODER], ids=["text", "special"])
-@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
-def test_calls_are_held_to_the_form_and_to_their_schemas(family, choice):
-    grammar = call_grammar(family.format, TAGGED_TOOLS, choice)
+def test_calls_are_held_to_the_form_and_to_their_schemas():
     good = [
         NOW,
         PUT,
@@ -64,15 +56,18 @@ def test_calls_are_held_to_the_form_and_to_their_schemas(family, choice):
         tagged("put", text="a", size="\u00d6<\n"),
         tagged("any", a="1", b="x\ny"),
     ]
-    assert {text: verdict(family, grammar, text) for text in good} == dict.fromkeys(good)
-    for legal, rest in [
+    bad = [
         ("<tool_call>\n<function=", "other>"),
         ("<tool_call>\n<function=now>\n<", "parameter=a>"),
         ("<tool_call>\n<function=put>\n<parameter=", "size>"),
         ("<tool_call>\n<function=put>\n<parameter=text>\na\n</parameter>\n<parameter=size>\n", "M"),
         (PUT.partition("2\n")[0], "0"),
-    ]:
-        assert verdict(family, grammar, legal + rest) == legal
+    ]
+    for family, choice in product((CODER, FAMILIES["qwen3_coder, special"]), (AUTO, REQUIRED)):
+        grammar = call_grammar(family.format, TAGGED_TOOLS, choice)
+        assert {text: verdict(family, grammar, text) for text in good} == dict.fromkeys(good)
+        for legal, rest in bad:
+            assert verdict(family, grammar, legal + rest) == legal
 
 
 def test_string_schemas_of_strict_functions_are_enforced_or_refused():
@@ -99,16 +94,3 @@ def test_string_schemas_of_strict_functions_are_enforced_or_refused():
             with pytest.raises(RequestError, match="the function f is strict") as caught:
                 pytest.fail(f"{schema!r}: {call_grammar(CODER.format, [strict], AUTO)}")
             assert caught.value.parameter == "tools", schema
-
-
-def test_the_format_is_read_from_the_template():
-    assert CODER.format.name == "qwen3_coder"
-    assert CODER.format.native
-    call = {"id": "1", "type": "function", "function": {"name": "put", "arguments": '{"text": "a", "n": 2}'}}
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    given_messages, shown = for_template(messages, TAGGED_TOOLS, CODER.format)
-    prompt = ChatEncoder(CODER.tokenizer).render(given_messages, tools=shown).text
-    assert tagged("put", text="a", n="2") in prompt

@@ -8,11 +8,11 @@ from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.structured_output import MAX_SOURCE
-from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict
+from tests.unit.serve.dialect.families import Family, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 MARKS = BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
-FAMILY = Family(tokenizer("{{ tools }}" + BEGIN, MARKS))
+FAMILY = Family("{{ tools }}" + BEGIN, MARKS)
 TEXT = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 

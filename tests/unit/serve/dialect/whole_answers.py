@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.dialect.call_format import CallFormat, Tool
-from specinfer.serve.dialect.call_parser import ArgumentsPiece, CallEnded, CallStarted, Content, Event
-from specinfer.serve.dialect.dialect import call_parser
+from specinfer.serve.dialect.call_parser import (
+    ArgumentsPiece,
+    CallEnded,
+    CallStarted,
+    Content,
+    Event,
+    ReasoningPiece,
+)
+from specinfer.serve.dialect.dialect import Dialect, call_parser
 
 
 def events_of(call_format: CallFormat, tools: Sequence[Tool], *pieces: str) -> list[Event]:
@@ -39,3 +47,15 @@ def content_and_calls(events: Iterable[Event]) -> tuple[str, list[tuple[str, str
                 open_call = None
     assert open_call is None
     return content, calls
+
+
+def said(
+    dialect: Dialect, tools: Sequence[Tool], *pieces: str, inside: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls of an answer that comes in these pieces."""
+    reader = dialect.reader(tools, inside)
+    deltas = [Delta("", text=piece, token_ids=(1,)) for piece in pieces]
+    deltas.append(Delta("", finish_reason=FinishReason.STOP))
+    events = [event for delta in deltas for event in reader.read(delta)]
+    thoughts = "".join(one.text for one in events if isinstance(one, ReasoningPiece))
+    return thoughts, *content_and_calls([one for one in events if not isinstance(one, ReasoningPiece)])
