@@ -35,6 +35,8 @@ FOLDERS = {
     ("config.json", "rank0.safetensors"): NOT_READ,
     ("config.json", "qmodel.pt"): NOT_READ,
     ("config.json", "consolidated.safetensors"): NOT_READ,
+    ("config.json",): NOT_READ.partition(", or give")[0],
+    ("config.json", "other.safetensors"): "if other.safetensors is the whole model, rename it to model.safe",
     ("params.json", "consolidated.00.pth"): "is not a model: it has no config.json",
 }
 

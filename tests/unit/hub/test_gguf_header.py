@@ -61,12 +61,15 @@ def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path):
 
 def test_another_format_another_version_and_an_absurd_count_are_refused(tmp_path):
     path, count = tmp_path / "m.gguf", (2**62).to_bytes(8, "little")
-    for begins, message in {
-        b"PK\3\4": "does not begin with 'GGUF'",
-        b"GGUF" + (1).to_bytes(4, "little"): "version 1",
-        b"GGUF" + (3).to_bytes(4, "big"): "little-endian",
-        b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + count + bytes(60): "cut short or damaged",
+    for content, message in {
+        b"": "cut short",
+        b"GG": "cut short",
+        b"GGUF\3\0\0\0": "cut short",
+        b"PK\3\4" + bytes(40): "does not begin with 'GGUF'",
+        b"GGUF" + (1).to_bytes(4, "little") + bytes(40): "version 1",
+        b"GGUF" + (3).to_bytes(4, "big") + bytes(40): "little-endian",
+        b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + count + bytes(100): "cut short or damaged",
     }.items():
-        path.write_bytes(begins + bytes(40))
+        path.write_bytes(content)
         with pytest.raises(ModelFileError, match=message):
             read_header(path)
