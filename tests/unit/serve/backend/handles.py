@@ -108,11 +108,14 @@ MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(
 class Answering:
     """A work in progress, and the tokens received so far."""
 
+    open: list[Answering] = []
+
     def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
         self.name = name
         self.tokens: list[int] = []
         self._deltas = backend.generate([replace(work, id=name)], session)
         self.task = asyncio.ensure_future(self._read())
+        self.open.append(self)
 
     async def _read(self) -> list[int]:
         async for delta in self._deltas:
@@ -120,14 +123,23 @@ class Answering:
         return self.tokens
 
 
+async def answering(backend: ReplicaBackend, names: str) -> list[Answering]:
+    """A work of that name in each of these sessions."""
+    works = [Answering(backend, name, session=name) for name in names]
+    await asyncio.sleep(0)
+    return works
+
+
 @asynccontextmanager
 async def engines(
     count: int = 1, config: EngineConfig = CONFIG, **options: Any
 ) -> AsyncIterator[ReplicaBackend]:
-    """A backend whose first engine runs."""
+    """A backend whose first engine runs; works that are in progress at the end are cancelled."""
     backend = ReplicaBackend(config, count, **options)
     await backend.start()
     yield backend
+    while Answering.open:
+        Answering.open.pop().task.cancel()
     await backend.close()
 
 

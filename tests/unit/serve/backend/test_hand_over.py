@@ -1,9 +1,10 @@
-"""Several replicas in virtual time: moved works, cache sizes, and replicas that are left out."""
+"""Several replicas in virtual time: moved works, cache sizes, engines left out or replaced one by one."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from specinfer.serve.backend import replica, replica_backend
 from specinfer.serve.backend.work import BackendError
 from specinfer.serve.observe.metrics import Metrics
 from tests.unit.serve.backend.handles import (
+    MSS,
     WORK,
     Answering,
     Handle,
     Late,
+    answering,
     cannot_start,
     engines,
     given,
@@ -51,13 +54,12 @@ async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it
             second.writes(one.name, 3, last=True)
         assert [await one.task for one in works] == [[1, 2, 3]] * len(works)
         await asyncio.sleep(1)
-        again = [Answering(backend, f"{who}3", session=who) for who in "abcdef"]
+        for who in "abcdef":
+            Answering(backend, f"{who}3", session=who)
         await asyncio.sleep(0)
         back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
         assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
         assert (await backend.health()).handed_on == len(mine)
-        for task in again:
-            task.task.cancel()
 
 
 async def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
@@ -82,8 +84,7 @@ async def test_a_suspect_waits_for_an_engine_without_others(
 ) -> None:
     async with replicas(3) as backend:
         monkeypatch.setattr(replica, "EngineChild", Late)
-        works = [Answering(backend, name, session=name) for name in "abcdefghi"]
-        await asyncio.sleep(0)
+        works = await answering(backend, "abcdefghi")
         killer = "a"
         for _ in range(2):
             [where] = [one for one in handles if one.status is None and killer in given(one)]
@@ -97,16 +98,13 @@ async def test_a_suspect_waits_for_an_engine_without_others(
         await asyncio.sleep(11)
         fresh = [one for one in handles[3:] if given(one)]
         assert [list(given(one)) for one in fresh] == [[killer]]
-        new = [Answering(backend, name, session=name) for name in "uvwxyz"]
-        await asyncio.sleep(0)
+        await answering(backend, "uvwxyz")
         assert list(given(fresh[0])) == [killer]
         assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
         fresh[0].says("busy", [killer])
         fresh[0].dies()
         with pytest.raises(BackendError, match="died 3 times in a row"):
             await works[0].task
-        for one in (*works[1:], *new):
-            one.task.cancel()
 
 
 class OfItsOwnKind(Handle):
@@ -122,8 +120,7 @@ async def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
 ) -> None:
     monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
     async with replicas(2) as backend:
-        works = [Answering(backend, name, session=name) for name in "abcdef"]
-        await asyncio.sleep(0)
+        await answering(backend, "abcdef")
         untouched, *started = sorted(given(handles[0]))
         for name in started:
             handles[0].writes(name, 1)
@@ -134,30 +131,21 @@ async def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
         await asyncio.sleep(1)
         assert handles[2].number == 0
         assert given(handles[2]) == dict.fromkeys(started, (1,))
-        for one in works:
-            one.task.cancel()
 
 
-@pytest.mark.parametrize(
-    ("options", "count", "threads"),
-    [
+async def test_replicas_share_the_cores(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
+    cases: list[tuple[dict[str, Any], int, list[int]]] = [
         ({}, 2, [2, 3]),
         ({}, 8, [1] * 8),
         ({"threads": 4}, 2, [4, 4]),
         ({"tensor_parallel": 2, "quantization": "int8"}, 2, [1, 1]),
-    ],
-)
-async def test_replicas_share_the_cores(
-    options: dict[str, Any],
-    count: int,
-    threads: list[int],
-    handles: list[Handle],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
-    async with engines(count, EngineConfig(model="m").with_options(options)):
-        await asyncio.sleep(1)
-        assert [one.config.threads for one in handles] == threads
+    ]
+    for options, count, threads in cases:
+        handles.clear()
+        async with engines(count, EngineConfig(model="m").with_options(options)):
+            await asyncio.sleep(1)
+            assert [one.config.threads for one in handles] == threads
 
 
 async def test_on_a_cluster_nodes_share_their_own_cores(handles: list[Handle]) -> None:
@@ -177,13 +165,9 @@ async def test_a_work_goes_where_the_cache_has_room_for_it(
         monkeypatch.setattr(Handle, "max_length", 1000)
         await asyncio.sleep(1)
         sizes = {"fits": 50, "is long": 500, "is too long": 5000}
-        works = [
-            Answering(
-                backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
-            )
-            for what, size in sizes.items()
-            for n in range(4)
-        ]
+        for (what, size), n in product(sizes.items(), "0123"):
+            params = SamplingParams(seed=1, max_tokens=size)
+            Answering(backend, f"{what} {n}", replace(WORK, params=params), n)
         await asyncio.sleep(0)
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
@@ -192,8 +176,6 @@ async def test_a_work_goes_where_the_cache_has_room_for_it(
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         await asyncio.sleep(20)  # the replica with the larger cache is left out now
         assert {name[:-2] for name in given(handles[0])} == set(sizes)
-        for one in works:
-            one.task.cancel()
 
 
 @pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])
@@ -214,11 +196,8 @@ async def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_th
             assert [one.trouble for one in health.replicas] == [
                 *("", "replica 1 cannot be started: no memory", "")
             ]
-            works = [Answering(backend, name, session=name) for name in "abcdefgh"]
-            await asyncio.sleep(0)
+            await answering(backend, "abcdefgh")
             assert sum(len(given(one)) for one in handles if one.number != 1) == 8
-            for one in works:
-                one.task.cancel()
             await asyncio.sleep(200)
             assert all(one.runs for one in backend._replicas)
     assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
@@ -254,7 +233,88 @@ async def test_replicas_are_counted_together_and_separately(handles: list[Handle
         assert health.replicas[1].trouble == "replica 1 does not answer"
         handles[0].is_stopped = True
         health = await backend.health()
-        assert (health.state.steps, health.trouble) == (
-            15,
-            "replica 0 does not answer; replica 1 does not answer",
-        )
+        assert health.state.steps == 15
+        assert health.trouble == "replica 0 does not answer; replica 1 does not answer"
+
+
+async def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
+    async with replicas(2) as backend:
+        works = await answering(backend, "abcdef")
+        mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
+        bound = Answering(backend, "bound", MSS, session=mine[0])
+        await asyncio.sleep(0)
+        for name in (*mine, "bound"):
+            handles[0].writes(name, 1)
+        backend.begin_roll()
+        backend.begin_roll()  # once more is not twice
+        await asyncio.sleep(1)
+        assert sorted(handles[0].gone) == mine
+        assert given(handles[1]) == {**dict.fromkeys(theirs, ()), **dict.fromkeys(mine, (1,))}
+        assert not handles[0].closed  # it has a text that no other engine may go on with
+        new = Answering(backend, "new", session=mine[0])
+        await asyncio.sleep(0)
+        assert "new" in given(handles[1])
+        health = await backend.health()
+        assert (health.trouble, health.replicas[0].trouble) == ("", "replica 0 is being replaced")
+        handles[0].writes("bound", 2, last=True)
+        assert await bound.task == [1, 2]
+        await asyncio.sleep(5)
+        assert handles[0].closed
+        assert handles[1].closed
+        assert [one.number for one in handles] == [0, 1, 0, 1]
+        for one in (*works, new):
+            [now] = [h for h in handles if not h.closed and one.name in given(h)]
+            assert given(now)[one.name] == ((1,) if one.name in mine else ())
+            now.writes(one.name, 5, last=True)
+            assert await one.task == [1, 5] if one.name in mine else [5]
+        health = await backend.health()
+        assert (health.trouble, health.restarts) == ("", 2)
+
+
+async def test_a_single_replica_finishes_texts_before_it_is_replaced(handles: list[Handle]) -> None:
+    async with replicas(1) as backend:
+        old = Answering(backend, "old")
+        await asyncio.sleep(0)
+        handles[0].writes("old", 1)
+        backend.begin_roll()
+        await asyncio.sleep(1)
+        new = Answering(backend, "new")
+        await asyncio.sleep(1)
+        assert (await backend.health()).trouble == "the engine is being replaced"
+        assert list(given(handles[0])) == ["old"]
+        handles[0].writes("old", 2, last=True)
+        await asyncio.sleep(1)
+        assert list(given(handles[1])) == ["new"]
+        handles[1].writes("new", 3, last=True)
+        assert (await old.task, await new.task) == ([1, 2], [3])
+
+
+async def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(
+    handles: list[Handle],
+) -> None:
+    async with replicas(2) as backend:
+        bound = Answering(backend, "bound", MSS, session="a")
+        await asyncio.sleep(0)
+        [mine] = [one for one in handles if given(one)]
+        mine.writes("bound", 1)
+        backend.begin_roll()
+        await asyncio.sleep(5)
+        assert not mine.closed
+        mine.dies()
+        with pytest.raises(BackendError, match="under mss"):
+            await bound.task
+        await asyncio.sleep(5)
+        assert sorted(one.number for one in handles) == [0, 0, 1, 1]
+        assert not (await backend.health()).trouble
+        assert all(one.serves for one in backend._replicas)
+
+
+async def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+    with caplog.at_level("ERROR"):
+        async with replicas(2) as backend:
+            await backend.roll()
+            assert not handles[0].closed
+    assert "replica 0 is not replaced: no other replica can serve meanwhile" in caplog.messages

@@ -68,11 +68,6 @@ def both(folder: Path) -> Iterator[tuple[Served, int]]:
         yield made
 
 
-@pytest.fixture
-def two(both: tuple[Served, int]) -> Served:
-    return both[0]
-
-
 def whole(served: Served) -> None:
     until(lambda: ready(served) == 2)
 
@@ -95,7 +90,8 @@ def test_texts_are_those_of_their_seeds_whichever_actor_dies(
     until(lambda: len(actors(head)) == 2)
 
 
-def test_texts_go_on_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
+def test_texts_go_on_while_engines_are_replaced(both: tuple[Served, int], expected: list[str]) -> None:
+    two, _ = both
     whole(two)
     restarts = two.metric("engine_restarts")
     two.process.send_signal(signal.SIGUSR1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,60 +41,70 @@ async def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Han
     assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
 
 
+# Metric, field of Statistics, values of the engine that dies and of the next one, and the reported value.
+COUNTED: list[tuple[str, str, Any, Any, float]] = [
+    ("num_preemptions{}", "preemptions", 1, 0, 1),
+    ("num_requests_running{}", "running", 2, 1, 1),
+    ("engine_steps{}", "steps", 10, 3, 13),
+    ("speculators_paused{}", "speculators_paused", 1, 0, 0),
+    ("speculation_off_steps{}", "speculation_off_steps", 5, 2, 7),
+    ("speculation_on{}", "speculation_on", False, True, 1),
+    ("streamed_bytes_total{}", "streamed_bytes", 4000, 1000, 5000),
+    ("stream_wait_seconds_total{}", "stream_wait_seconds", 1.5, 0.25, 1.75),
+    ('engine_stage_seconds{,stage="schedule"}', "stage_seconds.schedule", 1.0, 0.5, 1.5),
+    ('engine_stage_seconds{,stage="commit"}', "stage_seconds.commit", 2.0, 0.25, 2.25),
+    ('speculator_failures{,speculator="draft"}', "failures.draft", 3, None, 3),
+    ('speculator_failures{,speculator="policy"}', "failures.policy", None, 1, 1),
+    ('schema_keywords_unenforced{keyword="oneOf",}', "unenforced.oneOf", 2, 1, 3),
+    ('schema_keywords_unenforced{keyword="not",}', "unenforced.not", None, 1, 1),
+    ('guessed_tokens{,speculator="lookup"}', "guessed_tokens.lookup", 8, 0, 8),
+    ('guessed_tokens{,speculator="draft"}', "guessed_tokens.draft", 4, None, 4),
+    ('guessed_tokens{,speculator="0-draft"}', "guessed_tokens.0-draft", None, 3, 3),
+    ('pass_cost_factor{model="target",}', "cost_factors.target", 1.5, 1.25, 1.25),
+    ('pass_cost_factor{model="0-draft",}', "cost_factors.0-draft", None, 2.0, 2.0),
+    (
+        'rank_seconds_total{doing="computing",,rank="0",replica="0"}',
+        "rank_seconds.0 computing",
+        3.0,
+        1.0,
+        4.0,
+    ),
+    ('rank_seconds_total{doing="waiting",,rank="1",replica="0"}', "rank_seconds.1 waiting", 0.5, 0.25, 0.75),
+]
+
+
+def statistics(engine: int, **more: int) -> Statistics:
+    found: dict[str, Any] = {}
+    for _, name, *values, _ in COUNTED:
+        field, _, key = name.partition(".")
+        if not key:
+            found[field] = values[engine]
+        elif values[engine] is not None:
+            found.setdefault(field, {})[key] = values[engine]
+    return Statistics(**found, **more)
+
+
+def figures(text: str) -> dict[str, float]:
+    """Every metric by its name and its labels but the model's."""
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {
+        name.removeprefix("specinfer:").replace('model_name="m"', ""): float(number)
+        for name, _, number in lines
+    }
+
+
 async def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
     """A counter never falls, whenever an engine dies and whenever it is read."""
-    first = Statistics(
-        running=2,
-        steps=10,
-        preemptions=1,
-        prefix_queries=100,
-        prefix_hits=50,
-        stage_seconds={"schedule": 1.0, "commit": 2.0},
-        speculation_off_steps=5,
-        guessed_tokens={"lookup": 8, "draft": 4},
-        speculation_on=False,
-        cost_factors={"target": 1.5},
-        streamed_bytes=4000,
-        stream_wait_seconds=1.5,
-        rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
-        failures={"draft": 3},
-        unenforced={"oneOf": 2},
-        speculators_paused=1,
-    )
-    second = Statistics(
-        running=1,
-        steps=3,
-        prefix_queries=60,
-        stage_seconds={"schedule": 0.5, "commit": 0.25},
-        speculation_off_steps=2,
-        guessed_tokens={"lookup": 0, "0-draft": 3},
-        cost_factors={"target": 1.25, "0-draft": 2.0},
-        streamed_bytes=1000,
-        stream_wait_seconds=0.25,
-        rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
-        failures={"policy": 1},
-        unenforced={"not": 1, "oneOf": 1},
-    )
+    first = statistics(0, prefix_queries=100, prefix_hits=50)
     metrics = Metrics("m")
-
-    def figures(text: str) -> dict[str, float]:
-        found = {}
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                name, _, number = line.rpartition(" ")
-                found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
-        return found
-
     async with engines() as backend:
 
         async def reported() -> dict[str, float]:
             return figures(metrics.text(await backend.health()).decode())
 
         handles[0].state = replace(first, steps=4)
-        found = await reported()
-        assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
-        assert found["streamed_bytes_total{}"] == 4000
-        assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
+        expected = {name: float(one) for name, _, one, _, _ in COUNTED if one is not None}
+        assert (expected | {"engine_steps{}": 4}).items() <= (await reported()).items()
         handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # no request between this and its death
         asked = asyncio.ensure_future(reported())  # in just that moment
         handles[0].state = first
@@ -102,32 +113,10 @@ async def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> No
         assert (await asked)["engine_steps{}"] == 10
         await asyncio.sleep(1)
         assert (await reported())["engine_steps{}"] == 10  # the second one's steps, which has not started
-        handles[1].state = second
-        assert {
-            "num_preemptions{}": 1,
-            "num_requests_running{}": 1,
-            "engine_steps{}": 13,
-            'engine_stage_seconds{,stage="schedule"}': 1.5,
-            'engine_stage_seconds{,stage="commit"}': 2.25,
-            "engine_restarts{}": 1,
-            'speculator_failures{,speculator="draft"}': 3,
-            'speculator_failures{,speculator="policy"}': 1,
-            "speculators_paused{}": 0,
-            'schema_keywords_unenforced{keyword="oneOf",}': 3,
-            'schema_keywords_unenforced{keyword="not",}': 1,
-            "prefix_cache_hit_rate{}": 50 / 160,
-            "speculation_off_steps{}": 7,
-            "speculation_on{}": 1,
-            'guessed_tokens{,speculator="lookup"}': 8,
-            'guessed_tokens{,speculator="draft"}': 4,
-            'guessed_tokens{,speculator="0-draft"}': 3,
-            'pass_cost_factor{model="target",}': 1.25,
-            'pass_cost_factor{model="0-draft",}': 2.0,
-            "streamed_bytes_total{}": 5000,
-            "stream_wait_seconds_total{}": 1.75,
-            'rank_seconds_total{doing="computing",,rank="0",replica="0"}': 4.0,
-            'rank_seconds_total{doing="waiting",,rank="1",replica="0"}': 0.75,
-        }.items() <= (await reported()).items()
+        handles[1].state = statistics(1, prefix_queries=60)
+        expected = {name: both for name, *_, both in COUNTED}
+        expected |= {"engine_restarts{}": 1, "prefix_cache_hit_rate{}": 50 / 160}
+        assert expected.items() <= (await reported()).items()
 
 
 async def test_while_no_engine_runs_all_requests_wait(
