@@ -1,13 +1,15 @@
-"""The table of known drafts, and what of it is found on a machine."""
+"""The table of known drafts, what of it is found on a machine, and the heads that come with the package."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from specinfer.heads.checkpoint import is_head
 from specinfer.hub import CATALOGUE, resolve
 from specinfer.hub.catalogue import SHIPPED_HEADS
 from specinfer.hub.known_drafts import BESIDE, ModelShape, drafts_for, known_drafts, local_drafts
@@ -114,3 +116,19 @@ def test_the_smaller_of_two_quantizations_is_first_and_a_larger_file_is_no_draft
     assert [one.path for one in local_drafts(resolve(str(target)))] == [draft, again]
     (again / "other.safetensors").write_bytes(bytes(1 << 20))
     assert [one.path for one in local_drafts(resolve(str(target)))] == [draft]
+
+
+@pytest.mark.parametrize("name", SHIPPED_HEADS)
+def test_a_shipped_head_is_in_the_package(name: str) -> None:
+    found = resolve(name)
+    assert found.name == name
+    assert is_head(found.path)
+    assert sum(file.stat().st_size for file in found.path.iterdir()) <= 12 << 20
+    described = json.loads((found.path / "config.json").read_text())
+    verifier = described["speculators_config"]["verifier"]["name_or_path"]
+    assert verifier == SHIPPED_HEADS[name]
+    assert verifier in CATALOGUE
+    assert re.fullmatch(r"[0-9a-f]{64}", described["target_fingerprint"])
+    card = (found.path / "README.md").read_text()
+    for part in ("## Licence", "Apache-2.0", "CC BY-SA 3.0", "MIT", CATALOGUE[verifier].file):
+        assert part in card
