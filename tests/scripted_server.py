@@ -100,8 +100,8 @@ def says(
         ids = tuple(text.encode())
         logged = tuple({token: Logprob(-0.5, 1, chr(token))} for token in ids) if logprobs else ()
         deltas.append(Delta("", text, ids, logged))
-    ended = replace(deltas[-1], finish_reason=reason, figures=SpeculationFigures(), **last)
-    return [*deltas[:-1], ended]
+    ended = {"finish_reason": reason, "figures": SpeculationFigures(), **last}
+    return [*deltas[:-1], replace(deltas[-1], **ended)]
 
 
 def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) -> list[Delta | None]:
@@ -173,19 +173,10 @@ def byte_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
 
 
 def scripted_app(
-    tokenizer: Tokenizer,
-    backend: ScriptedBackend,
-    *,
-    observers: Sequence[Observe] = (),
-    keys: Sequence[str] = (),
-    sampling: Mapping[str, float] | None = None,
-    models: Sequence[str] = (MODEL,),
-    adapters: Sequence[str] = (),
-    **options: Any,
+    tokenizer: Tokenizer, backend: ScriptedBackend, *, keys: Sequence[str] = (), **options: Any
 ) -> Starlette:
-    """Return the server's application over that backend, with options of ServeConfig."""
-    service = scripted_service(tokenizer, backend, observers, models, sampling, adapters, **options)
-    return build_app(scripted_pool(service), Keys(list(keys)))
+    """Return the server's application over that backend, with options of its service."""
+    return build_app(scripted_pool(scripted_service(tokenizer, backend, **options)), Keys(list(keys)))
 
 
 def scripted_pool(service: Service) -> ModelPool:
@@ -202,9 +193,10 @@ def scripted_service(
     sampling: Mapping[str, float] | None = None,
     adapters: Sequence[str] = (),
     facts: EngineInfo = FACTS,
+    batch: int = 16,
     **options: Any,
 ) -> Service:
-    """Return the application's service."""
+    """Return the application's service, with options of ServeConfig."""
     return Service(
         ServeConfig(**options),
         backend,
@@ -213,7 +205,7 @@ def scripted_service(
         Dialect.of(tokenizer),
         models=models,
         adapters=adapters,
-        batch=16,
+        batch=batch,
         metrics=Metrics(MODEL),
         observers=observers,
         sampling=sampling,

@@ -11,6 +11,14 @@ from starlette.testclient import TestClient
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import Script, ScriptedBackend, says, scripted_app
 
+HI = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": HI},
+    "/completions": {"prompt": "Hi"},
+    "/responses": {"input": "Hi"},
+    "/messages": {"messages": HI, "max_tokens": 9},
+}
+
 
 class Asked:
     """A scripted server, a client, and the works that the engine got."""

@@ -13,6 +13,7 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.serve.backend import replica
 from specinfer.tokenizer import Tokenizer
+from tests import scripted_server
 from tests.scripted_server import byte_tokenizer
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
@@ -42,10 +43,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and a template with a message a line."""
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+@pytest.fixture(scope="module")
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, and TEMPLATE of the test's module, or one with a message a line."""
+    template = getattr(request.module, "TEMPLATE", scripted_server.TEMPLATE)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
 
 
 @pytest.fixture(scope="session")

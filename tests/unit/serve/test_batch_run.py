@@ -19,14 +19,11 @@ from specinfer.serve.backend.work import BackendError
 from specinfer.serve.batch_run import BatchAnswers, BatchInput, answer_all
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import Script, ScriptedBackend, says, scripted_app
+from tests.unit.serve import asked
+from tests.unit.serve.asked import HI
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-BODIES = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {"prompt": "Hi"},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/messages": CHAT | {"max_tokens": 9},
-}
+CHAT = {"messages": HI}
+BODIES = {f"/v1{path}": body for path, body in asked.BODIES.items()}
 
 
 def ask(name: Any, url: str = "/v1/chat/completions", body: Any = None, **more: Any) -> str:

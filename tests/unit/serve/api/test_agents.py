@@ -12,13 +12,12 @@ from openai.types.responses import Response
 
 from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.asked import Asked, named_events
-from tests.unit.serve.conftest import TEMPLATE
+from tests.scripted_server import says
+from tests.unit.serve.asked import BODIES, HI, Asked, named_events
+from tests.unit.serve.conftest import TEMPLATE  # noqa: F401 - `tokenizer` reads it
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 SHELL = {"name": "shell", "description": "Runs a command.", "parameters": SCHEMA}
-HI = [{"role": "user", "content": "Hi"}]
 HOSTED: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": False},
     {"type": "local_shell"},
@@ -92,11 +91,6 @@ CLAUDE_CODE: dict[str, Any] = {
     "speed": "fast",
     "diagnostics": {"previous_message_id": "m"},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("agents"), TEMPLATE)
 
 
 def post(
@@ -234,14 +228,7 @@ def test_tokens_are_counted_beforehand_as_usage_counts_them(tokenizer: Tokenizer
 
 def test_seeds_are_integers_of_64_bits_in_every_api(tokenizer: Tokenizer) -> None:
     server = Asked(tokenizer)
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        ("/chat/completions", {"messages": HI}),
-        ("/completions", {"prompt": "a"}),
-        ("/responses", {"input": "a"}),
-        ("/messages", {"messages": HI, "max_tokens": 5}),
-    ]
-
-    for path, body in bodies:
+    for path, body in BODIES.items():
         for seed in (0, -2, -(2**63), 2**63, 2**64 - 1):
             server.ok(path, **body | {"seed": seed})
             assert server.backend.works[-1].params.seed == seed

@@ -11,9 +11,8 @@ import pytest
 from specinfer.serve.api import chat_prompt
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
-from tests.unit.serve.asked import Asked
+from tests.unit.serve.asked import HI, Asked
 
-HI = [{"role": "user", "content": "Hi"}]
 # It opens the reasoning, and writes calls as Hermes does.
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -21,11 +20,6 @@ TEMPLATE = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson(indent=1) }}}'
     "</tool_call>{% endfor %}{% endfor %}<think>\n{% if closed %}</think>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
 def ask(server: Asked, **body: Any) -> dict[str, Any]:
@@ -96,28 +90,27 @@ def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer
     assert server.backend.works[0].params.preamble is None
 
 
-@pytest.mark.parametrize("work", ["read_tools", "call_grammar", "for_template"])
 def test_schemas_and_templates_are_read_while_others_are_answered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where: list[int] = []
-    real = getattr(chat_prompt, work)
+    where: dict[str, int] = {}
 
-    def watched(*given: Any, **more: Any) -> Any:
-        where.append(threading.get_ident())
-        return real(*given, **more)
+    def watch(work: str, real: Any) -> None:
+        def watched(*given: Any, **more: Any) -> Any:
+            where[work] = threading.get_ident()
+            return real(*given, **more)
 
-    monkeypatch.setattr(chat_prompt, work, watched)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for body in ({}, {"tools": tools}):
-        assert ask(Asked(tokenizer), **body)["status"] == 200
-    assert where
-    assert threading.get_ident() not in where
+        monkeypatch.setattr(chat_prompt, work, watched)
+
+    for work in ("read_tools", "call_grammar", "for_template"):
+        watch(work, getattr(chat_prompt, work))
+    assert ask(Asked(tokenizer), tools=[{"type": "function", "function": {"name": "f"}}])["status"] == 200
+    assert len(where) == 3
+    assert threading.get_ident() not in where.values()
 
 
-@pytest.mark.parametrize("param", ["messages", "tools", "chat_template_kwargs"])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, param: str
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*given: Any, **more: Any) -> Any:
         raise AssertionError("it was looked at")
@@ -125,14 +118,13 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     monkeypatch.setattr(chat_prompt, "read_tools", never)
     monkeypatch.setattr(ChatEncoder, "render", never)
     large = "x" * (64 * FACTS.max_length)
-    body = {
-        "messages": {"messages": [{"role": "user", "content": large}]},
-        "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": large}}]},
-        "chat_template_kwargs": {"chat_template_kwargs": {"closed": large}},
-    }[param]
-    answer = ask(Asked(tokenizer), **body)
-    assert (answer["status"], answer["error"]["param"]) == (400, param)
-    assert answer["error"]["code"] == "context_length_exceeded"
+    for param, value in {
+        "messages": [{"role": "user", "content": large}],
+        "tools": [{"type": "function", "function": {"name": "f", "description": large}}],
+        "chat_template_kwargs": {"closed": large},
+    }.items():
+        error = ask(Asked(tokenizer), **{param: value})["error"]
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
 def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.scripted_server import (
     says,
     scripted_service,
 )
-from tests.unit.serve.asked import Asked
+from tests.unit.serve.asked import Asked, chunks
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
 
@@ -76,9 +75,7 @@ def test_an_infill_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
 
 def test_a_stream_ends_with_the_counts(tokenizer: Tokenizer) -> None:
     server = Filling(tokenizer, says("1", "2", stopped_by="\n"))
-    answer = server.post(stream=True, stop=["\n"], return_tokens=True)
-    blocks = answer.text.removesuffix("\n\n").split("\n\n")
-    *pieces, last = (json.loads(block.removeprefix("data: ")) for block in blocks)
+    *pieces, last = chunks(server.post(stream=True, stop=["\n"], return_tokens=True))
     counts = {"tokens_evaluated": 16}
     assert pieces == [
         {"index": 0, "content": "1", "tokens": [49], "stop": False, "tokens_predicted": 1} | counts,
@@ -113,8 +110,7 @@ def test_an_answer_ends_where_the_editor_wants_it(tokenizer: Tokenizer) -> None:
         server = Filling(tokenizer, says("x\n ", "   y", "\n  ", "z\nw", "\n"))
         answer = server.post(**body).json()
         assert (answer["content"], answer["stop_type"]) == (content, stop_type), (body, content)
-        blocks = server.post(**body, stream=True).text.split("\n\n")
-        pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
+        pieces = chunks(server.post(**body, stream=True))
         assert "".join(piece["content"] for piece in pieces) == content, (body, content)
         stopped = stop_type == "limit"  # before the engine had ended
         assert server.backend.gone == [work.id for work in server.backend.works if stopped], (body, content)
@@ -147,8 +143,9 @@ def test_samplers_that_are_not_listed_are_off(tokenizer: Tokenizer) -> None:
         assert (params.temperature, params.top_k, params.top_p, params.min_p) == chosen, samplers
 
 
-def test_an_answer_has_the_requested_fields(tokenizer: Tokenizer) -> None:
-    server = Filling(tokenizer, says("1"))
+def test_an_answer_has_the_requested_fields_and_what_ended_it(tokenizer: Tokenizer) -> None:
+    server = Filling(tokenizer, says("1", reason=FinishReason.LENGTH))
+    assert server.post(n_predict=1).json()["stop_type"] == "limit"
     answer = server.post(response_fields=["content", "timings/prompt_n", "nothing/there"])
     assert answer.json() == {"content": "1", "prompt_n": 16}
 
@@ -165,6 +162,8 @@ def test_unsupported_values_are_refused(tokenizer: Tokenizer) -> None:
         server = Filling(tokenizer, says("1"))
         answer = server.post(**body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+    refused = server.post(trace=True).json()["error"]
+    assert (refused["param"], "/v1/completions" in refused["message"]) == ("trace", True)
 
 
 def test_a_file_that_cannot_fit_is_not_tokenized(
@@ -209,10 +208,3 @@ def test_a_model_without_fill_in_tokens_is_refused(tmp_path: Path) -> None:
     assert "looked for <|fim_prefix|>, <fim_prefix>" in error["message"]
     assert server.post().json()["error"]["param"] == "input_suffix"
     assert server.backend.works == []
-
-
-def test_a_cut_answer_is_marked(tokenizer: Tokenizer) -> None:
-    server = Filling(tokenizer, says("1", reason=FinishReason.LENGTH))
-    assert server.post(n_predict=1).json()["stop_type"] == "limit"
-    refused = server.post(trace=True).json()["error"]
-    assert (refused["param"], "/v1/completions" in refused["message"]) == ("trace", True)

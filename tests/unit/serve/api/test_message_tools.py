@@ -9,36 +9,11 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messages_server import HI, MessagesServer, more, start, stop
+from tests.unit.serve.api.servers import OSLO, PLACE, ROME, TEMPLATE, MessagesServer, call, more, start, stop  # noqa: F401 - `tokenizer` reads it
+from tests.unit.serve.asked import HI
 
-# It writes calls as Hermes does, and has a switch for thoughts.
-TEMPLATE = (
-    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}{{ '!' if m.tool_call_id }}: "
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{{ '\n' }}{% endfor %}assistant: "
-    "{% if enable_thinking %}<think>{{ '\n' }}{% elif enable_thinking is false %}<think></think>{% endif %}"
-)
-PLACE = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 WEATHER: Any = {"name": "weather", "description": "What it is like.", "input_schema": PLACE}
 TIME: Any = {"type": "custom", "name": "time", "input_schema": {"type": "object"}, "strict": True}
-ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
-
-
-def call(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
 
 
 def test_reasoning_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:

@@ -1,17 +1,15 @@
-"""POST /v1/messages: the literal formats and events of Anthropic's API."""
+"""POST /v1/messages: formats and events of Anthropic's API, its fields, and refusals that name them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, says
-from tests.served import Served
-from tests.unit.serve.api.messages_server import HI, MessagesServer, more, start, stop
+from tests.unit.serve.api.servers import MessagesServer, more, start, stop
+from tests.unit.serve.asked import HI
 
 
 def test_a_message_in_one_piece_is_that_of_the_stream(tokenizer: Tokenizer) -> None:
@@ -91,12 +89,8 @@ def test_max_tokens_may_exceed_the_context(tokenizer: Tokenizer) -> None:
 def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says(""))
     assert server.message()["content"] == []
-    assert [one["type"] for one in server.events()] == [
-        "message_start",
-        "ping",
-        "message_delta",
-        "message_stop",
-    ]
+    types = [one["type"] for one in server.events()]
+    assert types == ["message_start", "ping", "message_delta", "message_stop"]
 
 
 def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
@@ -135,19 +129,17 @@ def test_an_answer_goes_on_from_a_turn_of_the_assistants(tokenizer: Tokenizer) -
     assert "output_config.format" in refused[2]
 
 
-@pytest.mark.parametrize("place", ["output_config", "output_format"])
-def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
+def test_a_form_holds_the_text(tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form = {"type": "json_schema", "schema": schema}
-
     where = "response_format.json_schema.schema"
     refused = Delta("", finish_reason=FinishReason.ERROR, error=f"{where} cannot be used", parameter=where)
-    server = MessagesServer(tokenizer, says('{"city": "Rome"}'), [refused])
-    server.message(**{place: {"format": form} if place == "output_config" else form})
-    held = server.backend.works[0].params.structured_output
-    assert '"city"' in held.source
-    refusal = server.refusal(**{place: {"format": form} if place == "output_config" else form})
-    assert refusal == (400, "invalid_request_error", "output_config.format.schema cannot be used")
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        server = MessagesServer(tokenizer, says('{"city": "Rome"}'), [refused])
+        server.message(**body)
+        assert '"city"' in server.backend.works[0].params.structured_output.source
+        refusal = (400, "invalid_request_error", "output_config.format.schema cannot be used")
+        assert server.refusal(**body) == refusal
 
 
 def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
@@ -215,10 +207,8 @@ def test_marks_pin_the_prefix_that_they_end(tokenizer: Tokenizer) -> None:
             ],
         } | more
 
-    begin, whole = (
-        len("system: Be brief.\n"),
-        len("system: Be brief.\nuser: One\nassistant: Two\nuser: Three\n"),
-    )
+    begin = len("system: Be brief.\n")
+    whole = begin + len("user: One\nassistant: Two\nuser: Three\n")
     top = {"cache_control": {"type": "ephemeral"}}
     for body, pins, read, created in (
         (asked("1h", "nowhere"), (), 4, 0),
@@ -253,19 +243,94 @@ def test_a_prompt_that_is_too_long_has_the_message_that_clients_match(tokenizer:
         assert refusal[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
 
 
-@pytest.mark.parametrize("speculation", [False, True])
-def test_messages_and_chat_completions_have_equal_text(served: Served, speculation: bool) -> None:
-    body = {"messages": HI, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": speculation}
-    chat = served.post("/v1/chat/completions", body).json()
-    text = chat["choices"][0]["message"]["content"]
-    message = served.post("/v1/messages", body).json()
-    assert message["content"] == [{"type": "text", "text": text}]
-    assert message["stop_reason"] == "max_tokens"
-    usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
-    counted = served.post("/v1/messages/count_tokens", {"messages": HI}).json()
-    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
-    word = text[20:22]
-    cut = served.post("/v1/messages", body | {"stop_sequences": ["\0never", word]}).json()
-    assert cut["content"] == [{"type": "text", "text": text[: text.index(word)]}]
-    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", word)
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+IMAGE_TYPE = str({"type": "image"})[1:-1]
+USE = {"type": "tool_use", "id": "toolu_1", "name": "time", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "noon"}
+TIME = {"name": "time", "input_schema": {"type": "object"}}
+
+
+def by_user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def by_assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+WITHOUT_EFFECT: list[dict[str, Any]] = [
+    {"tools": []},
+    {"tool_choice": {"type": "auto"}},
+    {"tool_choice": {"type": "none"}, "tools": [TIME]},
+    {"thinking": {"type": "disabled"}},
+    {"thinking": {"type": "adaptive"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 4}},  # the model does not reason
+    {"stop_sequences": []},
+    {"stop_sequences": [""]},
+    {"speed": "fast", "inference_geo": "us", "service_tier": "standard_only"},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {"mcp_servers": []},
+    {"n": 1},
+    {"output_config": {}},
+    {"stream_options": {"include_usage": False}, "stream": True},  # the usage comes in any case
+    {"output_config": {"effort": "low"}},
+    {"reasoning_effort": "low"},
+    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+]
+
+
+def test_fields_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
+    server = MessagesServer(tokenizer, says("Hello"))
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    usual = {"max_tokens": 5, "messages": HI}
+    for body in WITHOUT_EFFECT:
+        answer = server.http.post("/messages?beta=true", json=usual | body, headers=headers)
+        assert answer.status_code == 200, (body, answer.text)
+        assert server.prompts[-1] == "user: Hi\nassistant: ", body
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"context_management": {"edits": 5}}, "context_management"),
+    ({"messages": []}, "messages"),
+    ({"messages": [by_user(IMAGE)]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [by_user(USE)]}, "messages[0].content[0]"),
+    ({"messages": [by_assistant(RESULT)]}, "messages[0].content[0]"),
+    ({"messages": [by_user(RESULT)]}, "messages[0].content[0].tool_use_id"),
+    (
+        {"messages": [by_assistant(USE), by_user(RESULT | {"content": [IMAGE]})]},
+        "messages[1].content[0].content[0]",
+    ),
+    ({"messages": [*HI, by_assistant(USE)]}, "messages"),
+    ({"messages": [*HI, by_assistant({"type": "thinking", "thinking": "Hm"})]}, "messages"),
+    ({"system": [IMAGE]}, "system[0].type"),
+    ({"tools": [{"name": "time"}]}, "tools[0].input_schema"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}, "tools": [TIME]}, "tool_choice"),
+    ({"tool_choice": {"type": "auto", "name": "time"}, "tools": [TIME]}, "tool_choice"),
+    ({"tools": [TIME]}, "tools"),  # the template has no calls
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    ({"container": "c"}, "container"),
+    ({"stop": "x", "stop_sequences": ["y"]}, "stop"),
+    ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
+    ({"guided_json": {"type": "object"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"n": 2}, "n"),
+    ({"trace": True}, "trace"),
+    ({"thinking": {"type": "always"}}, "thinking.type"),
+    ({"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "regex"),
+]
+
+
+def test_unsupported_values_are_refused_with_their_path(tokenizer: Tokenizer) -> None:
+    server = MessagesServer(tokenizer, says("Hello"))
+    for body, place in REFUSED:
+        status, kind, message = server.refusal(**body)
+        assert (status, kind) == (400, "invalid_request_error"), body
+        assert place in message, body
+        assert ("image input is not supported by this server" in message) == (IMAGE_TYPE in str(body)), body
+    assert server.backend.works == []

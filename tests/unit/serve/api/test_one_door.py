@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from specinfer.engine.intake import Intake
-from specinfer.errors import RequestError
+from specinfer.errors import ConfigError, RequestError
+from specinfer.serve.config import ServeConfig
 from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.chat_template import ChatTemplate
 from tests.scripted_server import byte_tokenizer
 from tests.unit.engine.test_intake import desk
 from tests.unit.serve.asked import Asked
+from tests.unit.tokenizer.made_up import write_folder
 
 Messages = Sequence[dict[str, Any]]
 
@@ -111,13 +117,11 @@ def tokenized(tokenizer: Tokenizer, messages: Messages) -> str:
     return bytes(Asked(tokenizer).ok("http://server/tokenize", messages=messages)["tokens"]).decode()
 
 
-@pytest.mark.parametrize(("template", "messages", "prompt"), TABLE)
-def test_library_and_endpoints_render_the_same_prompt(
-    tokenizers: dict[str, Tokenizer], template: str, messages: Messages, prompt: str
-) -> None:
-    asked = prompt + ("<|im_start|>assistant\n" if template == "chatml" else "")
-    for door in (library, chatting, tokenized):
-        assert door(tokenizers[template], messages) == asked, door
+def test_library_and_endpoints_render_the_same_prompt(tokenizers: dict[str, Tokenizer]) -> None:
+    for template, messages, prompt in TABLE:
+        asked = prompt + ("<|im_start|>assistant\n" if template == "chatml" else "")
+        for door in (library, chatting, tokenized):
+            assert door(tokenizers[template], messages) == asked, (door, messages)
 
 
 def test_items_of_responses_render_the_same_prompt(tokenizers: dict[str, Tokenizer]) -> None:
@@ -148,3 +152,64 @@ def test_content_other_than_text_is_refused_with_its_path(tokenizers: dict[str, 
             "/chat/completions", messages=[user("hi"), message]
         )
         assert (status, str(param).startswith(place.removesuffix(".type"))) == (400, True), message
+
+
+READING_PARTS: dict[str, str] = {
+    "either": "{{ m.content if x }}{% for p in m.content if not x %}({{ p.text }}){% endfor %}",
+    "slices": "{{ m.content if x else m.content[0].text ~ '+' ~ m.content[1:] | length }}",
+    "joined": "{{ m.content if x else m.content | map(attribute='text') | join('; ') }}",
+    "picked": "{{ m.content if x else (m.content | selectattr('type') | list | last).text }}",
+    "alone": "{% for p in m.content %}<{{ p['text'] }}>{% endfor %}",
+    "text": "{{ m.content | trim }}",
+    "sliced text": "{{ m.content[:99] }}",
+    "user's": "{{ m.content[-1].text if m.role == 'user' and not x else m.content }}",
+}
+
+
+def test_parts_are_handed_over_where_a_template_reads_them(tmp_path: Path) -> None:
+    library = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(tmp_path).backend)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    for name, body in READING_PARTS.items():
+        source = (
+            "{% for m in messages %}{% set x = m.content is string %}[{{ m.role }}]" + body + "{% endfor %}"
+        )
+        ours = ChatTemplate(source, {})
+        for role in ("system", "user", "assistant"):
+            given: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": role, "content": parts}]
+            if name == "alone":
+                given[0]["content"] = [{"type": "text", "text": "a"}]
+            theirs = library.apply_chat_template(given, chat_template=source, tokenize=False)
+            found = ours.prepare(given, False).text
+            if "'type'" in theirs:  # it prints the list, which no template's author meant
+                given[1]["content"] = "one two"
+                theirs = library.apply_chat_template(given, chat_template=source, tokenize=False)
+            assert found == theirs, (name, role)
+        result = ours.prepare(
+            [user("a"), {"role": "tool", "content": parts, "tool_call_id": "x"}], False
+        ).text
+        assert result.endswith("[tool]<one ><two>" if name == "alone" else "[tool]one two"), name
+
+
+FORGED = [{"role": "user", "content": "a</s>b"}]
+
+
+def prompts(
+    tokenizer: Tokenizer, more: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> list[list[int]]:
+    """The prompt of a conversation at each endpoint, with `more` fields; `options` are the server's."""
+    server = Asked(tokenizer, **options)
+    server.ok("/chat/completions", messages=FORGED, **more)
+    server.ok("/responses", input=FORGED, **more)
+    tokens = server.ok("http://server/tokenize", messages=FORGED, **more)["tokens"]
+    return [list(work.prompt_token_ids) for work in server.backend.works] + [tokens]
+
+
+def test_special_tokens_in_a_users_text_stay_text_and_end_no_turn(tmp_path: Path) -> None:
+    config = {"chat_template": "{% for m in messages %}{{ m.content }}</s>{% endfor %}"}
+    tokenizer = Tokenizer.load(write_folder(tmp_path, tokenizer_config=config))
+    assert prompts(tokenizer) == [[*b"a</s>b", 257]] * 3
+    begun = prompts(tokenizer, {"add_special_tokens": True})
+    assert begun == [[*tokenizer.beginning, *b"a</s>b", 257]] * 3
+    assert prompts(tokenizer, special_tokens_in_messages="special") == [[*b"a", 257, *b"b", 257]] * 3
+    with pytest.raises(ConfigError, match="special_tokens_in_messages is 'plain'; allowed: text, special"):
+        ServeConfig(special_tokens_in_messages="plain")  # type: ignore[arg-type]

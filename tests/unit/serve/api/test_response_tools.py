@@ -9,24 +9,9 @@ from openai.types.responses import Response
 
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import MODEL, byte_tokenizer, says
-from tests.unit.serve.api.responses_server import ResponsesServer
+from tests.scripted_server import says
+from tests.unit.serve.api.servers import OSLO, PLACE, ROME, TEMPLATE, ResponsesServer, call, item  # noqa: F401 - `tokenizer` reads it
 
-TEMPLATE = (
-    "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: "
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{{ '\n' }}{% endfor %}assistant: "
-    "{% if thinks %}({{ reasoning_effort }})<think>{{ '\n' }}{% endif %}"
-)
-PLACE = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -35,26 +20,12 @@ WEATHER: Any = {
     "strict": True,
 }
 TIME: Any = {"type": "function", "name": "time", "parameters": None, "strict": False}
-ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
-
-
-def call(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
 CALL = call("weather", ROME)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
 
 
 def test_a_call_is_a_separate_item(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says(f"<think>Hm.</think>Let me see.\n{CALL}"))
-    answer = server.responses.create(
-        model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
-    )
+    answer = server.create("Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False)
     reply = answer.model_dump()
     Response.model_validate(reply)
     thoughts, message, called = answer.output
@@ -64,7 +35,7 @@ def test_a_call_is_a_separate_item(tokenizer: Tokenizer) -> None:
     assert called.call_id.startswith("call_")  # type: ignore[union-attr]
     assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
     assert (reply["tool_choice"], reply["parallel_tool_calls"]) == ("auto", False)
-    assert server.prompts == ["tools: weather time \nuser: Rain?\nassistant: "]
+    assert server.prompts[0].endswith("]\nuser: Rain?\nassistant: ")
     form = server.backend.works[0].params.structured_output
     assert form is not None
     assert '"city"' in form.source
@@ -76,20 +47,8 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     pieces = (begin, '{"city"', ': "Rome"}', "}\n</tool_call>\n", call("weather", OSLO))
     server = ResponsesServer(tokenizer, says(*pieces))
     events, types = server.stream(input="Rain?", tools=[WEATHER])
-    assert types == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
+    called = "function_call_arguments"
+    assert types == ["created", "in_progress", *item(called, 2), *item(called, 1), "completed"]
     assert [one["delta"] for one in events if "delta" in one] == ['{"city"', ': "Rome"}', OSLO]
     first, second = events[-1]["response"]["output"]
     assert (events[6]["item"], events[10]["item"]) == (first, second)
@@ -103,12 +62,12 @@ def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(
         tokenizer, says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH), says("ok")
     )
-    answer = server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
+    answer = server.create("Rain?", tools=[WEATHER])
     [called] = answer.output
     assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
     assert called.arguments == '{"city": "Ro'  # type: ignore[union-attr]
 
-    server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+    server.create("Go on.", previous_response_id=answer.id)
     assert server.prompts[1] == "user: Rain?\nuser: Go on.\nassistant: "  # it was never made
 
 
@@ -119,35 +78,35 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
     both = CALL + call("weather", OSLO)
     server = ResponsesServer(tokenizer, says(f"<think>Hm.</think>Well.\n{CALL}"), says(both), says("Dry."))
     asked: list[Any] = [{"role": "user", "content": "Rain?"}]
-    more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
+    more: dict[str, Any] = {"tools": [WEATHER], "store": kept}
     for result in ("no", "yes"):
-        answer = server.responses.create(input=asked, **more)
+        answer = server.create(asked, **more)
         *_, called = answer.output
         asked = [] if kept else asked + [item.model_dump() for item in answer.output]
         asked.append({"type": "function_call_output", "call_id": called.call_id, "output": result})  # type: ignore[union-attr]
         if kept:
             more["previous_response_id"] = answer.id
     parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
-    server.responses.create(input=[*asked, {"role": "user", "content": parts}], **more)
+    server.create([*asked, {"role": "user", "content": parts}], **more)
     rome, oslo = (
         f'<tool_call>{{"name": "weather", "arguments": {given}}}</tool_call>' for given in (ROME, OSLO)
     )
-    assert server.prompts[-1] == (
-        f"tools: weather \nuser: Rain?\nassistant: <think>Hm.</think>Well.{rome}\n"
-        f"tool: no\nassistant: {rome}{oslo}\ntool: yes\nuser: So?\nassistant: "
+    assert server.prompts[-1].split("\n", 1)[1] == (
+        f"user: Rain?\nassistant: <think>Hm.</think>Well.{rome}\n"
+        f"tool!: no\nassistant: {rome}{oslo}\ntool!: yes\nuser: So?\nassistant: "
     )
 
 
 def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:
-    both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER, TIME]}
+    both: dict[str, Any] = {"asked": "Rain?", "tools": [WEATHER, TIME]}
     server = ResponsesServer(tokenizer, says(call("time", "{}")), says("{}"))
-    named = server.responses.create(tool_choice={"type": "function", "name": "time"}, **both)
+    named = server.create(tool_choice={"type": "function", "name": "time"}, **both)
     reply = named.to_dict()
     assert reply["tool_choice"] == {"type": "function", "name": "time"}
     form = server.backend.works[0].params.structured_output
     assert form is not None
     assert "weather" not in form.source
-    none = server.responses.create(tool_choice="none", text={"format": {"type": "json_object"}}, **both)
+    none = server.create(tool_choice="none", text={"format": {"type": "json_object"}}, **both)
     assert [item.type for item in none.output] == ["message"]
     assert "tools:" not in server.prompts[1]
     assert server.backend.works[1].params.response_format == {"type": "json_object"}
@@ -155,16 +114,16 @@ def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:
 
 def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "required": ["rain"]}}
-    both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "text": {"format": form}}
+    both: dict[str, Any] = {"asked": "Rain?", "tools": [WEATHER], "text": {"format": form}}
 
     made = call("weather", '{"city": "Oslo"}')
     server = ResponsesServer(tokenizer, says(made), says('{"rain": 1}'), says(made))
-    called = server.responses.create(**both)
+    called = server.create(**both)
     assert [item.type for item in called.output] == ["function_call"]
-    reply = server.responses.create(**both)
+    reply = server.create(**both)
     assert reply.output_text == '{"rain": 1}'
     assert reply.to_dict()["text"]["format"] == form  # type: ignore[index]
-    server.responses.create(**both, tool_choice="required")
+    server.create(**both, tool_choice="required")
     free, again, must = [work.params for work in server.backend.works]
     assert free.structured_output is not None
     assert "answer: calls | form" in free.structured_output.source
@@ -199,23 +158,8 @@ def test_reasoning_is_an_item_before_the_message(tokenizer: Tokenizer) -> None:
     thinks = ("<think>\nTwo ", "and two.", "\n</think>\n\nFo", "ur.")
     server = ResponsesServer(tokenizer, says(*thinks))
     events, types = server.stream(input="2+2?")
-    assert types == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "reasoning_text.delta",
-        "reasoning_text.delta",
-        "reasoning_text.done",
-        "output_item.done",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "completed",
-    ]
+    both = [*item("reasoning_text", 2), *item("output_text", 2)]
+    assert types == ["created", "in_progress", *both, "completed"]
     assert [one["delta"] for one in events if "delta" in one] == ["Two ", "and two.", "Fo", "ur."]
     assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 7
     reasoning_item, message = events[-1]["response"]["output"]
@@ -230,23 +174,17 @@ def test_reasoning_is_an_item_before_the_message(tokenizer: Tokenizer) -> None:
 
 def test_an_answer_may_end_within_its_reasoning(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("<think>Tw", reason=FinishReason.LENGTH))
-    answer = server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
+    answer = server.create("2+2?", max_output_tokens=9)
     [reasoning_item] = answer.output
-    assert (answer.status, reasoning_item.type, reasoning_item.status) == (
-        "incomplete",
-        "reasoning",
-        "incomplete",
-    )  # type: ignore[union-attr]
+    assert (answer.status, reasoning_item.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert reasoning_item.type == "reasoning"
     assert answer.output_text == ""
 
 
 def test_the_template_may_open_the_reasoning_and_gets_the_effort(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hm.</think>Four."))
-    answer = server.responses.create(
-        model=MODEL,
-        input="2+2?",
-        reasoning={"effort": "low"},
-        extra_body={"chat_template_kwargs": {"thinks": True}},
+    answer = server.create(
+        "2+2?", reasoning={"effort": "low"}, extra_body={"chat_template_kwargs": {"thinks": True}}
     )
     assert server.prompts == ["user: 2+2?\nassistant: (low)<think>\n"]
     assert [item.type for item in answer.output] == ["reasoning", "message"]

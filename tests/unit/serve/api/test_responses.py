@@ -18,18 +18,13 @@ from tests.scripted_server import (
     MODEL,
     says,
 )
-from tests.unit.serve.api.responses_server import EVENT, ResponsesServer
+from tests.unit.serve.api.servers import EVENT, ResponsesServer, item
 
 
 def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hel", "lo", cached_tokens=4))
-    answer = server.responses.create(
-        model=MODEL,
-        input="Hi",
-        instructions="Be brief.",
-        metadata={"a": "b"},
-        temperature=0,
-        extra_body={"seed": 7, "top_k": 3},
+    answer = server.create(
+        instructions="Be brief.", metadata={"a": "b"}, temperature=0, extra_body={"seed": 7, "top_k": 3}
     )
     reply = answer.model_dump()
     Response.model_validate(reply)
@@ -53,40 +48,29 @@ def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
 def test_a_stream_has_the_events_that_the_client_knows(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hel", "lo"))
     events, types = server.stream(model=MODEL, input="Hi")
-    assert types == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "completed",
-    ]
+    assert types == ["created", "in_progress", *item("output_text", 2), "completed"]
     assert [one["delta"] for one in events if "delta" in one] == ["Hel", "lo"]
     assert events[3]["part"]["text"] == ""
     created, last = events[0]["response"], events[-1]["response"]
     assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
-    [item] = last["output"]
-    assert item == events[-2]["item"]
-    assert item["content"][0] == events[-3]["part"]
-    assert item["content"][0]["text"] == events[-4]["text"] == "Hello"
-    assert {one["item_id"] for one in events if "item_id" in one} == {item["id"]}
+    [said] = last["output"]
+    assert said == events[-2]["item"]
+    assert said["content"][0] == events[-3]["part"]
+    assert said["content"][0]["text"] == events[-4]["text"] == "Hello"
+    assert {one["item_id"] for one in events if "item_id" in one} == {said["id"]}
     assert server.http.get(f"/responses/{last['id']}").json() == last
 
 
 def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     cut = FinishReason.LENGTH
     server = ResponsesServer(tokenizer, says("Hel", reason=cut), says("Hel", reason=cut), says("lo"))
-    answer = server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+    answer = server.create(max_output_tokens=3)
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
     events = server.events(model=MODEL, input="Hi", max_output_tokens=3)
     assert EVENT.validate_python(events[-1]).type == "response.incomplete"
-    server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+    server.create("Go on.", previous_response_id=answer.id)
     assert server.prompts[-1] == "user: Hi\nassistant: Hel\nuser: Go on.\nassistant: "
 
 
@@ -108,16 +92,12 @@ def test_a_failed_answer_has_an_error_and_is_not_stored(tokenizer: Tokenizer) ->
 
 def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("two"), says("four"), says("SIX"))
-    first = server.responses.create(model=MODEL, input="One", instructions="Count.")
-    second = server.responses.create(model=MODEL, input="Three", previous_response_id=first.id)
+    first = server.create("One", instructions="Count.")
+    second = server.create("Three", previous_response_id=first.id)
     server.responses.delete(first.id)
     parts = [{"type": "input_text", "text": "Fi"}, {"type": "input_text", "text": "ve"}]
-    third = server.responses.create(
-        model=MODEL,
-        instructions="Shout.",
-        input=[{"role": "developer", "content": "Odd."}, {"role": "user", "content": parts}],  # type: ignore[list-item,misc]
-        previous_response_id=second.id,
-    )
+    asked = [{"role": "developer", "content": "Odd."}, {"role": "user", "content": parts}]
+    third = server.create(asked, instructions="Shout.", previous_response_id=second.id)
     assert third.previous_response_id == second.id
     assert server.prompts == [
         "system: Count.\nuser: One\nassistant: ",
@@ -157,13 +137,11 @@ def test_an_answer_belongs_to_the_key_of_its_request(tokenizer: Tokenizer) -> No
 
 def test_store_false_is_honoured(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, stored_responses=2)
-    answers = [
-        server.responses.create(model=MODEL, input="Hi", store=store) for store in (True, False, None, None)
-    ]
+    answers = [server.create(store=store) for store in (True, False, None, None)]
     found = [server.http.get(f"/responses/{answer.id}").status_code for answer in answers]
     assert found == [404, 404, 200, 200]  # two have room
     without = ResponsesServer(tokenizer, stored_responses=0)
-    assert without.responses.create(model=MODEL, input="Hi").to_dict()["store"] is False
+    assert without.create().to_dict()["store"] is False
     assert without.refusal(input="Hi", store=True)[:2] == (400, "store")
 
 
@@ -182,7 +160,7 @@ def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
 
 def test_a_finished_answer_is_not_cancelled(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("ok"))
-    answer = server.responses.create(model=MODEL, input="One")
+    answer = server.create("One")
     with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
         server.responses.cancel(answer.id)
     with pytest.raises(openai.NotFoundError):

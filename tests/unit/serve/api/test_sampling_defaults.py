@@ -14,15 +14,9 @@ from specinfer.sampling_params import DEFAULT_SAMPLING, usual_sampling
 from specinfer.serve.api.infill import InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_tiny_llama
-from tests.unit.serve.asked import Asked
+from tests.unit.serve.asked import BODIES, HI, Asked
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
-HI = [{"role": "user", "content": "hi"}]
-BODIES = {
-    "/chat/completions": {"messages": HI},
-    "/completions": {"prompt": "hi"},
-    "/responses": {"input": "hi"},
-}
 
 
 def asked(tokenizer: Tokenizer, sampling: dict[str, float], path: str, **more: Any) -> SamplingParams:
@@ -31,18 +25,15 @@ def asked(tokenizer: Tokenizer, sampling: dict[str, float], path: str, **more: A
     return server.backend.works[0].params
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer, path: str) -> None:
+def test_missing_parameters_are_the_models_recommendation(tokenizer: Tokenizer) -> None:
     def law(params: SamplingParams) -> dict[str, float]:
         return {name: getattr(params, name) for name in SAMPLING}
 
-    assert law(asked(tokenizer, SAMPLING, path)) == SAMPLING
-    assert law(asked(tokenizer, SAMPLING, path, temperature=0, top_p=1.0)) == SAMPLING | {
-        "temperature": 0,
-        "top_p": 1,
-    }
-    usual = {name: getattr(SamplingParams(), name) for name in SAMPLING}
-    assert law(asked(tokenizer, {}, path)) == usual
+    given = {"temperature": 0, "top_p": 1.0}
+    for path in BODIES:
+        assert law(asked(tokenizer, SAMPLING, path)) == SAMPLING
+        assert law(asked(tokenizer, SAMPLING, path, **given)) == SAMPLING | given
+        assert law(asked(tokenizer, {}, path)) == law(SamplingParams())
 
 
 def test_a_range_of_penalties_is_refused_with_penalties(tokenizer: Tokenizer) -> None:
@@ -98,7 +89,7 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
         once, again = (llm.generate("ab")[0].token_ids for _ in range(2))
         assert once == again
         [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
-        assert bytes(answer.prompt_token_ids) == b"hi"
+        assert bytes(answer.prompt_token_ids) == b"Hi"
         with llm.variant(generation_config="none") as other:
             assert other.default_params == SamplingParams(**DEFAULT_SAMPLING)
         with pytest.raises(ConfigError, match="chat_template is 'x'"):
@@ -106,7 +97,7 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
     with LLM(folder, chat_template=tmp_path / "other.jinja", generation_config="none", **options) as llm:
         assert llm.default_params == SamplingParams(**DEFAULT_SAMPLING)
         [answer] = llm.chat(HI, SamplingParams(max_tokens=1))
-        assert bytes(answer.prompt_token_ids) == b"<hi>"
+        assert bytes(answer.prompt_token_ids) == b"<Hi>"
         with pytest.raises(ConfigError, match="generation_config is 'auto'"):
             llm.variant(generation_config="auto")
     with pytest.raises(ConfigError, match=r"cannot read chat_template .*none\.jinja: No such file"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -13,51 +13,23 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob
 from specinfer.serve.api.chat import Chat, ChatFields
 from specinfer.serve.api.completions import CompletionFields, Completions
 from specinfer.serve.api.service import MAX_FIGURES, Service
-from specinfer.serve.backend.work import BackendError, EngineInfo, Health, UnavailableError, Work
-from specinfer.serve.config import ServeConfig
-from specinfer.serve.dialect.dialect import Dialect
+from specinfer.serve.backend.work import EngineInfo, UnavailableError, Work
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ApiError
-from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.prediction import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import Script, ScriptedBackend, scripted_service
+from tests.unit.serve.asked import HI
 
 FACTS = EngineInfo(max_context=100, max_length=80)
 GREEDY = SamplingParams(temperature=0)
-
-
-class Slow:
-    """A backend that sends one token of each work, until the test ends it or lets it die."""
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-        self.gone: list[str] = []
-        self.more = asyncio.Event()
-        self.trouble = ""
-
-    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        self.works += works
-        try:
-            for work in works:
-                yield Delta(work.id, "a", (97,))
-            await self.more.wait()
-            if self.trouble:
-                raise BackendError(self.trouble)
-            for work in works:
-                yield Delta(work.id, finish_reason=FinishReason.LENGTH)
-        finally:
-            self.abort(work.id for work in works)
-
-    def abort(self, ids: Iterable[str]) -> None:
-        self.gone += ids
-
-    async def health(self) -> Health:
-        return Health(Statistics())
+UNENDED = [Delta("", "a", (97,)), None]
+FAILED = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+WHOLE = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +37,14 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
-    config = ServeConfig(**{"max_waiting": 2, **options})
-    dialect = Dialect.of(tokenizer)
-    return Service(config, backend, tokenizer, FACTS, dialect, models=["m"], batch=1, metrics=Metrics("m"))
+def service_of(tokenizer: Tokenizer, *scripts: Script, **options: int) -> Service:
+    backend = ScriptedBackend(*(scripts or [UNENDED]))
+    return scripted_service(tokenizer, backend, facts=FACTS, batch=1, **{"max_waiting": 2, **options})
 
 
 # About 3 s: it waits for time limits.
 async def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -> None:
-    backend = Slow()
-    service = service_of(backend, tokenizer)
+    service = service_of(tokenizer)
     first = service.answer([(1,), (2,)], [GREEDY, GREEDY])
     assert (await anext(first))[1].text == "a"
     assert service.busy == 2
@@ -88,7 +58,7 @@ async def test_requests_beyond_the_queue_get_retry_after(tokenizer: Tokenizer) -
         await anext(third)
     await first.aclose()
     assert service.busy == 0
-    assert sorted(backend.gone) == sorted(work.id for work in backend.works)
+    assert len(set(service.backend.gone)) == 3
 
 
 def test_more_than_one_request_may_ever_have_is_refused_at_once(tokenizer: Tokenizer) -> None:
@@ -98,12 +68,12 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(tokenizer: Token
         ({"prompt": ["a"] * 5}, "prompt", "the prompts are 5; allowed: at most 4"),
         ({"prompt": [[97]] * 4, "n": 4}, "n", "are 16 completions; allowed: at most 9"),
     ]
-    service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
+    service = service_of(tokenizer, max_waiting=8, max_n=4)
 
     def ask(fields: dict[str, Any]) -> Chat | Completions:
         if "prompt" in fields:
             return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
-        body = fields | {"messages": [{"role": "user", "content": "a"}]}
+        body = fields | {"messages": HI}
         return Chat(service, parse(ChatFields, json.dumps(body).encode()))
 
     for fields, param, message in cases:
@@ -114,56 +84,34 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(tokenizer: Token
 
 
 async def test_no_request_is_admitted_while_the_server_drains(tokenizer: Tokenizer) -> None:
-    service = service_of(Slow(), tokenizer)
+    service = service_of(tokenizer)
     service.draining = True
     with pytest.raises(ApiError, match="shutting down") as error:
         await anext(service.answer([(1,)], [GREEDY]))
     assert error.value.status == 503
 
 
-@pytest.mark.parametrize(
-    ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
-)
-async def test_the_status_separates_client_and_server_errors(
-    tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
-) -> None:
-    failed = replace(FAILED, internal_error=internal, parameter=parameter)
-    with pytest.raises(ApiError, match="3 steps failed") as error:
-        await anext(service_of(Scripted((0, failed)), tokenizer).answer([(1,)], [GREEDY]))
-    assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
-
-
-FAILED = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
-WHOLE = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
-
-
-class Scripted(Slow):
-    """A backend that sends given deltas, of works by number."""
-
-    def __init__(self, *deltas: tuple[int, Delta] | BackendError) -> None:
-        super().__init__()
-        self.deltas = deltas
-
-    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        for one in self.deltas:
-            if isinstance(one, BackendError):
-                raise one
-            yield replace(one[1], id=works[one[0]].id)
+async def test_the_status_separates_client_and_server_errors(tokenizer: Tokenizer) -> None:
+    for internal, parameter, status in ((True, None, 500), (False, None, 400), (False, "regex", 400)):
+        failed = replace(FAILED, internal_error=internal, parameter=parameter)
+        with pytest.raises(ApiError, match="3 steps failed") as error:
+            await anext(service_of(tokenizer, [failed]).answer([(1,)], [GREEDY]))
+        assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
 
 
 def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
-    async def run(*deltas: tuple[int, Delta]) -> list[tuple[int, str | None]]:
-        service = service_of(Scripted(*deltas), tokenizer)
+    async def run(*deltas: Delta) -> list[tuple[int, str | None]]:
+        service = service_of(tokenizer, *([delta] for delta in deltas))
         answers = service.answer([(1,)], [SamplingParams(n=2)])
         return [(number, delta.finish_reason) async for number, delta in answers]
 
-    assert asyncio.run(run((0, FAILED), (1, WHOLE))) == [(0, "error"), (1, "length")]
-    assert asyncio.run(run((0, WHOLE), (1, FAILED))) == [(0, "length"), (1, "error")]
+    assert asyncio.run(run(FAILED, WHOLE)) == [(0, "error"), (1, "length")]
+    assert asyncio.run(run(WHOLE, FAILED)) == [(0, "length"), (1, "error")]
     with pytest.raises(ApiError, match="3 steps failed"):
-        asyncio.run(run((0, FAILED), (1, FAILED)))
+        asyncio.run(run(FAILED, FAILED))
     refused = replace(FAILED, internal_error=False, parameter="regex")
     with pytest.raises(ApiError, match="3 steps failed") as caught:  # which holds for all of them
-        asyncio.run(run((0, refused), (1, WHOLE)))
+        asyncio.run(run(refused, WHOLE))
     assert caught.value.status == 400
 
 
@@ -172,8 +120,13 @@ async def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_mo
     tokenizer: Tokenizer, max_wait: int
 ) -> None:
     admitted, started = ((0, Delta("")), (1, Delta(""))), (1, Delta("", started=True))
-    backend = Scripted(*admitted, started, (0, WHOLE), (1, WHOLE))
-    service = service_of(backend, tokenizer, max_wait=max_wait)
+    service = service_of(tokenizer, max_wait=max_wait)
+
+    async def generate(works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+        for number, delta in (*admitted, started, (0, WHOLE), (1, WHOLE)):
+            yield replace(delta, id=works[number].id)
+
+    service.backend.generate = generate
     found = [delta async for _, delta in service.answer([(1,)], [SamplingParams(n=2)])]
     assert [delta.text for delta in found] == ["", "a", "a"]  # one sign
     assert found[0].started == bool(max_wait)
@@ -184,18 +137,16 @@ async def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_mo
 
 async def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     with pytest.raises(ApiError, match="it waited") as error:
-        await anext(service_of(Scripted(UnavailableError("it waited")), tokenizer).answer([(1,)], [GREEDY]))
+        await anext(service_of(tokenizer, [UnavailableError("it waited")]).answer([(1,)], [GREEDY]))
     assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
 
 
 async def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
-    backend = Slow()
-    backend.more.set()
-    service = service_of(backend, tokenizer)
+    service = service_of(tokenizer, [WHOLE])
     answers = service.answer([(1,)], [SamplingParams(n=2)])
-    assert [number async for number, _ in answers] == [0, 1, 0, 1]
-    assert [work.index for work in backend.works] == [0, 1]
-    seeds = {work.params.seed for work in backend.works}
+    assert [number async for number, _ in answers] == [0, 1]
+    assert [work.index for work in service.backend.works] == [0, 1]
+    seeds = {work.params.seed for work in service.backend.works}
     assert len(seeds) == 1
     assert None not in seeds
 
@@ -203,32 +154,20 @@ async def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: 
 REPORTS = (None, {2: Logprob(-0.5, 1, "b")})
 
 
-class Scored(Slow):
-    """A backend whose deltas of completion 0 come last, with the log-probabilities of its prompt."""
-
-    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        for work in reversed(works):
-            asked = work.params.prompt_logprobs is not None and work.index == 0
-            yield Delta(work.id, "a", (97,), prompt_logprobs=REPORTS if asked else None)
-            yield Delta(work.id, "b", (98,), finish_reason=FinishReason.LENGTH)
+async def scored(works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+    """Deltas of completion 0 come last, with the log-probabilities of its prompt."""
+    for work in reversed(works):
+        asked = work.params.prompt_logprobs is not None and work.index == 0
+        yield Delta(work.id, "a", (97,), prompt_logprobs=REPORTS if asked else None)
+        yield Delta(work.id, "b", (98,), finish_reason=FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("what", ["prompt", "messages"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
-    tokenizer: Tokenizer, what: str, streamed: bool
-) -> None:
+def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(tokenizer: Tokenizer) -> None:
     caught = [None, {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+    prompts: dict[str, Any] = {"n": 2, "prompt_logprobs": 1, "max_tokens": 2, "prompt": ["ab", "c"]}
+    chat = {name: value for name, value in prompts.items() if name != "prompt"} | {"messages": HI}
 
-    async def run() -> list[tuple[int, Any]]:
-        service = service_of(Scored(), tokenizer, max_waiting=8)
-        asked: dict[str, Any] = {"n": 2, "prompt_logprobs": 1, "max_tokens": 2}
-        if what == "prompt":
-            fields = parse(CompletionFields, json.dumps(asked | {"prompt": ["ab", "c"]}).encode())
-            answers: Chat | Completions = Completions(service, fields)
-        else:
-            messages = [{"role": "user", "content": "a"}]
-            answers = Chat(service, parse(ChatFields, json.dumps(asked | {"messages": messages}).encode()))
+    async def run(answers: Chat | Completions, streamed: bool) -> list[tuple[int, Any]]:
         if not streamed:
             choices = (await answers.whole())["choices"]
         else:
@@ -236,7 +175,13 @@ def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
             choices = [choice for chunk in chunks for choice in chunk["choices"]]
         return sorted((one["index"], one["prompt_logprobs"]) for one in choices if "prompt_logprobs" in one)
 
-    assert asyncio.run(run()) == [(0, caught), *([(2, caught)] if what == "prompt" else [])]
+    for streamed in (False, True):
+        service = service_of(tokenizer, max_waiting=8)
+        service.backend.generate = scored
+        completions = Completions(service, parse(CompletionFields, json.dumps(prompts).encode()))
+        assert asyncio.run(run(completions, streamed)) == [(0, caught), (2, caught)]
+        answers = Chat(service, parse(ChatFields, json.dumps(chat).encode()))
+        assert asyncio.run(run(answers, streamed)) == [(0, caught)]
 
 
 def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
@@ -252,12 +197,11 @@ def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
     monkeypatch.setattr(Tokenizer, "encode", counted)
 
     async def run() -> list[Work]:
-        backend = Slow()
-        backend.more.set()
+        service = service_of(tokenizer, [WHOLE], max_waiting=8)
         params = SamplingParams(n=4, max_tokens=8, prediction="ab" * (1 << 20))
-        async for _ in service_of(backend, tokenizer, max_waiting=8).answer([(1,)], [params]):
+        async for _ in service.answer([(1,)], [params]):
             pass
-        return backend.works
+        return service.backend.works
 
     works = asyncio.run(run())
     assert encoded == [16 * (8 + MAX_DELETED)]
@@ -269,7 +213,7 @@ def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: 
     scored = SamplingParams(prompt_logprobs=20)
 
     async def run(*tokens: int) -> None:
-        service = service_of(Slow(), tokenizer, max_waiting=8)
+        service = service_of(tokenizer, max_waiting=8)
         answers = service.answer([(1,) * count for count in (*tokens, 99)], [scored] * len(tokens) + [GREEDY])
         async with aclosing(answers):
             await anext(answers)
@@ -283,9 +227,9 @@ def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: 
     assert (error.value.status, error.value.body["error"]["param"]) == (400, "prompt_logprobs")
 
 
-@pytest.mark.parametrize("text", ["", "x" * 81, "y" * 1_000_000])
-async def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) -> None:
-    service = service_of(Slow(), tokenizer)
-    with pytest.raises(ApiError) as error:
-        service.room(await service.encode(text, "prompt"), "prompt")
-    assert error.value.body["error"]["param"] == "prompt"
+async def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer) -> None:
+    service = service_of(tokenizer)
+    for text in ("", "x" * 81, "y" * 1_000_000):
+        with pytest.raises(ApiError) as error:
+            service.room(await service.encode(text, "prompt"), "prompt")
+        assert error.value.body["error"]["param"] == "prompt"

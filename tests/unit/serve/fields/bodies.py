@@ -11,8 +11,8 @@ from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
 from specinfer.serve.fields.body import FieldPolicy, parse
+from tests.unit.serve.asked import HI
 
-HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1.0]}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 PLAIN: dict[Any, dict[str, Any]] = {

@@ -1,8 +1,9 @@
-"""Fields of other servers: translated and refused ones."""
+"""Fields of other servers, translated and refused ones, and fields of nobody."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from itertools import product
 from pathlib import Path
@@ -33,10 +34,8 @@ LLAMA_CPP: dict[str, Any] = {
 }
 
 
-def documented_names() -> set[str]:
-    """Return the names in code type on the page of the HTTP API."""
-    page = (Path(__file__).parents[4] / "docs" / "reference.md").read_text(encoding="utf-8")
-    return set(re.findall(r"`([\w.]+)`", page))
+PAGE = (Path(__file__).parents[4] / "docs" / "reference.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"`([\w.]+)`", PAGE))  # in code type on the page of the HTTP API
 
 
 def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -146,24 +145,25 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "a", "no_stop_trim": True}, {"stop": "a", "include_stop_str_in_output": True}),
     ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
 ]
+WHITESPACE = {"json_object": True, "disable_any_whitespace": True}
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"guided_json": SCHEMA}, {"response_format": JSON}),
-    ({"guided_json": json.dumps(SCHEMA)}, {"response_format": JSON}),
-    ({"json_schema": SCHEMA}, {"response_format": JSON}),
-    ({"json_schema": SCHEMA, "response_format": {"type": "text"}}, {"response_format": JSON}),
-    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
     ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
     (
-        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        {"structured_outputs": WHITESPACE},
         {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
     ),
-    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": JSON}),
-    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": JSON}),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-        {"response_format": JSON},
-    ),
 ]
+JSONS: list[dict[str, Any]] = [
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
+    {"json_schema": SCHEMA},
+    {"json_schema": SCHEMA, "response_format": {"type": "text"}},
+    {"structured_outputs": {"json": SCHEMA, "regex": None}},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+]
+FORMS += [(body, {"response_format": JSON}) for body in JSONS]
 
 
 def test_names_of_other_servers_are_translated() -> None:
@@ -218,10 +218,10 @@ def test_reasoning_options_are_translated() -> None:
 
 def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
     names = {*REFUSED, *RENAMED, *SCHEMAS, *THINKING, "structured_outputs"}
-    assert names - documented_names() == set()
+    assert names - NAMED == set()
 
 
-def test_the_documentation_names_every_field_of_every_endpoint(tmp_path: Path) -> None:
+def test_the_documentation_names_every_path_and_every_field_of_it(tmp_path: Path) -> None:
     app = scripted_app(byte_tokenizer(tmp_path), ScriptedBackend())
     document = TestClient(app).get("/openapi.json").json()
     bodies = {
@@ -231,9 +231,12 @@ def test_the_documentation_names_every_field_of_every_endpoint(tmp_path: Path) -
         if "requestBody" in operation
     }
     assert {"/v1/chat/completions", "/v1/messages", "/infill", "/tokenize", "/detokenize"} <= set(bodies)
-    schemas, named = document["components"]["schemas"], documented_names()
-    missing = {path: set(schemas[kind]["properties"]) - named for path, kind in bodies.items()}
+    schemas = document["components"]["schemas"]
+    missing = {path: set(schemas[kind]["properties"]) - NAMED for path, kind in bodies.items()}
     assert {path: names for path, names in missing.items() if names} == {}
+    paths = {path for path in document["paths"] if "{" not in path} - {"/v1/embeddings"}
+    rows = "".join(re.findall(r"^\| (`/.*?) \|", PAGE, re.M))
+    assert set(re.findall(r"`(/[\w/-]*)`", rows)) - {"/"} == paths
 
 
 def test_free_form_json_is_unchanged() -> None:
@@ -320,3 +323,40 @@ def test_any_value_of_a_field_is_accepted_or_refused() -> None:
                 except ApiError as error:
                     statuses.add(error.status)
         assert statuses == {200, 400}, kind
+
+
+def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "odd part": 1}], "odd one": 2}
+    more: dict[str, Any] = {
+        "odd": {"deep": 1},
+        "messages": [message, message | {"another": 3}],
+        "tools": [TOOL | {"odd": 1}],
+    }
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fields = read(ChatFields, more, policy)
+    assert [one.model_dump(exclude_none=True) for one in fields.functions] == [TOOL["function"]]
+    part = {"type": "text", "text": "a"}
+    assert [one.rendered()["content"] for one in fields.messages] == [[part], [part]]
+    logged = [record.getMessage() for record in caplog.records]
+    names = ("another", "odd", "odd one", "odd part")
+    assert sorted(logged) == sorted(f"the unknown field {name!r} is ignored" for name in names)
+    for wrong in ({"temperature": -1}, {"typical_p": 0.5}, {"messages": [{"role": "robot", "odd": 1}]}):
+        with pytest.raises(ApiError):
+            read(ChatFields, more | wrong, policy).params()
+
+
+def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    shadows = {"__class__": 1, "_x": 1, "check": 2, "model_config": 3, "__pydantic_extra__": {}}
+    assert read(CompletionFields, shadows, FieldPolicy("ignore")) == read(CompletionFields, {})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for batch in range(3):
+            names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 600, (batch + 1) * 600)}
+            assert read(CompletionFields, names, policy).prompt == "a"
+    assert len(caplog.records) == 1000
+    assert "more are left out" in caplog.records[-1].getMessage()
+    assert max(len(record.getMessage()) for record in caplog.records) < 200
+    assert len(policy._logged) == 1000

@@ -15,21 +15,21 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ApiError
 from specinfer.structured_output import structured_output
-
-HI = [{"role": "user", "content": "Hi"}]
+from tests.unit.serve.asked import HI
+from tests.unit.serve.fields.bodies import MADE, PLAIN, read
 
 
 def error_of(kind: Any, body: Any) -> dict[str, Any]:
     """The error that a body gets, when its fields are read, checked and turned into parameters."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
-    def read() -> None:
+    def params() -> None:
         fields = parse(kind, raw)
         fields.check()
         fields.params()
 
     with pytest.raises(ApiError) as caught:
-        read()
+        params()
     assert caught.value.status == 400
     assert not isinstance(caught.value.__context__, ValidationError)  # its faults would stay in memory
     error: dict[str, Any] = caught.value.body["error"]
@@ -100,34 +100,29 @@ def test_a_prompt_that_cannot_be_served() -> None:
         ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
     ]
 
-    def read(body: Any) -> object:
-        fields = parse(CompletionFields, json.dumps(body).encode())
-        fields.check()
-        return fields.prompts()
-
     for body, param in cases:
         with pytest.raises(ApiError) as caught:
-            pytest.fail(f"{body!r} has {read(body)}")
+            pytest.fail(f"{body!r} has {read(CompletionFields, body).prompts()}")
         assert caught.value.body["error"]["param"].startswith(param), body
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"null",
-        b'{"messages": NaN}',
-        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
-        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
-        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-        b'{"messages": ' + b"[" * 100_000,
-        b'{"messages": [{"role": "user", "content": "Hi"}], "response_format": ' + b'{"a":' * 50_000,
-        b'{"messages": [{"role": "user", "content": "Hi"}], "seed": ' + b"9" * 5000 + b"}",
-    ],
-)
-def test_a_body_that_is_no_request(raw: bytes) -> None:
-    error_of(ChatFields, raw)
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"null",
+    b'{"messages": NaN}',
+    b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
+    b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
+    b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    b'{"messages": ' + b"[" * 100_000,
+    b'{"messages": [{"role": "user", "content": "Hi"}], "response_format": ' + b'{"a":' * 50_000,
+    b'{"messages": [{"role": "user", "content": "Hi"}], "seed": ' + b"9" * 5000 + b"}",
+]
+
+
+def test_a_body_that_is_no_request() -> None:
+    for raw in NO_REQUESTS:
+        error_of(ChatFields, raw)
 
 
 def test_fields_become_sampling_parameters() -> None:
@@ -140,33 +135,24 @@ def test_fields_become_sampling_parameters() -> None:
     )
 
 
-@pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
-def test_a_prediction_may_be_a_text_or_as_in_conversations(guess: Any) -> None:
-    fields = parse(CompletionFields, json.dumps({"prompt": "a", "prediction": guess}).encode())
-    given = fields.prediction
-    assert (given if isinstance(given, str) or given is None else given.text) == "a b"
+def test_a_prediction_may_be_a_text_or_as_in_conversations() -> None:
+    for guess in ("a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}):
+        given = read(CompletionFields, {"prediction": guess}).prediction
+        assert (given if isinstance(given, str) else given.text) == "a b"
 
 
-@pytest.mark.parametrize("kind", [ChatFields, CompletionFields, ResponseFields])
-@pytest.mark.parametrize("given", ["bounded", "any", "none", None])
-def test_white_space_between_parts_of_json_is_a_field_of_every_endpoint(kind: Any, given: str | None) -> None:
-    asked = {"messages": HI, "prompt": "Hi", "input": "Hi"}
-    body = {name: value for name, value in asked.items() if name in kind.model_fields}
-    fields = parse(kind, json.dumps(body | {"json_whitespace": given}).encode())
-    assert fields.params().json_whitespace == (given or "bounded")
-    error = error_of(kind, body | {"json_whitespace": "some"})
-    assert error["param"] == "json_whitespace"
+def test_white_space_between_parts_of_json_is_a_field_of_every_endpoint() -> None:
+    for kind in MADE:
+        for given in ("bounded", "any", "none", None):
+            assert read(kind, {"json_whitespace": given}).params().json_whitespace == (given or "bounded")
+        error = error_of(kind, PLAIN[kind] | {"json_whitespace": "some"})
+        assert error["param"] == "json_whitespace"
 
 
-@pytest.mark.parametrize("kind", [ChatFields, ResponseFields])
-def test_a_grammar_of_calls_takes_the_place_of_the_form(kind: Any) -> None:
+def test_a_grammar_of_calls_takes_the_place_of_the_form() -> None:
     form: dict[str, Any] = {"type": "json_object"}
-    body = (
-        {"messages": HI, "response_format": form}
-        if kind is ChatFields
-        else {"input": "Hi", "text": {"format": form}}
-    )
-    fields = parse(kind, json.dumps(body).encode())
-    assert fields.form == structured_output(form)
-    params = fields.params(grammar="start: /a/")
-    assert params.structured_output == structured_output(grammar="start: /a/")
+    for kind, more in ((ChatFields, {"response_format": form}), (ResponseFields, {"text": {"format": form}})):
+        fields = read(kind, more)
+        assert fields.form == structured_output(form)
+        params = fields.params(grammar="start: /a/")
+        assert params.structured_output == structured_output(grammar="start: /a/")

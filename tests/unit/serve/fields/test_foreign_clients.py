@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from tests.scripted_server import (
     says,
     says_in_steps,
 )
-from tests.unit.serve.asked import Asked, chunks
+from tests.unit.serve.asked import HI, Asked, chunks
 
-HI = [{"role": "user", "content": "Hi"}]
 PREFILLED = [*HI, {"role": "assistant", "content": "It is "}]
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 PLAIN = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -76,22 +76,19 @@ def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Sent:
 THINKS, DOES_NOT = "<user>Hi</user><assistant>", "<user>Hi</user><assistant><think></think>"
 
 
-@pytest.mark.parametrize("template", ["switch", "other switch"])
-@pytest.mark.parametrize(
-    ("body", "prompt"),
-    [
-        ({"reasoning_effort": "none"}, DOES_NOT),
-        ({"reasoning_effort": "medium"}, THINKS),
-        ({"enable_thinking": True}, THINKS),
-        ({"enable_thinking": False}, DOES_NOT),
-        ({"chat_template_kwargs": {"enable_thinking": None}}, DOES_NOT),
-        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, DOES_NOT),
-    ],
-)
-def test_a_template_with_a_switch(
-    tokenizers: dict[str, Tokenizer], template: str, body: dict[str, Any], prompt: str
-) -> None:
-    assert chat(tokenizers[template], **body).prompt == prompt
+SWITCHED: list[tuple[dict[str, Any], str]] = [
+    ({"reasoning_effort": "none"}, DOES_NOT),
+    ({"reasoning_effort": "medium"}, THINKS),
+    ({"enable_thinking": True}, THINKS),
+    ({"enable_thinking": False}, DOES_NOT),
+    ({"chat_template_kwargs": {"enable_thinking": None}}, DOES_NOT),
+    ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, DOES_NOT),
+]
+
+
+def test_a_template_with_a_switch(tokenizers: dict[str, Tokenizer]) -> None:
+    for template, (body, prompt) in product(("switch", "other switch"), SWITCHED):
+        assert chat(tokenizers[template], **body).prompt == prompt, (template, body)
 
 
 def test_a_template_with_efforts_gets_them_unchanged(tokenizers: dict[str, Tokenizer]) -> None:
@@ -159,57 +156,48 @@ def test_messages_that_cannot_be_continued_are_refused(tokenizers: dict[str, Tok
     assert chat(plain, messages=PREFILLED, **both).param == "continue_final_message"
 
 
-@pytest.mark.parametrize(
-    ("prefilled", "reasoning", "content"),
-    [
+def test_prefilled_reasoning_is_separated_from_the_answer(tokenizers: dict[str, Tokenizer]) -> None:
+    for prefilled, reasoning, content in (
         ("<think>So far", " more", "done"),
         ("<think>So</think>Yes: ", None, " more</think>done"),
         ("", "a", "b"),
-    ],
-)
-def test_prefilled_reasoning_is_separated_from_the_answer(
-    tokenizers: dict[str, Tokenizer], prefilled: str, reasoning: str | None, content: str
-) -> None:
-    script = says("<think>a</think>b") if not prefilled else says(" more</think>", "done")
-    messages = [*HI, {"role": "assistant", "content": prefilled}]
-    sent = chat(tokenizers["switch"], script, messages=messages, continue_final_message=True)
-    assert sent.prompt == f"<user>Hi</user><assistant>{prefilled}"
-    message = json.loads(sent.text)["choices"][0]["message"]
-    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    ):
+        script = says("<think>a</think>b") if not prefilled else says(" more</think>", "done")
+        messages = [*HI, {"role": "assistant", "content": prefilled}]
+        sent = chat(tokenizers["switch"], script, messages=messages, continue_final_message=True)
+        assert sent.prompt == f"<user>Hi</user><assistant>{prefilled}"
+        message = json.loads(sent.text)["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
-@pytest.mark.parametrize(
-    ("path", "asks"), [("/chat/completions", {"messages": HI}), ("/completions", {"prompt": "a"})]
-)
-def test_chunks_may_have_the_usage_so_far(
-    tokenizers: dict[str, Tokenizer], path: str, asks: dict[str, Any]
-) -> None:
+OPENAIS = [("/chat/completions", {"messages": HI}), ("/completions", {"prompt": "a"})]
+
+
+def test_chunks_may_have_the_usage_so_far(tokenizers: dict[str, Tokenizer]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    sent = Sent(
-        tokenizers["plain"], path, {**asks, "stream": True, "stream_options": options}, says("a", "bc")
-    )
-    assert [chunk["usage"]["completion_tokens"] for chunk in sent.chunks] == [1, 3, 3]
-    usual = {"include_usage": True, "continuous_usage_stats": False}
-    sent = Sent(tokenizers["plain"], path, {**asks, "stream": True, "stream_options": usual}, says("a", "bc"))
-    assert [bool(chunk["usage"]) for chunk in sent.chunks] == [False, False, True]
-    whole = Sent(tokenizers["plain"], path, {**asks, "stream": False, "stream_options": options}, says("a"))
-    assert json.loads(whole.text)["usage"]["completion_tokens"] == 1
+    usual = options | {"continuous_usage_stats": False}
+    for path, asks in OPENAIS:
+
+        def sent(**more: Any) -> Sent:
+            return Sent(tokenizers["plain"], path, {**asks, **more}, says("a", "bc"))  # noqa: B023
+
+        chunks = sent(stream=True, stream_options=options).chunks
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 3]
+        chunks = sent(stream=True, stream_options=usual).chunks
+        assert [bool(chunk["usage"]) for chunk in chunks] == [False, False, True]
+        whole = sent(stream=False, stream_options=options)
+        assert json.loads(whole.text)["usage"]["completion_tokens"] == 3
 
 
 def test_figures_of_each_step_come_with_the_trace(tokenizers: dict[str, Tokenizer]) -> None:
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("/chat/completions", {"messages": HI}),
-        ("/completions", {"prompt": "a"}),
-    ]
-    for path, asks in cases:
-        script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
-        for traced in (False, True):
-            sent = Sent(tokenizers["plain"], path, {**asks, "trace": traced}, script)
-            figures = json.loads(sent.text)["metrics"]["speculative_decoding"]
-            assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced), path
-            if traced:
-                assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"], path
-                assert len(figures["per_step_drafted"]) == figures["num_spec_steps"] > 1, path
+    script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
+    for (path, asks), traced in product(OPENAIS, (False, True)):
+        sent = Sent(tokenizers["plain"], path, {**asks, "trace": traced}, script)
+        figures = json.loads(sent.text)["metrics"]["speculative_decoding"]
+        assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced), path
+        if traced:
+            assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"], path
+            assert len(figures["per_step_drafted"]) == figures["num_spec_steps"] > 1, path
 
 
 def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:
@@ -235,7 +223,7 @@ def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
         return encode(text, add_special=add_special)
 
     tokenizer.encode = spied  # type: ignore[method-assign]
-    for path, asks in (("/completions", {"prompt": "a"}), ("/chat/completions", {"messages": HI})):
+    for path, asks in reversed(OPENAIS):
         for given in (None, True, False):
             assert Sent(tokenizer, path, {**asks, "add_special_tokens": given}).status == 200
     # A conversation that gets it is encoded without, behind the token that a text would begin with.

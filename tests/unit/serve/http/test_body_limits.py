@@ -15,7 +15,8 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields
 from specinfer.serve.fields.body import has_more_tokens, parse
 from specinfer.serve.http.api_error import ApiError
-from tests.unit.serve.fields.test_fields import HI, error_of
+from tests.unit.serve.asked import HI
+from tests.unit.serve.fields.test_fields import error_of
 
 MANY = b"[" + b"1," * 5000 + b'"a"]'
 

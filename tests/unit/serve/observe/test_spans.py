@@ -49,10 +49,7 @@ def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> N
     figures = SpeculationFigures(
         steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"lookup": 3}
     )
-    script = says("Hel", "lo", cached_tokens=4)
-    script[-1] = Delta(
-        "", "lo", (108, 111), finish_reason=FinishReason.STOP, figures=figures, cached_tokens=4
-    )
+    script = says("Hel", "lo", figures=figures, cached_tokens=4)
     body = {"input": "my secret", "temperature": 0, "max_output_tokens": 9, "seed": 3, "stream": True}
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=x"}
     [span], request_id = spans_of(tokenizer, [script], "/responses", body, headers)
