@@ -7,26 +7,14 @@ from haystack.components.generators.utils import print_streaming_chunk
 from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
 from haystack.utils import Secret
-from pydantic import BaseModel
-from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, says
+from zoo import LISBON, MODEL, RIVERS, URL, check, says
+from zoo_forms import Weather, weather
 
 AT = {"model": MODEL, "api_base_url": URL, "api_key": Secret.from_token("unused")}
 SHORT = {"max_tokens": 32, "temperature": 0}
 LONG = {"max_tokens": 200, "temperature": 0}
 NAMED = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
 QUESTION = [ChatMessage.from_user(RIVERS)]
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
-
-
-def weather(city: City, unit: Unit) -> str:
-    """Returns the weather of a city."""
-    return f"21 degrees {unit} in {city}"
 
 
 tool = create_tool_from_function(weather)

@@ -7,17 +7,11 @@ from collections.abc import Iterable
 import instructor
 import openai
 from pydantic import BaseModel, Field
-from zoo import JSON, LISBON, MODEL, URL, City, check
+from zoo import JSON, LISBON, MODEL, URL, check
+from zoo_forms import Weather
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
 ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 1}
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
 
 
 class Strict(Weather, extra="forbid"):

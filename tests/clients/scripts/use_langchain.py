@@ -10,27 +10,16 @@ from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 from zoo import JSON, LISBON, MODEL, RIVERS, URL, City, Unit, check, says
+from zoo_forms import Weather
+from zoo_forms import weather as plain_weather
 
 AT = {"model": MODEL, "base_url": URL, "api_key": "unused", "temperature": 0}
 chat = ChatOpenAI(**AT, max_tokens=32, stream_usage=True)
 longer = ChatOpenAI(**AT, max_tokens=200)
 
 
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
-
-
-@tool
-def weather(city: City, unit: Unit) -> str:
-    """Returns the weather of a city."""
-    return f"21 degrees {unit} in {city}"
-
-
+weather = tool(plain_weather)
 ANSWERS = [weather.invoke({"city": city, "unit": unit}) for city in get_args(City) for unit in get_args(Unit)]
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import litellm
-from pydantic import BaseModel
-from zoo import LISBON, MODEL, RIVERS, TOOL, URL, City, check, holds_to_weather, refused, says
+from zoo import LISBON, MODEL, RIVERS, TOOL, URL, check, holds_to_weather, refused, says
+from zoo_forms import Weather
 
 AT = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "unused"}
 ASKED = {**AT, "messages": [{"role": "user", "content": RIVERS}], "max_tokens": 32, "temperature": 0}
 TOLD = [{"role": "user", "content": LISBON}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-class Weather(BaseModel):
-    """A form."""
-
-    city: City
-    warm: bool
 
 
 @check

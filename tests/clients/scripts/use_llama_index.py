@@ -5,8 +5,8 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, says
+from zoo import LISBON, MODEL, RIVERS, URL, check, says
+from zoo_forms import Weather, weather
 
 AT = {"model": MODEL, "api_base": URL, "api_key": "unused", "temperature": 0, "context_window": 8192}
 chat = OpenAILike(**AT, is_chat_model=True, is_function_calling_model=True, max_tokens=32)
@@ -18,18 +18,6 @@ longer = OpenAILike(
     max_tokens=200,
 )
 QUESTION = [ChatMessage(role="user", content=RIVERS)]
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
-
-
-def weather(city: City, unit: Unit) -> str:
-    """Returns the weather of a city."""
-    return f"21 degrees {unit} in {city}"
 
 
 TOOL = FunctionTool.from_defaults(weather)

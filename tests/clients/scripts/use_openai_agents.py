@@ -14,26 +14,15 @@ from agents import (
     Runner,
     function_tool,
 )
-from pydantic import BaseModel
-from zoo import GREETING, LISBON, MODEL, URL, City, Unit, check, says
+from zoo import GREETING, LISBON, MODEL, URL, check, says
+from zoo_forms import Weather
+from zoo_forms import weather as plain_weather
 
 client = openai.AsyncOpenAI(base_url=URL, api_key="unused")
+weather = function_tool(plain_weather)
 MODELS = (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client))
 SHORT = ModelSettings(temperature=0, max_tokens=200, include_usage=True)
 FORCED = ModelSettings(temperature=0, max_tokens=200, tool_choice="required", parallel_tool_calls=False)
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
-
-
-@function_tool
-def weather(city: City, unit: Unit) -> str:
-    """Returns the weather of a city."""
-    return f"21 degrees {unit} in {city}"
 
 
 @check

@@ -9,20 +9,13 @@ from typing import Literal
 import openai
 import outlines
 from outlines.types import CFG, Regex
-from pydantic import BaseModel
-from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
+from zoo import LISBON, MODEL, RIVERS, URL, check, refused, says
+from zoo_forms import Weather
 
 client = openai.OpenAI(base_url=URL, api_key="unused")
 as_openai = outlines.from_openai(client, MODEL)
 as_vllm = outlines.from_vllm(client, MODEL)
 ASKED = {"temperature": 0, "max_tokens": 100}
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
 
 
 @check

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, RunContext, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.usage import UsageLimits
-from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, says
+from zoo import LISBON, MODEL, RIVERS, URL, check, says
+from zoo_forms import Weather, weather
 
 AT = OpenAIProvider(base_url=URL, api_key="unused")
 chat = OpenAIChatModel(MODEL, provider=AT)
 responses = OpenAIResponsesModel(MODEL, provider=AT)
 SHORT = {"temperature": 0, "max_tokens": 32}
 LONG = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: City
-    warm: bool
-
-
-def weather(city: City, unit: Unit) -> str:
-    """Returns the weather of a city."""
-    return f"21 degrees {unit} in {city}"
 
 
 def forced_at_first(run: RunContext) -> dict:
