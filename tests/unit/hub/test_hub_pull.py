@@ -35,13 +35,9 @@ class FakeHub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                path = self.path.partition("?")[0]
-                if path.startswith("/api/models/"):
-                    repository = "/".join(path.split("/")[3:5])
-                    revision = path.partition("/revision/")[2] or "main"
-                else:
-                    repository = "/".join(path.split("/")[1:3])
-                    revision = path.split("/")[4]
+                api, path = self.path.startswith("/api/"), self.path.partition("?")[0]
+                owner, repository, *rest = path.removeprefix("/api/models").split("/")[1:]
+                repository, revision = f"{owner}/{repository}", "".join(rest[1:2]) or "main"
                 if repository in hub.gated:
                     return self.reply(403, code="GatedRepo")
                 if repository not in hub.repositories:
@@ -49,11 +45,11 @@ class FakeHub:
                 if revision not in ("main", COMMIT):
                     return self.reply(404, code="RevisionNotFound")
                 files = hub.repositories[repository]
-                if path.startswith("/api/"):
+                if api:
                     siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
                     found = {"id": repository, "sha": COMMIT, "siblings": siblings}
                     return self.reply(200, json.dumps(found).encode())
-                name = "/".join(path.split("/")[5:])
+                name = "/".join(rest[2:])
                 if name not in files:
                     return self.reply(404, code="EntryNotFound")
                 if self.command == "GET":
