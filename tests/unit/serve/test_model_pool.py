@@ -30,6 +30,7 @@ from specinfer.serve.pooled_model import needed_bytes
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, says, scripted_service
 from tests.served import Served
+from tests.unit.serve.asked import Asked
 from tests.unit.serve.conftest import FLAGS
 
 NAMES = ("a", "b", "c")
@@ -95,6 +96,12 @@ class Rig:
         task = asyncio.create_task(enter())
         await self.settle()
         return task
+
+    async def use(self, *names: str) -> None:
+        """Make requests for these models, one after another."""
+        for name in names:
+            async with self.pool.use(name):
+                pass
 
     async def settle(self) -> None:
         """Wait until nothing changes; files are found in threads."""
@@ -197,25 +204,22 @@ async def test_clients_that_leave_give_up_their_places(rig: Callable[..., Rig]) 
     assert made.log == ["+a"]
 
 
-@pytest.mark.parametrize(
-    ("fit", "offload", "memory", "caches"),
-    [  # room for `fit` models: bytes that the second may take, None: any, and those of its caches
+async def test_an_engine_is_configured_as_that_of_a_single_server(
+    rig: Callable[..., Rig], folder: Path
+) -> None:
+    cases: list[tuple[float, Any, float | None, int | None]] = [
+        # room for `fit` models: bytes that the second may take, None: any, and those of its caches
         (3.0, "never", None, 512 << 20),
         (2.0, "never", None, 512 << 20),
         (0.5, "never", 0.5, None),
         (3.0, "auto", 2.0, None),
-    ],
-)
-async def test_an_engine_is_configured_as_that_of_a_single_server(
-    rig: Callable[..., Rig], folder: Path, fit: float, offload: Any, memory: float | None, caches: int | None
-) -> None:
-    made = rig(fit=fit, engine=EngineConfig(model=str(folder), offload=offload))
-    for name in "ab":
-        async with made.pool.use(name):
-            pass
-    given = made.given[-1]
-    assert (given.device, given.cache.memory) == ("cpu", caches)
-    assert given.memory == (None if memory is None else int(memory * made.size))
+    ]
+    for fit, offload, memory, caches in cases:
+        made = rig(fit=fit, engine=EngineConfig(model=str(folder), offload=offload))
+        await made.use("a", "b")
+        given = made.given[-1]
+        assert (given.device, given.cache.memory) == ("cpu", caches)
+        assert given.memory == (None if memory is None else int(memory * made.size))
 
 
 async def test_the_room_is_that_of_the_moment(
@@ -230,8 +234,7 @@ async def test_the_room_is_that_of_the_moment(
     monkeypatch.setattr("specinfer.serve.model_pool.cgroup_free_memory", lambda: None)
     for name, left in (("a", 0), ("b", 0), ("c", 2 * made.size)):
         free[0] = left
-        async with made.pool.use(name):
-            pass
+        await made.use(name)
     assert made.log == ["+a", "-a", "+b", "+c"]
 
 
@@ -270,8 +273,7 @@ async def test_requests_beyond_the_queue_are_refused(rig: Callable[..., Rig]) ->
 async def test_an_idle_model_is_unloaded(rig: Callable[..., Rig]) -> None:
     made = rig(keep_alive=0.05)
     held = await (await made.get("a"))
-    async with made.pool.use("b"):
-        pass
+    await made.use("b")
     await asyncio.sleep(0.2)
     assert made.log == ["+a", "+b", "-b"], "a has an open answer"
     await held.aclose()
@@ -281,12 +283,10 @@ async def test_an_idle_model_is_unloaded(rig: Callable[..., Rig]) -> None:
 
 async def test_a_model_that_is_used_as_it_expires_stays(rig: Callable[..., Rig]) -> None:
     made = rig(keep_alive=0.5)
-    async with made.pool.use("a"):
-        pass
+    await made.use("a")
     async with made.pool._turn:  # another model is being loaded
         await asyncio.sleep(0.6)  # the expiry waits for its turn
-        async with made.pool.use("a"):
-            pass
+        await made.use("a")
     await made.settle()
     assert made.log == ["+a"]
     await asyncio.sleep(0.6)
@@ -300,10 +300,7 @@ async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
         for _ in range(2):
             answer = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
             assert answer.status_code == 500
-            assert (
-                answer.json()["error"]["message"]
-                == "the model 'b' cannot be started: its weights are damaged"
-            )
+            assert "the model 'b' cannot be started: its weights are damaged" in answer.text
             assert made.log == ["+b"], "it is not started again at once"
         streamed = await client.post("/v1/completions", json={"model": "b", "prompt": "x", "stream": True})
         assert streamed.status_code == 500
@@ -321,8 +318,7 @@ async def test_a_model_that_cannot_start_is_tried_less_and_less(rig: Callable[..
         made.broken = "" if number == 7 else "b"
         model.retry_at, began = 0.0, time.monotonic()
         with suppress(ApiError):
-            async with made.pool.use("b"):
-                pass
+            await made.use("b")
             await made.pool.unload("b")
         delays.append(round(model.retry_at - began, -1) if model.failure else 0)
     assert delays == [10, 20, 40, 80, 160, 320, 600, 0, 10]
@@ -391,8 +387,6 @@ async def test_requests_that_wait_are_cut_with_the_reason(rig: Callable[..., Rig
 
 
 def test_the_only_model_of_a_server_stays(folder: Path, tokenizer: Tokenizer) -> None:
-    from tests.unit.serve.asked import Asked
-
     answer = Asked(tokenizer).http.post("http://server/models/unload", json={"model": "any"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 

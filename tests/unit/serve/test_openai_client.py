@@ -131,3 +131,60 @@ def test_refusals_of_the_engine_are_client_errors_also_in_streams(client: openai
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="tiny", prompt="x", extra_body={"regex": "("})
     assert error.value.body["param"] == "regex"
+
+
+LISBON = [{"role": "user", "content": "Is it warm in Lisbon?"}]
+CITIES = ["Lisbon", "Porto"]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": CITIES}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+# Random weights would reason forever before a required call; reasoning may start with any blank.
+BLANKS = (9, 10, 11, 12, 13, 28, 29, 30, 31, 32, 194, 225, 226, 227)
+NO_REASONING = {"bad_words": ["<th"], "logit_bias": {str(byte): -100 for byte in BLANKS}}
+TIME = {"type": "function", "function": {"name": "time", "description": "What time it is."}}
+
+
+def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        options: dict[str, Any] = {
+            **{
+                "model": "tiny",
+                "messages": LISBON,
+                "max_tokens": 300,
+                "seed": seed,
+                "tools": [WEATHER, TIME],
+            },
+            **{"tool_choice": "required", "parallel_tool_calls": False, "extra_body": NO_REASONING},
+        }
+        choice = client.chat.completions.create(**options).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls
+        given = json.loads(call.function.arguments)
+        assert (call.function.name, given) == ("time", {}) or (
+            set(given) == {"city", "unit"} and given["city"] in CITIES and given["unit"] in ("C", "F")
+        )
+        assert not (choice.message.content or "").strip()
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+        pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+        assert {piece.index for piece in pieces} == {0}
+        assert "".join(piece.function.name or "" for piece in pieces) == call.function.name
+        assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
+        assert "".join(piece.id or "" for piece in pieces).startswith("call_")
+        assert "tool_call" not in "".join(chunk.delta.content or "" for chunk in chunks)
+        assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_reasoning_is_in_a_separate_field(client: openai.OpenAI) -> None:
+    form = {"regex": "<think>\nhm, let me see\n</think>\n\nYes[.]"}
+    options: dict[str, Any] = {"model": "tiny", "messages": LISBON, "max_tokens": 60, "extra_body": form}
+    answer = client.chat.completions.create(**options)
+    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    for messages in ([answer.choices[0].message], deltas):
+        said = [message.model_dump() for message in messages]
+        assert "".join(one.get("reasoning_content") or "" for one in said) == "hm, let me see"
+        assert "".join(one.get("content") or "" for one in said) == "Yes."
