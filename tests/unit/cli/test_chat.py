@@ -1,4 +1,4 @@
-"""The chat command: a conversation, its commands and its end."""
+"""The chat command: a conversation, its commands and its end; and the conversation of the demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.cli import demo
+from specinfer.cli.options import DEFAULT_MODEL
 from specinfer.engine.engine import Engine
+from specinfer.hub.catalogue import SHIPPED_HEADS
 from specinfer.request import RequestOutput
 from tests.unit.cli.conftest import Run
 
@@ -92,3 +95,24 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
     assert first
     assert rest.strip("\n")
     assert "Traceback" not in err
+
+
+QUESTION = demo.PROMPTS[0]
+
+
+def test_the_head_is_the_default_models() -> None:
+    assert SHIPPED_HEADS[demo.HEAD] == DEFAULT_MODEL
+
+
+def test_no_round_finds_its_answer_in_the_round_before() -> None:
+    salts = list[str | None]()
+
+    class Recorder:
+        def stream_chat(self, messages: object, params: SamplingParams) -> list[object]:
+            salts.append(params.cache_salt)
+            return ["an answer"]
+
+    for _ in range(3):
+        demo.answer(Recorder(), QUESTION)  # type: ignore[arg-type]
+    assert None not in salts
+    assert len({*salts}) == 3

@@ -1,21 +1,24 @@
-"""The command line: answers, one-line errors and exit statuses."""
+"""The command line: answers, one-line errors, exit statuses, help, and the page that has every flag."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from specinfer import LLM
-from specinfer.cli import COMMANDS, cli
+from specinfer.cli import COMMANDS, GROUPS, cli
 from specinfer.cli.tree_view import show_tree
 from specinfer.engine.steps import TreeEvent
 from specinfer.tree.token_tree import single_node
@@ -246,3 +249,45 @@ def test_no_colour_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[36m\x1b[1m" in drawn()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in drawn()
+
+
+def commands(
+    group: click.Group, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+PATHS = {" ".join(path): command for path, command in commands(cli)}
+
+
+def test_every_command_is_in_the_list() -> None:
+    text = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    for heading, named in GROUPS.items():
+        assert f"{heading}:" in text
+        assert all(name in text for name in named)
+
+
+def test_every_flag_is_on_a_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
+    start, *found = re.split(r"^### (.+)$", page, flags=re.M)
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    purposes = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", page, re.M))
+    missing = []
+    for path, command in {"": cli, **PATHS}.items():
+        text = start + sections.get(path, "")
+        text += sections["Flags of a request"] if "flags of a request" in text else ""
+        for param in command.get_params(click.Context(command)):
+            if not isinstance(param, click.Option):
+                continue
+            purpose = (param.help or "").partition("  [")[0]  # behind it is the default
+            if purpose and purposes.get(param.name or "", "").startswith(purpose):
+                continue  # an option of the engine or the server, with a row on their page
+            names = (*param.opts, *param.secondary_opts)
+            missing += [(path, name) for name in names if not re.search(rf"(?<!\w){name}\b", text)]
+    assert missing == [], "run python tools/reference.py"

@@ -28,6 +28,7 @@ from specinfer.option import options_of
 from specinfer.scheduler_config import CacheConfig, SchedulerConfig
 from specinfer.serve.config import ServeConfig
 from specinfer.speculation_config import Lookup, SpeculationConfig
+from tests.unit.cli.conftest import Run
 
 # Flags of users' scripts: removing or renaming one needs a line in CHANGELOG.
 FLAGS = """
@@ -315,3 +316,9 @@ def test_a_server_that_listens_names_the_api_and_the_page(capsys: pytest.Capture
         message = capsys.readouterr().err.splitlines()
         assert [re.findall(r"http\S+", line) for line in message] == [[one] for one in (f"{url}/v1", *page)]
         assert "the model 'tiny' " in message[0]
+
+
+def test_an_empty_key_in_the_environment_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECINFER_API_KEY", "")
+    status, _, err = run("serve", "m")
+    assert (status, "SPECINFER_API_KEY is empty" in err) == (2, True), err
