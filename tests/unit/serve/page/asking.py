@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.scripted_server import ScriptedServer
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
+else:  # playwright may be missing, and then no test of the page runs
+    Page = Route = Any
 
 Serving = Callable[..., ScriptedServer]
 TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."

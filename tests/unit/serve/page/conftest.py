@@ -80,3 +80,15 @@ def page(browser: Browser, complaints: list[str], serving: Serving) -> Iterator[
     context.close()
     assert complaints == []
     assert hosts <= {"127.0.0.1", "page.test", ""}, "the page contacts other hosts"
+
+
+@pytest.fixture
+def opened(page: Page, serving: Serving) -> Serving:
+    """Returns a function that starts a scripted server, and shows its page."""
+
+    def start(*scripts: Script, keys: Sequence[str] = ()) -> ScriptedServer:
+        server = serving(*scripts, keys=keys)
+        page.goto(server.url)
+        return server
+
+    return start

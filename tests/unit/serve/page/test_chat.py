@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from specinfer.request import Delta, FinishReason
 from tests.scripted_server import says_in_steps, steps_of
-from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, prompts, send
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page, Route
+from tests.unit.serve.page.asking import DONE, TEXT, Page, Route, Serving, ask, prompts, send
 
 pytestmark = pytest.mark.thorough
 
@@ -21,9 +18,8 @@ def answer_text(page: Page) -> str:
     return page.locator(".answer .tokens").last.inner_text()
 
 
-def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps(TEXT, nodes=9))
-    page.goto(server.url)
+def test_a_click_sends_an_example(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps(TEXT, nodes=9))
     example = page.locator("#examples button").first
     words = example.inner_text()
     example.click()
@@ -33,9 +29,8 @@ def test_a_click_sends_an_example(page: Page, serving: Serving) -> None:
 
 
 @pytest.mark.usefixtures("marking")
-def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps(TEXT, nodes=9))
-    page.goto(server.url)
+def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps(TEXT, nodes=9))
     ask(page, "Tell me of the fox.")
     assert answer_text(page) == TEXT
     assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]
@@ -64,9 +59,8 @@ def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, s
     assert answer_text(page) == TEXT
 
 
-def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Again."))
-    page.goto(server.url)
+def test_an_answer_can_be_stopped(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps(TEXT, stops_after=3), says_in_steps("Again."))
     send(page, "Go on.")
     first_steps = "".join(text for text, _ in list(steps_of(TEXT))[:3])
     page.get_by_text(first_steps.strip()).wait_for()
@@ -80,9 +74,8 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     assert prompts(server)[1] == f"user: Go on.\nassistant: {first_steps}\nuser: And now?\nassistant: "
 
 
-def test_editing_a_question_drops_the_later_turns(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps("One."), says_in_steps("Two."), says_in_steps("Three."))
-    page.goto(server.url)
+def test_editing_a_question_drops_the_later_turns(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps("One."), says_in_steps("Two."), says_in_steps("Three."))
     for place, words in enumerate(("First?", "Second?")):
         send(page, words)
         page.wait_for_selector(f"{DONE} >> nth={place}")
@@ -100,9 +93,8 @@ def test_editing_a_question_drops_the_later_turns(page: Page, serving: Serving) 
     assert prompts(server)[2] == "user: Another?\nassistant: "
 
 
-def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps("Yes."))
-    page.goto(server.url)
+def test_settings_go_with_the_request_and_outlive_the_page(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps("Yes."))
     page.wait_for_selector("[name=speculator]", state="attached")
     page.get_by_role("button", name="Settings").click()
     for name, value in {
@@ -133,9 +125,8 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
     assert (asked.max_nodes, str(asked.expansion), asked.verifier) == (12, "2,2,1", "mss")
 
 
-def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps("Yes."))
-    page.goto(server.url)
+def test_speculation_can_be_switched_off(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps("Yes."))
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Use speculation").uncheck()
     page.get_by_role("button", name="Done").click()
@@ -143,9 +134,8 @@ def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
     assert server.backend.works[0].params.speculation.enabled is False
 
 
-def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps("Yes."))
-    page.goto(server.url)
+def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps("Yes."))
     page.get_by_role("button", name="Settings").click()
     page.fill("[name=top_p]", "7")
     page.get_by_role("button", name="Done").click()
@@ -156,10 +146,9 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
 
 
 def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
-    page: Page, serving: Serving, complaints: list[str]
+    page: Page, opened: Serving, complaints: list[str]
 ) -> None:
-    server = serving(says_in_steps("Welcome."), keys=["sesame"])
-    page.goto(server.url)
+    opened(says_in_steps("Welcome."), keys=["sesame"])
     page.get_by_text("The server requires an API key").wait_for()
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("API key").fill("sesame")
@@ -174,12 +163,12 @@ def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
     complaints.clear()
 
 
-def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, serving: Serving) -> None:
+def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, opened: Serving) -> None:
     refuses = [
         Delta("", "Well", (1,)),
         Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed"),
     ]
-    page.goto(serving(refuses).url)
+    opened(refuses)
     ask(page, "Well?")
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert answer_text(page) == "Well"
@@ -188,7 +177,7 @@ def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, serving: Ser
 
 
 @pytest.mark.usefixtures("marking")
-def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -> None:
+def test_reasoning_is_folded_and_calls_are_shown(page: Page, opened: Serving) -> None:
     steps = [tree for _, tree in steps_of("<think> let me see </think> It is so.")]
 
     def chunk(delta: dict[str, Any], **more: Any) -> str:
@@ -210,7 +199,7 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     def answer(route: Route) -> None:
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 
-    page.goto(serving(says_in_steps("unused")).url)
+    opened(says_in_steps("unused"))
     page.route("**/v1/chat/completions", answer)
     ask(page, "Is it?")
     fold = page.locator("details.reasoning")
@@ -221,11 +210,10 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     assert page.locator(".call").inner_text() == 'Tool call: look {"at": 1}'
 
 
-def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, serving: Serving) -> None:
+def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, opened: Serving) -> None:
     asked: list[Route] = []
     page.route("**/v1/models", lambda route: asked.append(route))
-    server = serving(says_in_steps(TEXT))
-    page.goto(server.url)
+    server = opened(says_in_steps(TEXT))
     send(page, "Tell me of the fox.")
     page.keyboard.press("Enter")
     assert page.get_by_label("Message", exact=True).input_value() == "Tell me of the fox."

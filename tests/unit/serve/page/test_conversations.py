@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import says, says_in_steps, steps_of
-from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, prompts, send
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page, Route
+from tests.unit.serve.page.asking import DONE, TEXT, Page, Route, Serving, ask, prompts, send
 
 pytestmark = pytest.mark.thorough
 BEGUN = "".join(text for text, _ in list(steps_of(TEXT))[:3])
@@ -36,10 +32,9 @@ def titles(page: Page) -> list[str]:
 
 
 def test_conversations_are_kept_listed_renamed_exported_and_deleted(
-    page: Page, serving: Serving, tmp_path: Path
+    page: Page, opened: Serving, tmp_path: Path
 ) -> None:
-    server = serving(says_in_steps("It is **one**."), says_in_steps("Two."), says_in_steps("Three."))
-    page.goto(server.url)
+    server = opened(says_in_steps("It is **one**."), says_in_steps("Two."), says_in_steps("Three."))
     ask(page, "First?")
     figures = page.locator(".numbers").inner_text()
     press(page, "New chat")
@@ -100,13 +95,12 @@ def test_conversations_are_kept_listed_renamed_exported_and_deleted(
     page.wait_for_selector("#welcome:visible")
 
 
-def test_a_draft_with_its_files_survives_a_reload(page: Page, serving: Serving, tmp_path: Path) -> None:
+def test_a_draft_with_its_files_survives_a_reload(page: Page, opened: Serving, tmp_path: Path) -> None:
     notes = tmp_path / "notes.md"
     notes.write_bytes(b"# Notes\r\n```\ncode\n```\n")
     other = tmp_path / "other.bin"
     other.write_bytes(b"\xff\xfe\x00")
-    server = serving(says_in_steps("Yes."))
-    page.goto(server.url)
+    server = opened(says_in_steps("Yes."))
     page.fill("#words", "What is in it?")
     page.set_input_files("#attachments", [notes])
     page.locator("#files", has_text="notes.md").wait_for()
@@ -140,11 +134,10 @@ def test_a_draft_with_its_files_survives_a_reload(page: Page, serving: Serving, 
     assert page.locator("#files").inner_text() == ""
 
 
-def test_a_refused_prompt_goes_back_to_the_input(page: Page, serving: Serving, complaints: list[str]) -> None:
+def test_a_refused_prompt_goes_back_to_the_input(page: Page, opened: Serving, complaints: list[str]) -> None:
     refusal = ApiError("the prompt is too long; shorten it", param="messages")
     ended = Delta("", finish_reason=FinishReason.ERROR, error="no token is left")
-    server = serving([refusal], says_in_steps("One."), [refusal], [ended], [refusal], says_in_steps("Two."))
-    page.goto(server.url)
+    server = opened([refusal], says_in_steps("One."), [refusal], [ended], [refusal], says_in_steps("Two."))
     alert = page.get_by_role("alert")
 
     def refused(said: str, words: str, texts: list[str]) -> None:
@@ -174,10 +167,9 @@ def test_a_refused_prompt_goes_back_to_the_input(page: Page, serving: Serving, c
 
 
 def test_one_sentence_says_that_the_server_is_gone_and_goes_with_it(
-    page: Page, serving: Serving, complaints: list[str]
+    page: Page, opened: Serving, complaints: list[str]
 ) -> None:
-    server = serving(says_in_steps("One."), says_in_steps("Two."))
-    page.goto(server.url)
+    opened(says_in_steps("One."), says_in_steps("Two."))
     ask(page, "First?")
     page.context.set_offline(True)
     send(page, "Second?")
@@ -194,9 +186,8 @@ def test_one_sentence_says_that_the_server_is_gone_and_goes_with_it(
     complaints.clear()
 
 
-def test_an_answer_has_versions_and_the_shown_one_is_sent(page: Page, serving: Serving) -> None:
-    server = serving(*[says_in_steps(f"It is {one}.") for one in ("one", "two", "three", "four")])
-    page.goto(server.url)
+def test_an_answer_has_versions_and_the_shown_one_is_sent(page: Page, opened: Serving) -> None:
+    server = opened(*[says_in_steps(f"It is {one}.") for one in ("one", "two", "three", "four")])
     ask(page, "Which?")
     assert page.get_by_role("group", name="Versions").count() == 0
     for _ in range(2):
@@ -220,13 +211,10 @@ def test_an_answer_has_versions_and_the_shown_one_is_sent(page: Page, serving: S
     assert page.get_by_role("button", name="Regenerate").count() == 1  # of the last answer alone
 
 
-def test_an_answer_goes_on_where_it_was_stopped_met_its_limit_or_was_cut(
-    page: Page, serving: Serving
-) -> None:
+def test_an_answer_goes_on_where_it_was_stopped_met_its_limit_or_was_cut(page: Page, opened: Serving) -> None:
     limited = says("Once", reason=FinishReason.LENGTH)
     stopped = says_in_steps(TEXT, stops_after=3)
-    server = serving(stopped, limited, stopped, says_in_steps(" And more."))
-    page.goto(server.url)
+    server = opened(stopped, limited, stopped, says_in_steps(" And more."))
     send(page, "Go on.")
     page.get_by_text(BEGUN.strip()).wait_for()
     press(page, "Stop")
@@ -256,9 +244,8 @@ def test_an_answer_goes_on_where_it_was_stopped_met_its_limit_or_was_cut(
     assert prompts(server)[1:] == continued
 
 
-def test_a_stream_that_was_cut_says_so_and_goes_on(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps(" of it."))
-    page.goto(server.url)
+def test_a_stream_that_was_cut_says_so_and_goes_on(page: Page, opened: Serving) -> None:
+    opened(says_in_steps(" of it."))
     asked = []
 
     def cut(route: Route) -> None:
@@ -287,8 +274,8 @@ def test_a_stream_that_was_cut_says_so_and_goes_on(page: Page, serving: Serving)
     assert [body.get("continue_final_message") for body in asked] == [None, True, True]
 
 
-def test_only_what_the_user_sets_is_sent(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("Yes.")).url)
+def test_only_what_the_user_sets_is_sent(page: Page, opened: Serving) -> None:
+    opened(says_in_steps("Yes."))
     with page.expect_request("**/v1/chat/completions") as request:
         ask(page, "Well?")
     assert set(request.value.post_data_json) == {"model", "messages", "stream", "stream_options", "trace"}
@@ -301,9 +288,8 @@ def test_only_what_the_user_sets_is_sent(page: Page, serving: Serving) -> None:
         assert page.input_value(f"[name={name}]") == ""
 
 
-def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Serving) -> None:
-    server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Second."))
-    page.goto(server.url)
+def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, opened: Serving) -> None:
+    server = opened(says_in_steps(TEXT, stops_after=3), says_in_steps("Second."))
     send(page, "First?")
     page.get_by_text(BEGUN.strip()).wait_for()
     press(page, "New chat")
@@ -320,11 +306,9 @@ def test_a_conversation_that_is_left_is_stopped_and_kept(page: Page, serving: Se
     assert re.search("specinfer$", page.title())
 
 
-def test_without_a_database_conversations_are_kept_until_the_page_closes(
-    page: Page, serving: Serving
-) -> None:
+def test_without_a_database_conversations_are_kept_until_the_page_closes(page: Page, opened: Serving) -> None:
     page.add_init_script("indexedDB.open = () => { throw new DOMException('denied', 'SecurityError'); }")
-    page.goto(serving(says_in_steps("One."), says_in_steps("Two.")).url)
+    opened(says_in_steps("One."), says_in_steps("Two."))
     ask(page, "First?")
     press(page, "New chat")
     ask(page, "Second?")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of
-from tests.unit.serve.page.asking import DONE, TEXT, Serving, ask, send
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import DONE, TEXT, Page, Serving, ask, send
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("marking")]
 NODES = 9
@@ -18,9 +15,9 @@ STEPS: list[dict[str, Any]] = [tree for _, tree in steps_of(TEXT, nodes=NODES)]
 
 
 @pytest.fixture
-def answered(page: Page, serving: Serving) -> Page:
+def answered(page: Page, opened: Serving) -> Page:
     """A page with an answer."""
-    page.goto(serving(says_in_steps(TEXT, nodes=NODES)).url)
+    opened(says_in_steps(TEXT, nodes=NODES))
     ask(page, "Tell me of the fox.")
     return page
 
@@ -57,6 +54,8 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
     description = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
     assert f'" {path[0].strip()}", guessed by' in description
     assert "90% likely, accepted" in description
+    assert '"The", the last token of the text before this step' in description
+    assert '" the", added by the target' in description
     cost = answered.get_by_role("region", name="Cost of the step").inner_text()
     assert "25 ms" in cost
     assert [line for line in cost.splitlines() if line.endswith("ms")][-3:] == ["4.0 ms", "20 ms", "1.0 ms"]
@@ -183,8 +182,8 @@ def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None
     assert slider.get_attribute("aria-valuenow") == "2"
 
 
-def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps(TEXT, nodes=NODES, stops_after=3), says_in_steps("Done.")).url)
+def test_an_answer_that_still_grows_can_be_inspected(page: Page, opened: Serving) -> None:
+    opened(says_in_steps(TEXT, nodes=NODES, stops_after=3), says_in_steps("Done."))
     send(page, "Tell me of the fox.")
     page.locator(".answer .token").nth(1).click()
     page.get_by_role("heading", name="Step 2 of 3").wait_for()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of
-from tests.unit.serve.page.asking import Serving, ask
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import Page, Serving, ask
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("marking")]
 WORDS = 2000
@@ -45,9 +40,9 @@ GROWING = """async (texts) => {
 
 
 def test_two_thousand_tokens_are_rendered_in_blocks_and_no_tree_is_drawn_unasked(
-    page: Page, serving: Serving
+    page: Page, opened: Serving
 ) -> None:
-    page.goto(serving(says_in_steps(TEXT, nodes=64)).url)
+    opened(says_in_steps(TEXT, nodes=64))
     page.evaluate(WATCH)
     ask(page, "Count.")
     steps = len(list(steps_of(TEXT)))
@@ -71,8 +66,8 @@ def test_two_thousand_tokens_are_rendered_in_blocks_and_no_tree_is_drawn_unasked
     assert page.evaluate("document.querySelectorAll('*').length") < before + 64
 
 
-def test_the_time_of_a_growing_answer_is_not_quadratic(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("unused")).url)
+def test_the_time_of_a_growing_answer_is_not_quadratic(page: Page, opened: Serving) -> None:
+    opened(says_in_steps("unused"))
     paragraph = "A paragraph of *some* words, with `code` and a [link](https://a.example).\n\n"
     warm, short, long = page.evaluate(GROWING, [paragraph * 100, paragraph * 100, paragraph * 800])
     assert long < 3 * 8 * short, f"{short:.0f} ms, and {long:.0f} ms for 8 times the text (first {warm:.0f})"

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of
-from tests.unit.serve.page.asking import Serving, ask
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import Page, Serving, ask
 
 pytestmark = pytest.mark.thorough
 
@@ -78,8 +73,8 @@ def squeezed(html: str) -> str:
     return html.replace(">\n", ">").replace("\n<", "<")
 
 
-def test_markdown_is_rendered_and_the_same_however_it_arrives(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("unused")).url)
+def test_markdown_is_rendered_and_the_same_however_it_arrives(page: Page, opened: Serving) -> None:
+    opened(says_in_steps("unused"))
     texts = [*CASES, "\n\n".join(CASES), *HOSTILE]
     whole = page.evaluate(PROSE, [texts, 1_000_000])
     for (text, part), html in zip(CASES.items(), whole, strict=False):
@@ -89,9 +84,9 @@ def test_markdown_is_rendered_and_the_same_however_it_arrives(page: Page, servin
             assert other == one, f"{text!r}, {size} characters at a time"
 
 
-def test_html_of_a_model_is_text_and_never_runs(page: Page, serving: Serving) -> None:
+def test_html_of_a_model_is_text_and_never_runs(page: Page, opened: Serving) -> None:
     text = "\n\n".join(HOSTILE)
-    page.goto(serving(says_in_steps(text)).url)
+    opened(says_in_steps(text))
     ask(page, text)
     found = page.evaluate(
         """() => [...document.querySelectorAll("#messages *")].flatMap(one => [
@@ -137,8 +132,8 @@ MARKED = (
 
 
 @pytest.mark.usefixtures("marking")
-def test_each_word_of_markdown_is_marked_as_its_token_but_not_in_code(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps(MARKED, nodes=9)).url)
+def test_each_word_of_markdown_is_marked_as_its_token_but_not_in_code(page: Page, opened: Serving) -> None:
+    opened(says_in_steps(MARKED, nodes=9))
     ask(page, "Well?")
     tokens = []
     for _, tree in steps_of(MARKED, nodes=9):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from specinfer.request import FinishReason
 from tests.scripted_server import says
-from tests.unit.serve.page.asking import DONE, Serving, prompts, send
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import DONE, Page, Serving, prompts, send
 
 ANSWER = ("Use `all`:\n\n```py\nprint(all(", "[]))\n```\n\n| a | b |\n|---|---|\n| 1 | **2**")
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.scripted_server import says_in_steps
-from tests.unit.serve.page.asking import Serving
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import Page, Serving
 
 pytestmark = pytest.mark.thorough
 
@@ -28,68 +25,59 @@ PLACED = """async (received) => {
 FACE = [0xF0, 0x9F, 0x98, 0x80]
 
 
+def tokens(*given: str | tuple[str, list[int]]) -> tuple[str, Any]:
+    return "tokens", [[one] if isinstance(one, str) else list(one) for one in given]
+
+
+def said(text: str) -> tuple[str, Any]:
+    return "content", text
+
+
 def content(*parts: tuple[str, str | None]) -> list[list[str | None]]:
     return [[text, token, "content"] for text, token in parts]
 
 
+CUT = ("skip", None)
+HALVES = (" \ufffd", [0x20, *FACE[:2]]), ("\ufffd", FACE[2:])
+REASONED = [["so", "so", "reasoning"], ["Yes", " Yes", "content"], [".", ".", "content"]]
+A, CAT = ("A", "A"), (" cat", " cat")
 PARTS: dict[str, tuple[list[tuple[str, Any]], list[list[str | None]]]] = {
-    "as it is": (
-        [("tokens", [["A"], [" cat"]]), ("content", "A cat")],
-        content(("A", "A"), (" cat", " cat")),
-    ),
-    "the first space is left out": (
-        [("tokens", [[" A"], [" cat"]]), ("content", "A cat")],
-        content(("A", " A"), (" cat", " cat")),
-    ),
+    "as it is": ([tokens("A", " cat"), said("A cat")], content(A, CAT)),
+    "the first space is left out": ([tokens(" A", " cat"), said("A cat")], content(("A", " A"), CAT)),
     "special tokens are hidden": (
-        [("tokens", [["A"], ["<|end|>"], [" cat"], ["<|end|>"]]), ("content", "A cat"), ("skip", None)],
-        content(("A", "A"), (" cat", " cat")),
+        [tokens("A", "<|end|>", " cat", "<|end|>"), said("A cat"), CUT],
+        content(A, CAT),
     ),
     "the text lags, as it may be a stop string": (
-        [
-            ("tokens", [["A"], [" cat"]]),
-            ("content", "A"),
-            ("tokens", [[" sat"]]),
-            ("content", " cat sat"),
-        ],
-        content(("A", "A"), (" cat", " cat"), (" sat", " sat")),
+        [tokens("A", " cat"), said("A"), tokens(" sat"), said(" cat sat")],
+        content(A, CAT, (" sat", " sat")),
     ),
     "a stop string cuts a token": (
-        [("tokens", [["A"], [" catalogue"]]), ("content", "A cat"), ("skip", None)],
-        content(("A", "A"), (" cat", " catalogue")),
+        [tokens("A", " catalogue"), said("A cat"), CUT],
+        content(A, (" cat", " catalogue")),
     ),
     "a character lies in two tokens": (
-        [
-            ("tokens", [["A"], [" \ufffd", [0x20, *FACE[:2]]]]),
-            ("content", "A"),
-            ("tokens", [["\ufffd", FACE[2:]], ["!"]]),
-            ("content", " \U0001f600!"),
-        ],
-        content(("A", "A"), (" \U0001f600", " \ufffd"), ("!", "!")),
+        [tokens("A", HALVES[0]), said("A"), tokens(HALVES[1], "!"), said(" \U0001f600!")],
+        content(A, (" \U0001f600", " \ufffd"), ("!", "!")),
     ),
     "a character that never becomes whole": (
-        [
-            ("tokens", [["\ufffd", FACE[:2]], ["!"]]),
-            ("content", "\ufffd!"),
-        ],
+        [tokens(("\ufffd", FACE[:2]), "!"), said("\ufffd!")],
         content(("\ufffd", "\ufffd"), ("!", "!")),
     ),
-    "no token explains it": ([("tokens", [["A"]]), ("content", "Otherwise")], content(("Otherwise", None))),
-    "no trees at all": ([("content", "A cat")], content(("A cat", None))),
+    "no token explains it": ([tokens("A"), said("Otherwise")], content(("Otherwise", None))),
+    "no trees at all": ([said("A cat")], content(("A cat", None))),
     "reasoning comes first": (
         [
-            ("tokens", [["<think>"], ["\n"], ["so"], ["\n"], ["</think>"], [" Yes"], ["."]]),
-            ("reasoning", "so"),
-            ("content", "Yes"),
-            ("content", "."),
+            tokens("<think>", "\n", "so", "\n", "</think>", " Yes", "."),
+            *(("reasoning", "so"), said("Yes"), said(".")),
         ],
-        [["so", "so", "reasoning"], ["Yes", " Yes", "content"], [".", ".", "content"]],
+        REASONED,
     ),
 }
 
 
-def test_each_part_of_a_text_finds_its_token(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("unused")).url)
+def test_each_part_of_a_text_finds_its_token(page: Page, opened: Serving) -> None:
+    opened(says_in_steps("unused"))
     for name, (received, placed) in PARTS.items():
         assert page.evaluate(PLACED, [list(one) for one in received]) == placed, name
 
@@ -127,7 +115,7 @@ TREES: dict[str, tuple[list[int], list[int], list[list[Any]]]] = {
 }
 
 
-def test_a_tree_is_laid_out_left_to_right(page: Page, serving: Serving) -> None:
-    page.goto(serving(says_in_steps("unused")).url)
+def test_a_tree_is_laid_out_left_to_right(page: Page, opened: Serving) -> None:
+    opened(says_in_steps("unused"))
     for name, (parents, path, places) in TREES.items():
         assert page.evaluate(LAID_OUT, [parents, path]) == places, name

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of
-from tests.unit.serve.page.asking import Serving, ask
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
+from tests.unit.serve.page.asking import Page, Serving, ask
 
 pytestmark = pytest.mark.thorough
 TEXT = "The fox ran over the hill, and the dog stayed."
@@ -116,8 +113,8 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
     assert page.evaluate("document.activeElement.id") == "words"
 
 
-def test_the_page_saves_valid_traces(page: Page, serving: Serving, tmp_path: Path) -> None:
-    page.goto(serving(says_in_steps(TEXT)).url)
+def test_the_page_saves_valid_traces(page: Page, opened: Serving, tmp_path: Path) -> None:
+    opened(says_in_steps(TEXT))
     ask(page, "Tell me of the fox.")
     with page.expect_download() as download:
         page.get_by_role("button", name="Save trace").click()
