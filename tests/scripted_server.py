@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import uvicorn
 from starlette.applications import Starlette
 
@@ -176,13 +175,10 @@ def scripted_app(
     tokenizer: Tokenizer, backend: ScriptedBackend, *, keys: Sequence[str] = (), **options: Any
 ) -> Starlette:
     """Return the server's application over that backend, with options of its service."""
-    return build_app(scripted_pool(scripted_service(tokenizer, backend, **options)), Keys(list(keys)))
-
-
-def scripted_pool(service: Service) -> ModelPool:
-    """Return the pool of the service's model."""
+    service = scripted_service(tokenizer, backend, **options)
     lora = tuple(f"{name}=folder" for name in service.adapters)
-    return ModelPool.of(service, ServedModel(service.models, EngineConfig(model=MODEL, lora=lora)))
+    served = ServedModel(service.models, EngineConfig(model=MODEL, lora=lora))
+    return build_app(ModelPool.of(service, served), Keys(list(keys)))
 
 
 def scripted_service(
@@ -210,11 +206,6 @@ def scripted_service(
         observers=observers,
         sampling=sampling,
     )
-
-
-def http_client(app: Starlette) -> httpx.AsyncClient:
-    """Return a client that calls the application directly."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/v1")
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,6 @@ def test_messages_that_cannot_be_continued_are_refused(tokenizers: dict[str, Tok
     ):
         sent = chat(tokenizer, messages=messages, continue_final_message=True)
         assert sent.param == "continue_final_message"
-    both: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": True}
-    assert chat(plain, messages=PREFILLED, **both).param == "continue_final_message"
 
 
 def test_prefilled_reasoning_is_separated_from_the_answer(tokenizers: dict[str, Tokenizer]) -> None:
