@@ -54,23 +54,6 @@ def test_texts_are_those_of_their_seeds_while_engines_are_replaced(two: Served, 
     assert any("all engines have been replaced" in line for line in two.log)
 
 
-def test_a_second_turn_finds_the_first_where_its_session_is(two: Served) -> None:
-    prompt = "once upon a time there were " * 4
-    found = []
-    for n in range(8):
-        for turn in (1, 2):
-            answer = two.post(
-                "/v1/completions",
-                {"prompt": f"{n}{prompt}" + "a second turn" * (turn - 1), "max_tokens": 2},
-                headers={"X-Session-Id": f"{n}"},
-            ).json()
-            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert all(tokens <= 1 for tokens in found[::2]), "texts of other tests may begin with the same token"
-    assert all(tokens >= 96 for tokens in found[1::2])
-    up = [line for line in two.get("/metrics").text.splitlines() if line.startswith("specinfer:replica_up{")]
-    assert [line[-16:] for line in up] == ['replica="0"} 1.0', 'replica="1"} 1.0']
-
-
 def test_a_server_that_ends_while_a_replica_starts_leaves_no_processes(folder: Path) -> None:
     with Served(folder, *FLAGS, "--replicas", "2") as served:
         until(lambda: len(engines(served.process.pid)) == 2)
