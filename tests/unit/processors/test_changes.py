@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specinfer import SamplingParams
-from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges, bans, biases, joined
+from specinfer.processors.changes import (
+    NOTHING,
+    UNCHANGED,
+    Changes,
+    Penalties,
+    RowChanges,
+    bans,
+    biases,
+    joined,
+)
 from specinfer.processors.pipeline import Processors
 from tests.exact.slow_sampling import Rules, processed_logits
 
@@ -56,12 +65,8 @@ def test_what_changes_nothing_leaves_every_bit() -> None:
     same = row.copy()
     RowChanges(np.arange(7), np.tile(UNCHANGED, (7, 1))).apply(same)
     assert bits(same) == bits(row)
-
-
-def test_a_ban_makes_whatever_there_is_impossible() -> None:
-    row = np.array([np.inf, np.nan, -np.inf, 1], dtype=np.float32)
-    bans(range(4)).apply(row)
-    assert row.tolist() == [NO] * 4
+    bans(range(7)).apply(same)
+    assert same.tolist() == [NO] * 7, "and a ban leaves nothing"
 
 
 def test_the_changes_of_several_rows_are_those_of_each() -> None:
@@ -76,6 +81,24 @@ def test_the_changes_of_several_rows_are_those_of_each() -> None:
         both.check(3)
     with pytest.raises(IndexError, match=r"got changes of token ids -1 \.\. 2 in rows of 3 logits"):
         Changes.of([bans([2, -1])]).check(3)
+
+
+@pytest.mark.parametrize("committed", [0, 14, 15, 16, 40])
+def test_a_token_that_occurs_often(committed: int) -> None:
+    penalties = Penalties([2], repetition=2, frequency=0.5, presence=1)
+    penalties.commit([3] * committed)
+    for more in (1, 2, 30):
+        row = np.zeros(8, dtype=np.float32)
+        penalties.changes([3] * more).apply(row)
+        assert row.tolist() == [0, 0, 0, -0.5 * (committed + more) - 1, 0, 0, 0, 0]
+
+
+def test_what_was_given_out_stays_when_the_text_goes_on() -> None:
+    penalties = Penalties([2], repetition=2, frequency=0.5, presence=1)
+    before = penalties.changes([])
+    ids, terms = before.ids.copy(), before.terms.copy()
+    penalties.commit([2, 2, *range(5, 8)])
+    assert (before.ids.tolist(), before.terms.tolist()) == (ids.tolist(), terms.tolist())
 
 
 VOCAB = 8

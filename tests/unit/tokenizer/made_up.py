@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import decoders, models
+
 from specinfer.hub.gguf_header import GgufHeader
 from tests.foreign import CHARACTER, byte_level
 
@@ -43,6 +46,17 @@ def sentencepiece_header(pieces, *, user_defined=(), **more):
     keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
     keys |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return header(**(keys | more))
+
+
+def sentencepiece_backend(pieces=()):
+    """BPE over byte tokens, the mark of a space (256) and these pieces; a text's first space is dropped."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {piece: 256 + i for i, piece in enumerate(("\u2581", *pieces))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
 
 
 def write_folder(

@@ -87,13 +87,3 @@ def made_up_configs(chance: random.Random, backend: tokenizers.Tokenizer) -> dic
         ),
         "added_tokens.json": maybe({"<tool>": free, "<pad>": free + 1}, 0.3),
     }
-
-
-def test_models_with_other_configured_tokens_have_other_ids(tmp_path: Path) -> None:
-    found = []
-    for name, pad in (("one", "<pad>"), ("two", "<pad>"), ("three", "<other>")):
-        (tmp_path / name).mkdir()
-        write_folder(tmp_path / name, tokenizer_config={"pad_token": pad})
-        found.append(Vocabulary(ModelFiles(name, tmp_path / name, ())))
-    assert found[0].same_ids(found[1])
-    assert not found[0].same_ids(found[2])

@@ -48,12 +48,6 @@ def test_special_tokens_that_are_visible_stand_in_the_text_by_their_names():
     assert spaced.push([2, *PREFIXED.encode("a", add_special=False)]) == "</s> a"
 
 
-def test_byte_fallback_tokens_join_into_characters():
-    detokenizer = Detokenizer(SPACED)
-    ids = SPACED.encode("\u00e9  a", add_special=False)
-    assert [detokenizer.push([i]) for i in ids] == ["", "\u00e9", "  ", "a"]
-
-
 def test_a_prompt_that_ends_inside_a_character():
     whole = "\u20ac".encode()
     detokenizer = Detokenizer(BYTES, [*b"price: ", *whole[:2]])

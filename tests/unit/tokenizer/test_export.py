@@ -38,15 +38,6 @@ def test_export_of_a_gguf_file(kind, tmp_path):
     assert Vocabulary(source).same_ids(Vocabulary(ModelFiles("written", tmp_path, ())))
 
 
-def test_two_templates_of_a_gguf_file(tmp_path):
-    header = byte_level_header()
-    header.metadata["tokenizer.chat_template"] = "plain"
-    header.metadata["tokenizer.chat_template.tool_use"] = "with tools"
-    write_tokenizer(of_header(header), tmp_path)
-    written = Tokenizer.load(tmp_path)
-    assert (written.chat_template, written.tool_template) == ("plain", "with tools")
-
-
 def test_the_files_of_a_folder_are_copied(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "copy"
     source.mkdir()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, normalizers, processors
 
 from specinfer.errors import RequestError
 from specinfer.tokenizer import Tokenizer
@@ -12,7 +11,7 @@ from specinfer.tokenizer.fill_in import FAMILIES
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 from tests.foreign import byte_level
 
-from .made_up import CONTROL, byte_level_header
+from .made_up import CONTROL, byte_level_header, sentencepiece_backend
 
 QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
@@ -84,13 +83,9 @@ def test_a_vocabulary_without_these_tokens_says_which_were_looked_for() -> None:
 
 
 def test_sentencepiece_puts_its_space_before_the_prefix_alone() -> None:
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    made = sentencepiece_backend()
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     names = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>")
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])

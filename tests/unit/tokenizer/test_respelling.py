@@ -1,13 +1,14 @@
-"""A text in another model's tokens, however it grew."""
+"""A text in another model's tokens, however it grew, and the tokens that two vocabularies have in common."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.detokenizer import Respelling, complete
+from specinfer.tokenizer.detokenizer import Respelling, complete, shared_tokens
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary as load
 from tests.foreign import byte_level
 
@@ -17,7 +18,7 @@ BYTES = list(range(256))
 TEXT = "hello hell, helping no \u00e9\u4e2d one; " * 12 + "x" * 300 + " hello"
 
 
-def of(words: list[str], specials: list[str] = [], singles: list[int] = BYTES) -> Tokenizer:  # noqa: B006
+def of(words: list[str], specials: list[str] = [], singles: Sequence[int] = BYTES) -> Tokenizer:  # noqa: B006
     return Tokenizer(byte_level(singles, words, specials), eos_token_ids=[])
 
 
@@ -95,3 +96,37 @@ def test_a_text_is_cut_before_half_a_character() -> None:
         (b"\x80\x80\x80\x80", "\ufffd" * 4, b""),
     ):
         assert complete(encoded) == (text, rest)
+
+
+def spelled(one: Tokenizer, other: Tokenizer, target: int = 999, draft: int = 999) -> list[tuple[str, str]]:
+    shared = shared_tokens(one, other, target, draft)
+    assert list(shared.target) == sorted(set(shared.target.tolist()))
+    assert len(set(shared.draft.tolist())) == len(shared)
+    pairs = zip(shared.target.tolist(), shared.draft.tolist(), strict=True)
+    return [(str(one.id_to_token(i)), str(other.id_to_token(j))) for i, j in pairs]
+
+
+def test_tokens_are_shared_by_their_bytes_and_special_ones_by_their_names() -> None:
+    one = of(["ab", "dc"], ["<s>", "<end>"], b"abcd")
+    other = of(["cd", "ab"], ["<end>", "<tool>"], b"dcba")
+    found = spelled(one, other)
+    assert found == [("a", "a"), ("b", "b"), ("c", "c"), ("d", "d"), ("ab", "ab"), ("<end>", "<end>")]
+
+
+def test_only_ids_that_have_logits_count() -> None:
+    one, other = of(["ab"], singles=b"abcd"), of(["ab"], singles=b"dcba")
+    assert spelled(one, other, target=3) == [("a", "a"), ("b", "b"), ("c", "c")]
+    assert spelled(one, other, draft=2) == [("c", "c"), ("d", "d")]
+    assert spelled(one, of([], singles=b"xyz")) == []
+
+
+def test_a_space_and_a_byte_mean_the_same_however_they_are_spelled() -> None:
+    one = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))
+    other = of([" a"], singles=b" a\xc3")
+    # "a" and the byte 61 are equal; the spelled token counts
+    assert spelled(one, other) == [
+        ("<0xC3>", "\u00c3"),
+        ("\u2581", "\u0120"),
+        ("a", "a"),
+        ("\u2581a", "\u0120a"),
+    ]

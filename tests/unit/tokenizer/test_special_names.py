@@ -3,15 +3,15 @@
 import json
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from specinfer.errors import RequestError
 from specinfer.tokenizer import ChatEncoder, Tokenizer
+from tests.foreign import byte_level as plain_bytes
 
-from .made_up import CHARACTER
+from .made_up import sentencepiece_backend
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -22,28 +22,22 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im_end|>x", "</s>")
 
 def byte_level(template=CHATML, special=SPECIAL, **of_token):
     """All 256 bytes; <tool> is an added token that is text, and of special ones </s> is in the vocabulary."""
-    vocab = {CHARACTER[b]: b for b in range(256)} | {"</s>": 256, "ab": 257, "unused": 258}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    backend = plain_bytes(range(256), ["ab"])
+    vocab = backend.get_vocab() | {"</s>": 257, "unused": 258}
+    backend.model = models.BPE(vocab=vocab, merges=[("a", "b")])
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<tool>", special=False)])
     backend.add_special_tokens([AddedToken(name, special=True, **of_token) for name in special])
-    return Tokenizer(backend, eos_token_ids=[256], templates={"default": template})
+    return Tokenizer(backend, eos_token_ids=[257], templates={"default": template})
 
 
 def sentencepiece(scheme):
     """SentencePiece BPE whose texts begin with a blank: always, or the first piece alone."""
-    pieces = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
-    pieces |= {chr(c): 227 + c for c in range(32, 127)} | {"\u2581": 354}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend = sentencepiece_backend([chr(c) for c in range(32, 127)])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
     names = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     backend.add_special_tokens([AddedToken(name, special=True) for name in names])
-    return Tokenizer(backend, eos_token_ids=[2], templates={"default": CHATML})
+    return Tokenizer(backend, eos_token_ids=[], templates={"default": CHATML})
 
 
 def user(content, **more):

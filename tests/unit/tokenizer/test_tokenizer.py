@@ -78,17 +78,6 @@ def test_a_text_that_the_tokenizers_own_rules_do_not_end_with_is_refused(tmp_pat
         tokenizer.encode("a" * 40 + "b")
 
 
-def test_the_post_processors_tokens_are_added(tmp_path):
-    from tokenizers import processors
-
-    folder = write_folder(tmp_path)
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    tokenizer = Tokenizer.load(write_folder(tmp_path, backend=backend))
-    assert tokenizer.encode("a") == [256, 97]
-    assert tokenizer.encode("a", add_special=False) == [97]
-
-
 def test_chat_is_rendered_and_encoded_without_a_second_bos(tmp_path):
     folder = write_folder(
         tmp_path, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
@@ -107,43 +96,46 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     named = [{"name": "tool_use", "template": "T{{ tools[0].type }}"}, {"name": "default", "template": "D"}]
     folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
     message = [{"role": "user", "content": "hi"}]
-    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "D"
-    assert (
-        ChatEncoder(Tokenizer.load(folder)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
-    )
+
+    def render(name=None, **more):
+        return ChatEncoder(Tokenizer.load(folder, name)).render(message, **more).text
+
+    assert (render(), render(tools=[{"type": "function"}])) == ("D", "Tfunction")
     (folder / "processor_config.json").write_text('{"chat_template": "P"}')
-    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "P"
+    assert render() == "P"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
-    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
+    assert render() == "J"
     more = folder / "additional_chat_templates"
     more.mkdir()
     (more / "rag.jinja").write_text("R{{ documents[0].title }}")
-    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
+    assert render() == "J"
     (folder / "chat_template.jinja").write_text("F")
-    found = ChatEncoder(Tokenizer.load(folder))
-    assert found.render(message).text == "F"
+    assert render() == "F"
     (more / "tool_use.jinja").write_text("U{{ tools[0].type }}")
-    found = ChatEncoder(Tokenizer.load(folder))
-    assert found.render(message, tools=[{"type": "function"}]).text == "Ufunction"
-    assert found.render(message, variables={"documents": [{"title": "T"}]}).text == "RT"
-    assert found.variables == {"documents"}
-    named = ChatEncoder(Tokenizer.load(folder, "rag"))
-    assert named.render(message, variables={"documents": [{"title": "T"}]}).text == "RT"
+    assert render(tools=[{"type": "function"}]) == "Ufunction"
+    for name in (None, "rag"):
+        assert render(name, variables={"documents": [{"title": "T"}]}) == "RT"
+    assert ChatEncoder(Tokenizer.load(folder)).variables == {"documents"}
     written = tmp_path / "written"
     written.mkdir()
     write_tokenizer(ModelFiles("m", folder, ()), written)
     assert Tokenizer.load(written).templates == Tokenizer.load(folder).templates
 
 
-def test_a_gguf_file_has_a_template_for_tools_too():
+def test_a_gguf_file_has_a_template_for_tools_too(tmp_path):
     header = byte_level_header(chat_template="D{{ (tools or [{}])[0].type }}")
-    message = [{"role": "user", "content": "hi"}]
-    assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Dfunction"
+    message, tools = [{"role": "user", "content": "hi"}], [{"type": "function"}]
+
+    def render(tokenizer, **more):
+        return ChatEncoder(tokenizer).render(message, **more).text
+
+    assert render(load(header), tools=tools) == "Dfunction"
     header.metadata["tokenizer.chat_template.rag"] = "R{{ documents | length }}"
-    assert ChatEncoder(load(header)).render(message, variables={"documents": [1]}).text == "R1"
+    assert render(load(header), variables={"documents": [1]}) == "R1"
     header.metadata["tokenizer.chat_template.tool_use"] = "T{{ tools[0].type }}"
-    assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
-    assert ChatEncoder(load(header)).render(message).text == "D"
+    write_tokenizer(ModelFiles("made-up", header.path, (), header), tmp_path)
+    for tokenizer in (load(header), Tokenizer.load(tmp_path)):
+        assert (render(tokenizer, tools=tools), render(tokenizer)) == ("Tfunction", "D")
 
 
 def test_special_tokens_have_ids_and_others_are_text():

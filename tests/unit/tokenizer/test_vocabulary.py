@@ -55,6 +55,14 @@ def test_a_folder_and_a_gguf_file_of_the_same_vocabulary_agree(tmp_path: Path) -
     assert not folder.same_ids(of_header(byte_level_header(words=["hallo"])))
 
 
+def test_configured_tokens_count(tmp_path: Path) -> None:
+    found = []
+    for name, pad in (("one", "<pad>"), ("two", "<pad>"), ("three", "<other>")):
+        (tmp_path / name).mkdir()
+        found.append(of_folder(write_folder(tmp_path / name, tokenizer_config={"pad_token": pad})))
+    assert [found[0].same_ids(other) for other in found[1:]] == [True, False]
+
+
 def test_equal_files_are_known_without_building_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
