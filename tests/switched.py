@@ -102,6 +102,7 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
         embedding_scale=8.0,
         activation=Activation.GELU_TANH,
     ),
+    "biases": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True, activation=Activation.RELU),
     "granite": replace(PLAIN, residual_scale=0.22, logit_scale=0.125, embedding_scale=12.0),
     "smollm3": replace(PLAIN, layers_without_rope=frozenset({0, 1})),
     "gpt-oss": replace(
@@ -133,6 +134,8 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
         _LAYER_NORM,
         rope=None,
         learned_positions=True,
+        position_offset=2,
+        max_context=1022,
         num_kv_heads=1,
         gated_mlp=False,
         qkv_bias=True,

@@ -41,8 +41,9 @@ BATCHES = {
         Rows([1] * 2, 63, scattered(29, 5), 0, [-1, 0]),
     ],
 }
-# Caps, ALiBi and sinks, each alone and all together.
+# Nothing, and caps, ALiBi and sinks, each alone and all together.
 OTHERWISE: list[dict[str, Any]] = [
+    {},
     {"softcap": 2.0},
     {"alibi": True},
     {"alibi": True, "rounded": True},
@@ -68,13 +69,6 @@ def check(backend: AttentionBackend, layer: Layer, batch: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("window", [None, 3, 64, 100])
-def test_batches(backend: AttentionBackend, window: int | None) -> None:
-    for name in BATCHES:
-        check(backend, Layer(6, 2, 16, window=window), name)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "extras", [{}, {"norms": True}, {"rope": True}, {"norms": True, "rope": True}], ids=str
 )
@@ -84,10 +78,10 @@ def test_heads(backend: AttentionBackend, extras: dict[str, Any], dtype: torch.d
         check(backend, Layer(*heads, dtype, **extras), "requests of all kinds")
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.few(8)
+@pytest.mark.parametrize("window", [None, 3, 64, 100])
 @pytest.mark.parametrize("extras", OTHERWISE, ids=str)
-def test_caps_biases_and_sinks(backend: AttentionBackend, extras: dict[str, Any], window: int | None) -> None:
+def test_batches(backend: AttentionBackend, extras: dict[str, Any], window: int | None) -> None:
     for name in BATCHES:
         check(backend, Layer(6, 2, 16, window=window, **extras), name)
 

@@ -1,4 +1,7 @@
-"""A row's attention is the same to the last bit wherever the row stands."""
+"""A row's attention is the same to the last bit wherever the row stands.
+
+test_row_independence.py and test_switches.py compare paths of trees with chains in whole models.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionBackend
 from specinfer.runtime.batch import Rows
 from tests.kernels import kernels
-from tests.unit.attention.paths import Layer, paths_of, scattered, written
+from tests.unit.attention.paths import Layer, paths_of, scattered
+from tests.unit.kernels.logit_rows import with_threads
 
-#  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the middle one is the text
+#  0 - 1 - 2 -+- 3 - 6 - 9      three branches
 #             +- 4 - 7 - 10
 #             +- 5 - 8 - 11
 PARENTS = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
-MIDDLE = [0, 1, 2, 4, 7, 10]
 TABLE = scattered(0, 20)
 USUAL: dict[str, Any] = {}
 OTHERWISE: dict[str, Any] = {"softcap": 3.0, "alibi": True, "sinks": True, "whole_norms": True}
@@ -75,21 +78,6 @@ def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
         assert torch.equal(chunk[:count], whole[first : first + count]), first
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
-    """The nodes of the middle branch, and the same keys and values in a row, slot behind slot."""
-    tree = paths_of(Rows([1] * 12, start, TABLE, 0, PARENTS))
-    chain = paths_of(Rows([1] * 6, start, TABLE, 0))
-    in_tree, k, v = layer.run(backend, tree)
-    moved, there = written(tree)[MIDDLE], written(chain)
-    for cache in (k, v, *(one for both in layer.scales for one in both)):
-        cache[there] = cache[moved]
-    qkv, rotation = layer.inputs(tree)
-    turns = type(rotation)(rotation.cos[MIDDLE].contiguous(), rotation.sin[MIDDLE].contiguous())
-    as_chain = backend.over([k], [v], layer.scales).bind(chain)(layer.heads, qkv[MIDDLE].contiguous(), turns)
-    assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("start", STARTS)
 def test_a_tree_level_by_level_and_at_once(backend, layer, start):
@@ -118,14 +106,5 @@ def test_alone_and_in_a_batch(backend, layer):
 
 def test_with_any_number_of_threads(backend, layer):
     parts = [Rows([1] * 100, 400, scattered(0, 32), 0), Rows([1] * 12, 300, scattered(32, 20), 0, PARENTS)]
-    one = attended(layer, backend, *parts)
-    library = kernels("native").library
-    before = torch.get_num_threads(), library.threads()
-    try:
-        for count in (1, 2, 8):
-            torch.set_num_threads(count)
-            library.set_threads(count)
-            assert torch.equal(attended(layer, backend, *parts), one), f"{count} threads"
-    finally:
-        torch.set_num_threads(before[0])
-        library.set_threads(before[1])
+    one, *others = with_threads(lambda: attended(layer, backend, *parts))
+    assert all(torch.equal(other, one) for other in others)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specinfer.kernels.sampling import NativeScan
@@ -70,15 +71,15 @@ def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int 
 
 
 def with_threads(answer: Callable[[], Any]) -> list[Any]:
-    """The answers with 1, 2 and 8 threads of the library."""
+    """The answers with 1, 2 and 8 threads of the library and of PyTorch."""
     library, answers = kernels("native").library, []
-    before = library.threads()
+    before = library.threads(), torch.get_num_threads()
     try:
         for threads in (1, 2, 8):
-            library.set_threads(threads)
+            library.set_threads(threads), torch.set_num_threads(threads)
             answers.append(answer())
     finally:
-        library.set_threads(before)
+        library.set_threads(before[0]), torch.set_num_threads(before[1])
     return answers
 
 

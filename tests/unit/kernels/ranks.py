@@ -24,15 +24,12 @@ def run_ranks(
     slot: int = SLOT,
     limit: float = 20.0,
     silent: tuple[int, ...] = (),
-    prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Run `work` in `count` ranks; return each one's result or PeerLostError.
 
-    Ranks in `silent` are not awaited, but killed at the end. `prepare` gets the shared file before the start.
+    Ranks in `silent` are not awaited, but killed at the end.
     """
     file = shared_file()
-    if prepare is not None:
-        prepare(file)
     ranks = []
     try:
         for rank in range(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -146,8 +145,3 @@ class Part:
         self.made, self.gates = made[list(tokens)], None if gates is None else gates[list(tokens)]
         self.start, self.slot, self.parents = start, slot, parents
         self.source, self.saves = source, saves
-
-
-def with_other_layer(parts: RecurrenceParts) -> RecurrenceParts:
-    """The same block in a layer that the memory does not have."""
-    return replace(parts, layer=LAYERS)

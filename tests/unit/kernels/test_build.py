@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-import torch
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import build, library
+from specinfer.kernels import build
 from specinfer.kernels.build import build_library, find_compiler, find_library
-from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import LEVELS
 
 AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))
@@ -36,9 +34,8 @@ WRAPPER = '#!/bin/sh\nexec "$@"\n'  # as ccache is one
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A wheel without libraries, on a CPU of two levels."""
+    """A wheel without libraries."""
     monkeypatch.setattr(build, "_PACKAGED", tmp_path / "lib")
-    monkeypatch.setattr(library, "levels_here", lambda: (AMX, AVX2))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, version: int = 1) -> Path:
@@ -53,8 +50,13 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, version:
     return log
 
 
-def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file to which a working compiler writes its calls."""
+    return install(monkeypatch, tmp_path, WORKING)
+
+
+def test_it_is_built_once(log: Path, tmp_path: Path) -> None:
     library = find_library(AVX2)
     calls = log.read_text().splitlines()
     assert len(calls) == SOURCES + 1
@@ -81,9 +83,8 @@ def test_another_compiler_level_or_flag_makes_another_file(
 
 
 def test_a_compiler_may_be_named_with_its_options_and_behind_another_program(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, log: Path, tmp_path: Path
 ) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
     alone = build_library(AVX2)
     log.write_text("")
     wrapper = tmp_path / "cache of objects"
@@ -108,10 +109,7 @@ def test_a_compiler_that_is_not_there_or_not_named_is_told(monkeypatch: pytest.M
             find_compiler()
 
 
-def test_a_packaged_library_is_taken_and_no_compiler_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
+def test_a_packaged_library_is_taken_and_no_compiler_runs(log: Path, tmp_path: Path) -> None:
     packaged = tmp_path / "lib" / "avx2.so"
     packaged.parent.mkdir()
     packaged.touch()
@@ -135,8 +133,8 @@ def test_a_failed_build_shows_the_compilers_last_words(
     assert kept == ["build.lock"], "nothing is left that could be loaded"
 
 
+@pytest.mark.usefixtures("log")
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, WORKING)
     taken = tmp_path / "file"
     taken.touch()
     monkeypatch.setenv("SPECINFER_CACHE", str(taken))
@@ -146,10 +144,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
-def test_a_library_that_another_user_may_have_written_is_built_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
+def test_a_library_that_another_user_may_have_written_is_built_anew(log: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         library = find_library(AVX2)
@@ -166,18 +161,3 @@ def test_a_library_that_another_user_may_have_written_is_built_anew(
         assert not library.is_symlink()
     finally:
         os.umask(before)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
-def test_where_others_can_write_everywhere_the_twins_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = install(monkeypatch, tmp_path, WORKING)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for folder in (tmp_path / "cache", tmp_path / f"specinfer-kernels-{os.geteuid()}"):
-        folder.mkdir()
-        folder.chmod(0o777)
-    chosen, lacking = choose_kernels("auto", torch.device("cpu"))
-    assert chosen == TORCH
-    assert "native kernels cannot be kept safely: " in str(lacking)
-    assert log.read_text() == ""

@@ -92,11 +92,17 @@ def row_changes(entries: Sequence[tuple[int, float, float, float, float]]) -> Ro
 
 
 # About 4 s: the native law against NumPy's, with drawn rows.
-@settings(max_examples=100)
+@settings(max_examples=150)
 @given(
     lines=st.lists(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=3),
     entries=st.lists(st.lists(TERMS, max_size=12), min_size=4, max_size=4),
-    params=st.sampled_from([*ALL_PARAMS.values(), SamplingParams(top_k=3, min_p=0.2)]),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.one_of(st.sampled_from([0.0, 1e-5, 1.0, 1e20, 1e40]), st.floats(1e-3, 20)),
+        top_k=st.integers(0, VOCAB + 5),
+        top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1)),
+        min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    ),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_choices_of_any_rows_with_any_changes(

@@ -8,29 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.models.decoder import Decoder
 from specinfer.models.language_model import PassContext, PassOutput
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.speculation_config import Quantization
-from tests.kernels import kernels, library_or_skip
+from tests.kernels import library_or_skip
+from tests.loading import load
 from tests.parity.families import save_random
 
 BLOCK = 16
 TREE = Rows([54, 7, 20, 8, 8], 3, [4, 0], 0, [-1, 0, 0, 1, 2])
 
 
-def load(
-    name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: Quantization = "none"
-) -> Decoder:
+def loaded(name: str, folder: Path, quantization: Quantization = "none") -> Decoder:
     save_random(name, folder, tied=True)
-    cpu, native, cache = torch.device("cpu"), kernels("native"), folder / "q"
-    return load_model(folder, dtype=dtype, device=cpu, kernels=native, quantization=quantization, cache=cache)
+    return load(folder, dtype=torch.bfloat16, quantization=quantization)
 
 
 def cache_of(model: Decoder, num_blocks: int = 6) -> KvCache:
@@ -41,12 +37,11 @@ def read(
     model: Decoder,
     cache: KvCache,
     rows: Sequence[Rows],
-    taps: Sequence[int] = (),
     *,
+    taps: Sequence[int] = (),
     steps: bool = False,
     max_logits: int = 0,
 ) -> PassOutput:
-    """Return the hidden states of rows, taps and logits."""
     batch = build_batch(rows, block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     context = PassContext(batch.positions_T, attend, taps)
@@ -55,45 +50,19 @@ def read(
     return model.read(batch.token_ids_T, context, batch.logit_rows, max_logits=max_logits)
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma3-softcap", "opt"])
-def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = load(name, tmp_path, dtype)
-    at_once, by_steps = cache_of(model), cache_of(model)
-    prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
-    for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
-        for taps in ([], [0, 2, model.config.num_layers, 2]):
-            made, tapped, logits, _ = read(model, at_once, rows, taps, max_logits=6)
-            wanted, seen, _, _ = read(model, by_steps, rows, taps, steps=True)
-            assert torch.equal(made, wanted)
-            if name != "gemma3-softcap":  # its logits are not only the product
-                assert torch.equal(_there(logits), model.logits(wanted))
-            assert (
-                (tapped is None and seen is None) if not taps else torch.equal(*map(_there, (tapped, seen)))
-            )
-            assert torch.equal(at_once.keys[-1], by_steps.keys[-1])
-            assert torch.equal(at_once.values[-1], by_steps.values[-1])
-
-
-def _there(tapped: Tensor | None) -> Tensor:
-    assert tapped is not None
-    return tapped
-
-
 def test_logits_come_along_where_few_rows_are_read(tmp_path: Path) -> None:
-    model = load("llama", tmp_path)
+    model = loaded("llama", tmp_path)
     wanted = {most: read(model, cache_of(model), [TREE], max_logits=most).logits_RV for most in (0, 4, 5, 64)}
     assert [most for most, logits in wanted.items() if logits is not None] == [5, 64]
     text = chain_rows([1, 2, 3], 0, [0], logits=False)
     assert read(model, cache_of(model), [text], max_logits=64).logits_RV is None
     one = read(model, cache_of(model), [chain_rows([1, 2, 3], 0, [0], logits=True)], max_logits=1)
-    assert _there(one.logits_RV).shape == (1, 96)
+    assert one.logits_RV.shape == (1, 96)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rotations_become_more_as_texts_grow(name: str, tmp_path: Path) -> None:
-    model = load(name, tmp_path)
+    model = loaded(name, tmp_path)
     at_once, by_steps = cache_of(model, 100), cache_of(model, 100)
     for start in (0, 511, 512, 1024, 1500, 3):
         rows = [chain_rows([7, 8, 9], start, range(100), logits=True)]
@@ -101,7 +70,7 @@ def test_rotations_become_more_as_texts_grow(name: str, tmp_path: Path) -> None:
 
 
 def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
-    model = load("llama", tmp_path)
+    model = loaded("llama", tmp_path)
     native = model._native
     read(model, cache_of(model), [TREE])
     tables = native._rotations
@@ -116,12 +85,12 @@ def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    model = load("llama", tmp_path)
+    model = loaded("llama", tmp_path)
     cache = cache_of(model)
     with pytest.raises(IndexError, match=r"token ids must be 0 \.\. 95"):
         read(model, cache, [chain_rows([3, 96], 0, [0], logits=True)])
     with pytest.raises(ValueError, match=r"got taps \[4\]; allowed: 0 \.\. 3"):
-        read(model, cache, [chain_rows([3], 0, [0], logits=True)], [4])
+        read(model, cache, [chain_rows([3], 0, [0], logits=True)], taps=[4])
     batch = build_batch([chain_rows([3, 4], 0, [0], logits=True)], block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     with pytest.raises(IndexError, match="positions must be 0 or more, got -1"):
@@ -135,7 +104,7 @@ def test_what_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> 
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
-    model = load("llama", tmp_path)
+    model = loaded("llama", tmp_path)
     good = cache_of(model)
     rows = [chain_rows([3, 4], 0, [0], logits=True)]
     for keys, values, fault in (
@@ -154,7 +123,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
     """With an exchange of one rank alone its bits are those without."""
-    model, library = load("llama", tmp_path, quantization="int8"), library_or_skip()
+    model, library = loaded("llama", tmp_path, "int8"), library_or_skip()
     wanted = read(model, cache_of(model), [TREE]).hidden_RD
     for ranks in (1, 2):
         file = shared_file()

@@ -155,33 +155,24 @@ def ended_by(signal_: signal.Signals, at: int, lost: int) -> Operation:
     return work
 
 
+@pytest.mark.parametrize(
+    ("how", "lost", "limit"), [(signal.SIGSTOP, 1, 0.2), (signal.SIGKILL, 0, 60.0), (signal.SIGKILL, 1, 60.0)]
+)
 @pytest.mark.parametrize("at", range(len(OPERATIONS)))
-def test_a_rank_that_is_stopped_is_named_when_the_limit_is_over(library: Library, at: int) -> None:
-    work = ended_by(signal.SIGSTOP, at, lost=1)
-    answers = run_ranks(library, 3, work, slot=SLOT, limit=0.2, silent=(1,))
-    for rank in (0, 2):
-        seconds, lost, message = answers[rank]
-        assert lost == 1
-        assert seconds <= 1.5
-        # As reported by the first rank that noticed it.
-        why = r"(did not respond within 0\.2 s|has ended)"
-        assert re.fullmatch(
-            f"rank 1 of 3 {why}, detected by rank {rank}; all ranks of this group must be restarted", message
-        )
-    assert max(answers[0][0], answers[2][0]) >= 0.2
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("at", range(len(OPERATIONS)))
-def test_a_rank_that_is_killed_is_named_at_once(library: Library, at: int, lost: int) -> None:
-    answers = run_ranks(library, 3, ended_by(signal.SIGKILL, at, lost), slot=SLOT, limit=60.0, silent=(lost,))
-    for rank in {0, 1, 2} - {lost}:
+def test_a_rank_is_named_at_once_when_it_is_killed_and_after_the_limit_when_it_is_stopped(
+    library: Library, at: int, how: signal.Signals, lost: int, limit: float
+) -> None:
+    answers = run_ranks(library, 3, ended_by(how, at, lost), slot=SLOT, limit=limit, silent=(lost,))
+    others = {0, 1, 2} - {lost}
+    for rank in others:
         seconds, named, message = answers[rank]
-        assert named == lost
-        assert seconds <= 1.0
-        assert message == (
-            f"rank {lost} of 3 has ended, detected by rank {rank}; all ranks of this group must be restarted"
-        )
+        assert (named, seconds <= 1.5) == (lost, True)
+        # As reported by the first rank that noticed it.
+        why = r"(did not respond within 0\.2 s|has ended)" if how is signal.SIGSTOP else "has ended"
+        rest = f"{why}, detected by rank {rank}; all ranks of this group must be restarted"
+        assert re.fullmatch(f"rank {lost} of 3 {rest}", message)
+    if how is signal.SIGSTOP:
+        assert max(answers[rank][0] for rank in others) >= 0.2
 
 
 def test_what_a_rank_said_before_it_left_is_read(library: Library) -> None:

@@ -1,4 +1,4 @@
-"""Matrices in blocks of 16 rows: where each element lies, and back again."""
+"""Matrices in blocks of 16 rows: where each element lies, and how near quantized ones come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.layout import (
+    GROUP,
     FloatWeight,
+    Int4Weight,
     Int8Weight,
     choose_rows,
     cut,
@@ -18,6 +20,9 @@ from specinfer.kernels.layout import (
     lay_out_floats,
     lay_out_int8,
     quantize_int4,
+    quantize_int8,
+    rotate,
+    unpack_levels,
 )
 
 
@@ -95,3 +100,33 @@ def test_ranges_of_int4_keep_levels_scales_and_zeros() -> None:
                     axis = {3: 2, 5: 3}[here.dim()]
                     found, found_own = (one[row // 16].select(axis - 1, row % 16) for one in (here, there))
                     assert torch.equal(found, found_own)
+
+
+def int4_values(weight: Int4Weight) -> Tensor:
+    """The weights it stands for, [blocks * 16, padded inner]."""
+    columns = [
+        (unpack_levels(weight.levels[:, g]) - weight.zeros[:, g].reshape(-1, 1) / 16)
+        * weight.scales[:, g].reshape(-1, 1).float()
+        for g in range(weight.scales.shape[1])
+    ]
+    return torch.cat(columns, 1)
+
+
+def test_int8_is_within_half_a_step_of_the_turned_weights() -> None:
+    w = torch.randn(20, 100, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 20)[:, None]
+    values, scales = int8_matrix(quantize_int8(w), 20, 128)
+    rotated = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
+    assert values.abs().amax(1).tolist() == [127] * 20
+    error = (values * scales[:, None] - rotated).abs().amax(1)
+    assert (error <= 0.501 * scales).all()
+
+
+@pytest.mark.parametrize("span", [15, 12, 10])
+def test_int4_finds_the_grid_that_weights_lie_on(span: int) -> None:
+    """Groups that use `span` + 1 of 16 levels with a zero among them, as those of 4-bit files do."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(0, span + 1, (16, 4, GROUP), generator=generator).float()
+    levels[..., 0], levels[..., 1] = 0, span
+    steps = 2.0 ** -torch.randint(4, 9, (16, 4, 1), generator=generator)
+    w = ((levels - 6.25) * steps).view(16, 4 * GROUP)
+    torch.testing.assert_close(int4_values(quantize_int4(w)), w, rtol=2**-9, atol=0)

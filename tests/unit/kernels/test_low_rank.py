@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.layout import quantize_int4, quantize_int8
 from specinfer.kernels.low_rank import (
     AdaptedRows,
     Adapter,
@@ -21,26 +20,14 @@ from specinfer.kernels.low_rank import (
 )
 from specinfer.kernels.product import Product
 from tests.kernels import NAMES, kernels
+from tests.unit.kernels.test_products import product as product_of
+from tests.unit.kernels.test_products import random
 
 CHANNELS = (40, 8, 23)  # channels of the stacked matrices
 INNER = 70
 SIZE = sum(CHANNELS)
 EVERY = pytest.mark.parametrize("name", NAMES)
 KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def product_of(chosen: Kernels, kind: str) -> Product:
-    weight, bias = random(SIZE, INNER, seed=1), random(SIZE, seed=2)
-    if kind == "int8":
-        return chosen.products.laid_out(quantize_int8(weight), bias, INNER, SIZE)
-    if kind == "int4":
-        return chosen.products.laid_out(quantize_int4(weight), bias, INNER, SIZE)
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    return chosen.products.floats(weight.to(dtype), bias.to(dtype))
 
 
 def low_rank(seed: int, ranks: Sequence[int], dtype: torch.dtype) -> LowRank:
@@ -102,7 +89,8 @@ def test_each_row_has_what_its_adapter_adds(name: str, kind: str, dtype: torch.d
     if kind in ("float32", "bfloat16") and kind not in str(dtype):
         pytest.skip("rows have the dtype of float weights")
     chosen = kernels(name)
-    product, x = product_of(chosen, kind), random(30, INNER, seed=3).to(dtype)
+    product = product_of(chosen.products, kind, SIZE, INNER, biased=True)
+    x = random(30, INNER, seed=3, dtype=dtype)
     weights = torch.int8 if rounded else dtype
     one, other, third = adapters(chosen, weights)
     twins = adapters(kernels("torch"), weights)
@@ -135,7 +123,8 @@ def test_each_row_has_what_its_adapter_adds(name: str, kind: str, dtype: torch.d
 def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, kind: str, rounded: bool) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     chosen = kernels(name)
-    product, x = product_of(chosen, kind), random(40, INNER, seed=4).to(dtype)
+    product = product_of(chosen.products, kind, SIZE, INNER, biased=True)
+    x = random(40, INNER, seed=4, dtype=dtype)
     one, other, _ = adapters(chosen, torch.int8 if rounded else dtype)
     whole = run(chosen, product, x, [Span(range(13), other), Span(range(13, 40), one)])
     alone = run(chosen, product, x, [Span(range(40), one)])
@@ -169,7 +158,7 @@ def test_int8_rows_keep_small_and_large_values(size: float) -> None:
 
 def test_rows_of_another_pass_or_dtype_are_refused() -> None:
     chosen = kernels("native")
-    product = product_of(chosen, "int8")
+    product = product_of(chosen.products, "int8", SIZE, INNER)
     [adapter, *_] = adapters(chosen, torch.bfloat16)
     rows = AdaptedRows.of([Span(range(2), adapter)], 3, chosen.library)
     with pytest.raises(ValueError, match="adapters for 3 rows"):

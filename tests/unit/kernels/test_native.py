@@ -15,6 +15,7 @@ from specinfer.kernels import library as native
 from specinfer.kernels.build import find_compiler
 from specinfer.kernels.library import Library, find_best, killer, load_library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
+from tests.kernels import library_or_skip
 
 # A fake library: all functions are empty except those of the fault.
 FAKE: Final = """
@@ -40,6 +41,11 @@ FAKES: Final = {  # fault -> (functions, reason of the refusal)
         "the system does not let this process use the CPU's matrix unit",
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def real() -> Library:
+    return library_or_skip()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from tests.kernels import kernels
 
 SOURCES: Final = Path(build.__file__).parent / "cpu"
 PROOF: Final = Path(__file__).parents[2] / "native" / "proof.cpp"
+OF_PLAIN: Final = ("avx512bf16", "avx2")
 PLAIN: Final = ("-DSPECINFER_PLAIN_TILES", "-O1")
 # Debian has these in g++-aarch64-linux-gnu and qemu-user.
 CROSS: Final = {"aarch64": "aarch64-linux-gnu-g++"}
@@ -62,25 +63,23 @@ def test_the_library_in_use_is_right(prove: Prove) -> None:
     assert prove(library.path, library.level) == []
 
 
+EVERY: Final = [
+    *(pytest.param(level, (), id=f"{level.architecture}-{level.name}") for level in LEVELS),
+    *(pytest.param(one, PLAIN, id=f"plain-{one.name}") for one in LEVELS if one.name in OF_PLAIN),
+]
+
+
 @pytest.mark.slow  # each level is compiled, which takes half a minute the first time
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.architecture}-{level.name}")
-def test_every_level_is_right(monkeypatch: pytest.MonkeyPatch, prove: Prove, level: Level) -> None:
-    if level.architecture != architecture():
+@pytest.mark.parametrize(("level", "extra"), EVERY)
+def test_every_level_and_plain_tiles_are_right(
+    monkeypatch: pytest.MonkeyPatch, prove: Prove, level: Level, extra: tuple[str, ...]
+) -> None:
+    if level.architecture != architecture() and not extra:
         need_emulator(monkeypatch, level.architecture)
     elif level not in levels_here():
         pytest.skip("this CPU is of another kind")
     need_compiler(*level.flags)
-    assert prove(build_library(level), level) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["avx512bf16", "avx2"])
-def test_plain_tiles_are_right(prove: Prove, name: str) -> None:
-    level = next((level for level in levels_here() if level.name == name), None)
-    if level is None:
-        pytest.skip("this CPU is of another kind")
-    need_compiler(*level.flags)
-    assert prove(build_library(level, extra=PLAIN), level) == []
+    assert prove(build_library(level, extra=extra), level) == []
 
 
 def need_compiler(*flags: str) -> None:

@@ -72,10 +72,11 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def check_sums(library: Library) -> None:
+    """Parts add up to the whole."""
     for (channels, inner), each in SHAPES.items():
         for starts, dtype in product_of(each, DTYPES):
-            parts = Parts(channels, inner, starts)
+            parts = Parts(channels, inner, starts, library)
             x = activations(max(ROWS), inner, dtype)
             whole, maxima = parts.whole(x), parts.maxima(x)
             for rows in ROWS:
@@ -83,6 +84,10 @@ def test_parts_add_up_to_the_whole() -> None:
                 for product in parts.products:
                     found = product.finished(sums, maxima[:rows], dtype)
                     assert same(found, whole[:rows]), (channels, inner, starts, dtype, rows)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    check_sums(library_or_skip())
 
 
 def test_what_is_not_finite_ends_its_own_row_alone() -> None:

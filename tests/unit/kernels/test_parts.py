@@ -17,6 +17,7 @@ from specinfer.kernels.product import NativeProduct, ProductOptions
 from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import library_or_skip
 from tests.unit.kernels.ranks import run_ranks
+from tests.unit.kernels.test_products import random
 
 ROWS: Final = (1, 2, 9, 16, 17, 40, 130)
 CHANNELS: Final = 49
@@ -31,10 +32,6 @@ EACH_KIND: Final = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(scope="module")
 def native() -> NativeProducts:
     return NativeProducts(library_or_skip())
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def activations(kind: str, rows: int) -> Tensor:
@@ -110,13 +107,8 @@ def check_shares(by: NativeProducts, kind: str, rows: Sequence[int] = ROWS) -> N
 
 @pytest.mark.few(4)
 @EACH_KIND
-def test_parts_are_added_by_the_tree(native: NativeProducts, kind: str) -> None:
+def test_parts_are_added_by_the_tree_however_they_are_shared_out(native: NativeProducts, kind: str) -> None:
     check_order(native, kind)
-
-
-@pytest.mark.few(4)
-@EACH_KIND
-def test_bits_are_the_same_however_parts_are_shared_out(native: NativeProducts, kind: str) -> None:
     check_shares(native, kind)
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import build
+from specinfer.kernels import build, library
 from specinfer.kernels.build import fault, kernels_folder, make_private
+from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import LEVELS
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
@@ -188,15 +190,24 @@ def test_a_cache_that_cannot_be_written_keeps_its_libraries_and_new_ones_go_else
     assert "Not a directory" in caplog.messages[1]
 
 
-def test_where_that_is_taken_by_somebody_else_there_are_none(
+def test_where_that_is_taken_by_somebody_else_there_are_none_and_the_twins_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path
 ) -> None:
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir(mode=0o777)
     taken = temporary / f"specinfer-kernels-{os.geteuid()}"
     taken.mkdir(mode=0o777)
+    compiled: list[object] = []
+    monkeypatch.setattr(build, "compile_library", lambda *given: compiled.append(given))
+    monkeypatch.setattr(build, "find_compiler", lambda: ("cc",))
+    monkeypatch.setattr(build, "_fingerprint", lambda *_: "0")
     with pytest.raises(KernelBuildError, match=r"cache can be written by others, and \S+ can be written"):
         kernels_folder()
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path / "lib")
+    monkeypatch.setattr(library, "levels_here", lambda: LEVELS[:1])
+    chosen, lacking = choose_kernels("auto", torch.device("cpu"))
+    assert (chosen, compiled) == (TORCH, [])
+    assert "native kernels cannot be kept safely: " in str(lacking)
 
 
 def test_without_modes_of_files_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,15 +130,6 @@ def test_the_first_channels_are_those_of_the_whole(native: NativeProducts, kind:
     assert whole(x).shape == (40, 49)
 
 
-@pytest.mark.parametrize("kind", FLOATS)
-def test_a_row_of_the_twin_does_not_depend_on_others(kind: str) -> None:
-    for inner in (80, 8960):
-        run, x = product(Products(), kind, 48, inner, biased=True), random(130, inner, dtype=dtype_of(kind))
-        whole = run(x)
-        for rows in ROWS:
-            assert torch.equal(run(x[:rows]), whole[:rows]), (inner, rows)
-
-
 @EACH_KIND
 def test_what_is_not_finite_stays_so(native: NativeProducts, kind: str) -> None:
     for value, products in product_of((float("nan"), float("inf")), (native, Products())):

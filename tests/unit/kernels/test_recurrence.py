@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.native_ops import NativeOps
+from specinfer.kernels.ops import Ops
 from specinfer.kernels.recurrence import RecurrenceParts
 from specinfer.kernels.states import StatePass, StateRows
 from tests.kernels import kernels
 from tests.oracles.recurrence import values_of
-from tests.unit.kernels.recurrent import NODES, Part, States, block, inputs, with_other_layer
+from tests.unit.kernels.recurrent import NODES, Part, States, block, inputs
 
 # Every kind, with sizes that fill vectors and that do not, and every switch.
 BLOCKS: Final[dict[str, RecurrenceParts]] = {
@@ -190,22 +192,33 @@ def test_a_saved_state_is_that_of_the_shorter_text(native: NativeOps) -> None:
             assert torch.equal(made, want[tokens:]), (name, tokens)
 
 
+def test_pytorchs_blocks_make_the_rows_states_copies_and_rings_of_the_native_ones(native: NativeOps) -> None:
+    for name, parts in BLOCKS.items():
+        text = inputs(parts, TEXT, torch.float32)
+        found = []
+        for ops in (Ops(), native):
+            states = States(ops, parts)  # type: ignore[arg-type]
+            made = states.run(Part(text, [*range(9), *range(20, 29)], 0, parents=TREE, saves=[(4, 3)]))
+            states.accept(0, 9, path(8)[1:])
+            start = 9 + len(path(8))
+            made += states.run(
+                Part(text, [30, 31], start, parents=[-1]), Part(text, range(4, 9), 4, slot=1, source=3)
+            )
+            found.append([*made, states.memory.states_LSF[1, [0, 1, 3]], states.memory.rings_LRNF[1, 0, :8]])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(
+                got, want, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
 def test_what_does_not_fit_is_refused(native: NativeOps) -> None:
     parts = BLOCKS["delta"]
     states, (made, gates) = States(native, parts), inputs(parts, 2, torch.float32)
+    usual: dict[str, Any] = {"source": -1, "rows": 2, "parents": None}
 
     def rows(**changed: Any) -> StateRows:
-        given = {
-            "slot": 0,
-            "source": -1,
-            "applied": 0,
-            "start": 0,
-            "first_row": 0,
-            "rows": 2,
-            "parents": None,
-        }
         made = StateRows()
-        made.add(**{**given, **changed})
+        made.add(**{**dict.fromkeys(("slot", "applied", "start", "first_row"), 0), **usual, **changed})
         return made
 
     twice = rows(rows=1)
@@ -233,7 +246,7 @@ def test_what_does_not_fit_is_refused(native: NativeOps) -> None:
     for wrong, made_TC, gates_TG, fault in (
         (parts, made[:, 1:].contiguous(), gates, "x must be contiguous rows of"),
         (parts, made, None, "gates must be contiguous torch.float32"),
-        (with_other_layer(parts), made, gates, "states of 2 layers for layer 2"),
+        (replace(parts, layer=2), made, gates, "states of 2 layers for layer 2"),
         (BLOCKS["delta, odd keys"], made, gates, "states must be contiguous"),
     ):
         with pytest.raises(ValueError, match=fault):

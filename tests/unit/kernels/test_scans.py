@@ -1,4 +1,4 @@
-"""Native reads of many rows: the twins' likeliest tokens, and the very choices the law's own code makes."""
+"""Native reads of rows: the twins' likeliest tokens, masses and laws, and the choices of the law's code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specinfer.errors import LogitsError
 from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
+from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock
-from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, target_law
+from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, Law, target_law
 from tests.unit.kernels import logit_rows
-from tests.unit.kernels.logit_rows import SIZES, Row, asked, blocks, native_scan, rows
+from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, asked, blocks, native_scan, rows
 
 ALL_PARAMS = {
     **logit_rows.ALL_PARAMS,
@@ -82,32 +82,6 @@ def test_choices_are_those_of_the_law(native: NativeScan, vocab: int, params: Sa
         check(native, block, [params] * len(seeds), seeds)
 
 
-@settings(max_examples=150)
-@given(
-    row=st.lists(
-        st.one_of(
-            st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, -math.inf, -3e38, 3e38, 1e-45, -1e-40, 17.5]),
-            st.floats(-30, 30, width=32),
-        ),
-        min_size=1,
-        max_size=90,
-    ),
-    temperature=st.one_of(st.sampled_from([0.0, 1e-5, 1.0, 1e20, 1e40]), st.floats(1e-3, 20)),
-    top_k=st.integers(0, 95),
-    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1)),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
-    seed=st.integers(0, 2**63 - 1),
-)
-def test_choices_of_any_row(
-    row: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> None:
-    native = native_scan()
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    with np.errstate(over="ignore"):  # the twin's, of differences that float32 does not have
-        for block in blocks([np.array(row, dtype=np.float32)]).values():
-            check(native, block, [params] * 2, [seed, 1])
-
-
 def near(x: float) -> list[float]:
     """Numbers at, beside and near x."""
     beside = [x, math.nextafter(x, 0), math.nextafter(x, 2)]
@@ -141,20 +115,6 @@ def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top
             # Few ids are kept apart by one choice: so several.
             for first in (0, 1000, 2000):
                 check(native, block, params, range(first, first + len(params)))
-
-
-@pytest.mark.thorough
-def test_a_filter_that_hangs_on_a_rounding_keeps_the_ids_of_the_law(native: NativeScan) -> None:
-    """All noise there is: the choices of many seeds are the ids that are kept, no more and no fewer."""
-    row = np.repeat(np.float32([2.0, 1.0, 0.0]), 2)
-    weights = np.exp([0.0, 0.0, -1.0, -1.0, -2.0, -2.0])
-    for kept in range(1, 6):
-        for top_p in near(float(weights[:kept].sum() / weights.sum())):
-            params = SamplingParams(top_p=top_p)
-            law = target_law(row, params)
-            requests = asked([params] * 300, range(300))
-            got = native.choices(LogitBlock(row[None]), np.zeros(300, dtype=np.int64), requests)
-            assert set(got.tolist()) == set(law.ids.tolist())
 
 
 @pytest.mark.thorough
@@ -218,6 +178,50 @@ def test_the_likeliest_are_the_most_likely_of_each_row(native: NativeScan) -> No
             *want, exact = NUMPY.likeliest(block, numbers, n, temperatures)
             assert [part.tolist() for part in got] == [part.tolist() for part in want], (block.vocab, n)
             np.testing.assert_allclose(masses, exact, rtol=2 * MASS_ERROR)
+
+
+# ---- one row ----
+
+
+def test_the_likeliest_tokens_and_the_mass_are_the_twins(native: NativeScan) -> None:
+    for vocab, (name, row) in ((size, one) for size in SIZES for one in rows(size).items()):
+        for n in (1, 3, 64, 700, vocab, vocab + 5):
+            assert native.most_likely(row, n).tolist() == NUMPY.most_likely(row, n).tolist(), (vocab, name, n)
+        highest = float(row.max())
+        for temperature in (0.02, 0.8, 5.0, 1e20):
+            exact = float(np.exp((row.astype(np.float64) - highest) / temperature).sum())
+            for scan in (native, NUMPY):
+                error = abs(scan.mass(row, highest, temperature) / exact - 1)
+                assert error < MASS_ERROR, (vocab, name, temperature)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_laws_choices_and_guesses_are_the_twins(
+    native: NativeScan, vocab: int, params: SamplingParams
+) -> None:
+    kept = DraftVocabulary(np.arange(vocab) * 3 + 1, 3 * vocab + 7)
+    for name, row in rows(vocab).items():
+        law, twin = target_law(row, params, native), target_law(row, params)
+        assert (law.ids is None) == (twin.ids is None)
+        assert law.ids is None or twin.ids is None or law.ids.tolist() == twin.ids.tolist(), name
+        for seed in range(4 if vocab > 5000 else 12):
+            assert coupled_choice(law, seed, 12, native) == coupled_choice(twin, seed, 12), (name, seed)
+            for vocabulary in (None, kept):
+                ours = coupled_children(row, params, seed, 12, 3, vocabulary, native)
+                theirs = coupled_children(row, params, seed, 12, 3, vocabulary)
+                assert ours.tolist() == theirs.tolist(), (name, seed)
+
+
+def test_the_race_over_named_ids_is_the_twins(native: NativeScan) -> None:
+    # A pruned vocabulary's whole row: many ids, and their numbers are not their places.
+    rng = np.random.default_rng(3)
+    ids = np.sort(rng.choice(200_000, 30_001, replace=False))
+    row = rng.normal(size=30_001).astype(np.float32) * 3
+    law = Law(row, ids, int(row.argmax()), 0.9, 200_000)
+    for seed in range(40):
+        assert coupled_choice(law, seed, 5, native) == coupled_choice(law, seed, 5)
 
 
 # ---- refusals ----

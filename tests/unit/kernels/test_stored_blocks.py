@@ -28,11 +28,10 @@ from specinfer.kernels.layout import (
     quantize_int4,
     quantize_int8,
 )
-from specinfer.kernels.library import Library
 from specinfer.kernels.structures import FILE_KINDS
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks
-from tests.kernels import kernels, library_or_skip
+from tests.kernels import library_or_skip
 
 WIDE = BlockForm(8, 1, steps=True, mins=True)  # which has room for all kinds
 ORDER = (7, 3, 18, 0, 1, 2, 19, 4)
@@ -44,15 +43,16 @@ def stored_in(file: Path, kind: str, octets: np.ndarray, rows: range | tuple[int
     return StoredRows(file, "m", kind, len(BEFORE), octets.shape[1], rows)
 
 
-def check_all_kinds(library: Library, folder: Path) -> None:
+def test_the_library_reads_each_kind_as_pytorch_does(tmp_path: Path) -> None:
     """Stacked matrices, whose blocks of 16 rows have rows of both, in the order of either."""
+    library = library_or_skip()
     for kind, wide, inner in product(FILE_KINDS, (False, True), (256, 768)):
         blocks = FILE_BLOCKS[kind]
         case = f"{kind}, wide {wide}, {inner}"
         form, size = WIDE if wide else blocks.form, gguf.GGML_QUANT_SIZES[Kind[kind]][1]
         octets = [random_blocks(kind, 20, inner, seed=seed) for seed in (1, 2)]
         parts = [(octets[0], range(2, 20)), (octets[1], ORDER), (octets[1], range(20))]
-        stored = [stored_in(folder / f"{n}", kind, of_one, rows) for n, (of_one, rows) in enumerate(parts)]
+        stored = [stored_in(tmp_path / f"{n}", kind, of_one, rows) for n, (of_one, rows) in enumerate(parts)]
         chosen = torch.from_numpy(np.concatenate([of_one[list(rows)] for of_one, rows in parts]))
         want = lay_out_blocks(blocks.rows(chosen.view(len(chosen), -1, size)), form)
         found = empty_blocks(len(chosen), inner, form)
@@ -65,12 +65,6 @@ def check_all_kinds(library: Library, folder: Path) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             elements = block_elements(library, kind, octets[0], inner, dtype)
             assert torch.equal(elements, floats.to(dtype)), f"{case}: {dtype}"
-
-
-def test_the_library_reads_each_kind_as_pytorch_does(tmp_path: Path) -> None:
-    products = kernels("native").products
-    assert products.library is not None
-    check_all_kinds(products.library, tmp_path)
 
 
 def same_bits(found: Int4Weight | Int8Weight, want: Int4Weight | Int8Weight) -> bool:
@@ -122,8 +116,7 @@ def test_the_library_quantizes_floats_and_blocks_as_pytorch_does(tmp_path: Path)
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
-    library = kernels("native").products.library
-    assert library is not None
+    library = library_or_skip()
     octets = random_blocks("Q8_0", 20, 256)
     into = empty_blocks(20, 256, FILE_BLOCKS["Q8_0"].form)
     whole = stored_in(tmp_path / "m", "Q8_0", octets, range(20))

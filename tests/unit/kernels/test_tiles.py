@@ -13,13 +13,12 @@ from specinfer.check.kernel_faults import faults
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import find_library
 from specinfer.kernels.choice import native_kernels
-from specinfer.kernels.layout import Int4Weight, quantize_int4, quantize_int8, unpack_levels
+from specinfer.kernels.layout import Int4Weight, quantize_int4, unpack_levels
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, levels_here
-from specinfer.kernels.product import ProductOptions
-from specinfer.kernels.quantized import NativeProducts, Product, Products
+from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import plain_tiles
-from tests.unit.kernels import test_partials, test_parts
+from tests.unit.kernels import test_partials, test_parts, test_products
 from tests.unit.kernels.test_products import activations, random
 
 pytestmark = pytest.mark.slow  # a library is compiled
@@ -53,15 +52,6 @@ def amx() -> Library:
     return library
 
 
-def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
-    channels, inner = weight.shape
-    if kind == "int8":
-        return products.laid_out(quantize_int8(weight), bias, inner, channels)
-    if kind == "int4":
-        return products.laid_out(quantize_int4(weight), bias, inner, channels)
-    return products.floats(weight.to(getattr(torch, kind)), bias)
-
-
 def bits(x: Tensor) -> Tensor:
     """The bits of bfloat16, with one NaN for all: which one comes out is not said."""
     return x.view(torch.int16).masked_fill(x.isnan(), -1)
@@ -71,18 +61,8 @@ def test_plain_tiles_have_no_fault(plain: Library) -> None:
     assert list(faults(plain)) == []
 
 
-@pytest.mark.parametrize(("channels", "inner"), test_partials.SHAPES)
-@EACH_DTYPE
-def test_parts_on_tiles_add_up_to_the_whole(
-    plain: Library, dtype: torch.dtype, channels: int, inner: int
-) -> None:
-    for starts in test_partials.SHAPES[channels, inner]:
-        ours = test_partials.Parts(channels, inner, starts, plain)
-        x = activations(max(ROWS), inner, dtype)
-        maxima, whole = ours.maxima(x), ours.whole(x)
-        for rows in ROWS:
-            sums = ours.sums(x[:rows], maxima[:rows])
-            assert torch.equal(ours.products[-1].finished(sums, maxima[:rows], dtype), whole[:rows])
+def test_parts_on_tiles_add_up_to_the_whole(plain: Library) -> None:
+    test_partials.check_sums(plain)
 
 
 @pytest.mark.parametrize("kind", test_parts.KINDS)
@@ -91,29 +71,13 @@ def test_parts_on_tiles_are_added_by_the_tree(plain: Library, kind: str) -> None
     test_parts.check_shares(NativeProducts(plain), kind, (1, 65))
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("inner", [33, 1100])
-def test_few_rows_of_a_loose_int4_product_stay_integers(
-    plain: Library, dtype: torch.dtype, inner: int
-) -> None:
-    weight, bias = random(49, inner, seed=0), random(49, seed=2)
-    loose = product(NativeProducts(plain, ProductOptions(loose=True)), "int4", weight, bias)
-    for rows, others in ((1, Products()), (8, Products()), (9, NativeProducts(plain))):
-        x = activations(rows, inner, dtype)
-        assert torch.equal(loose(x), product(others, "int4", weight, bias)(x)), f"{rows} rows"
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_propagates_in_int4(plain: Library, value: float) -> None:
-    """A NaN in a row changes only that row; in a weight, the whole matrix, because its scale is NaN."""
-    products, weight, x = native_kernels(plain).products, random(33, 96, seed=0), random(17, 96, seed=1)
-    broken = x.clone()
-    broken[3, 40] = value
-    finite = product(products, "int4", weight, None)(broken).isfinite()
-    assert not finite[3].any()
-    assert finite[[row for row in range(17) if row != 3]].all()
-    weight[5, 7] = float("nan")
-    assert product(products, "int4", weight, None)(x).isnan().all()
+def test_int4_products_on_tiles_keep_the_laws_of_others(plain: Library) -> None:
+    test_products.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(NativeProducts(plain))
+    test_products.test_what_is_not_finite_stays_so(NativeProducts(plain), "int4")
+    weight = random(33, 96, seed=0)
+    weight[5, 7] = float("nan")  # and so is the whole matrix's scale
+    spoilt = NativeProducts(plain).laid_out(quantize_int4(weight), None, 96, 33)
+    assert spoilt(random(17, 96, seed=1)).isnan().all()
 
 
 def test_the_largest_scale_there_is_fits(plain: Library) -> None:

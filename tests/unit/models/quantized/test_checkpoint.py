@@ -13,13 +13,13 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import empty_int4, int4_rows, lay_out_int4
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_reader import WeightReader
-from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
+from tests.loading import load
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.tiny_models import write_tiny_llama
-from tests.unit.models.test_quantization import int4_values
+from tests.unit.kernels.test_layout import int4_values
 
 PROMPT = [5, 17, 40, 3, 61, 12, 12, 29]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -101,13 +101,7 @@ def test_quantized_models_equal_floats(name: str, tmp_path: Path) -> None:
     for quantization in ("none", "int8"):
         logits = []
         for folder in ("quantized", "plain"):
-            model = load_model(
-                tmp_path / folder,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                quantization=quantization,
-                cache=tmp_path / "cache",
-            )
+            model = load(tmp_path / folder, "torch", quantization=quantization)
             runner = ModelRunner(model, num_blocks=4, block_size=4)
             logits.append(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]))
         assert logits[0].isfinite().all()
