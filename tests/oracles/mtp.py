@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from tests.oracles.rows import Array, attended, norm, rotated, sigmoid, silu, softmax
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class MtpOracle:
 
     def _norm(self, name: str, x: Array) -> Array:
         weight = self._tensors[f"{name}.weight"] + self._layout.offset
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self._c["rms_norm_eps"]) * weight
+        return norm(x, weight, self._c["rms_norm_eps"])
 
     def _own_norm(self, name: str, x: Array) -> Array:
         return self._norm(f"{self._layout.layer}.{name}", x)
@@ -100,44 +99,26 @@ class MtpOracle:
         queries = self._heads("q", query, row)
         keys = self._heads("k", self._product("self_attn.k_proj", x), row)
         seen.append((keys, self._product("self_attn.v_proj", x).reshape(-1, self._head)))
-        found = []
-        for number, q in enumerate(queries):
-            own = number * len(keys) // len(queries)
-            weights = _softmax(np.array([q @ key[own] for key, _ in seen]) * self._head**-0.5)
-            found.append(sum(w * value[own] for w, (_, value) in zip(weights, seen, strict=True)))
-        values = np.concatenate(found)
-        return self._product("self_attn.o_proj", values if gate is None else values * _sigmoid(gate))
+        values = attended(queries, seen, self._head**-0.5)
+        return self._product("self_attn.o_proj", values if gate is None else values * sigmoid(gate))
 
     def _heads(self, which: str, x: Array, row: int) -> Array:
         heads = x.reshape(-1, self._head)
         name = f"self_attn.{which}_norm"
         if f"{self._layout.layer}.{name}.weight" in self._tensors:
             heads = self._own_norm(name, heads)
-        half = self._rotated // 2
-        angles = row * self._theta ** (-np.arange(half) / half)
-        a, b, rest = heads[:, :half], heads[:, half : 2 * half], heads[:, 2 * half :]
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+        return rotated(heads, row, self._theta, self._rotated)
 
     def _mlp(self, x: Array) -> Array:
         if f"{self._layout.layer}.mlp.gate.weight" not in self._tensors:
             return self._gated("mlp", x)
-        scores = _softmax(self._product("mlp.gate", x))
+        scores = softmax(self._product("mlp.gate", x))
         chosen = np.argsort(-scores, kind="stable")[: self._c["num_experts_per_tok"]]
         total = scores[chosen].sum() if self._c.get("norm_topk_prob", True) else 1.0
         found = sum(scores[i] / total * self._gated(f"mlp.experts.{i}", x) for i in chosen)
         shared = self._gated("mlp.shared_expert", x)
-        return found + _sigmoid(self._product("mlp.shared_expert_gate", x)) * shared
+        return found + sigmoid(self._product("mlp.shared_expert_gate", x)) * shared
 
     def _gated(self, name: str, x: Array) -> Array:
-        gate = self._product(f"{name}.gate_proj", x)
-        return self._product(f"{name}.down_proj", gate * _sigmoid(gate) * self._product(f"{name}.up_proj", x))
-
-
-def _softmax(x: Array) -> Array:
-    found = np.exp(x - x.max())
-    return found / found.sum()
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + np.exp(-x))
+        gate = silu(self._product(f"{name}.gate_proj", x))
+        return self._product(f"{name}.down_proj", gate * self._product(f"{name}.up_proj", x))

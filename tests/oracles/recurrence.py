@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.kernels.recurrence import RecurrenceParts
-
-Array: TypeAlias = NDArray[np.float64]
+from tests.oracles.rows import Array, silu
 
 
 def values_of(parts: RecurrenceParts, made_TC: Tensor, gates_TG: Tensor | None) -> Array:
@@ -28,7 +24,7 @@ def values_of(parts: RecurrenceParts, made_TC: Tensor, gates_TG: Tensor | None) 
     mixed = np.stack([(padded[t : t + taps] * conv.T).sum(0) + bias for t in range(len(made))])
     if parts.sizes.kind == "short_conv":
         return mixed * gate
-    mixed = _silu(mixed)
+    mixed = silu(mixed)
     gates = made[:, values + channels :] if gates_TG is None else _array(gates_TG)
     S = np.zeros((parts.sizes.heads, parts.sizes.key_size, parts.sizes.value_size))
     out = []
@@ -66,17 +62,12 @@ def _step(parts: RecurrenceParts, x: Array, gates: Array, S: Array) -> tuple[Arr
 
 
 def _normed(parts: RecurrenceParts, y: Array, z: Array) -> Array:
-    y = y * _silu(z) if parts.sizes.norm == "behind" else y
+    y = y * silu(z) if parts.sizes.norm == "behind" else y
     if parts.norm_weight is not None:
         by_group = y.reshape(parts.sizes.norm_groups, -1)
         by_group = by_group / np.sqrt((by_group**2).mean(1, keepdims=True) + parts.sizes.norm_eps)
         y = (by_group.reshape(-1, len(parts.norm_weight)) * _array(parts.norm_weight)).ravel()
-    return y if parts.sizes.norm == "behind" else y * _silu(z)
-
-
-def _silu(x: Array) -> Array:
-    made: Array = x / (1 + np.exp(-x))
-    return made
+    return y if parts.sizes.norm == "behind" else y * silu(z)
 
 
 def _array(x: Tensor) -> Array:

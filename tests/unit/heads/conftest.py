@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.models.config import ModelConfig
-from specinfer.models.open_model import open_model
 from tests.tiny_models import write_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("target"), num_layers=3, tie_embeddings=False)
-
-
-@pytest.fixture
-def target_config(target: Path) -> ModelConfig:
-    return open_model(target).config

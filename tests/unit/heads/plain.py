@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.models.config import ModelConfig
+from tests.oracles.rows import Array, attended, norm, rotated, silu
 
-Array = NDArray[np.float64]
 Weights = Mapping[str, Array]
 
 
 def weights_of(module: nn.Module) -> dict[str, Array]:
     return {name: t.detach().numpy().astype(np.float64) for name, t in module.state_dict().items()}
-
-
-def norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-def rotated(x_KH: Array, position: int, theta: float) -> Array:
-    half = x_KH.shape[-1] // 2
-    angles = position * theta ** (-np.arange(half) / half)
-    a, b = x_KH[:, :half], x_KH[:, half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 class Layer:
@@ -63,20 +50,11 @@ class Layer:
 
     def out(self, x: Array, given: Array, position: int, seen: Sequence[tuple[Array, Array]]) -> Array:
         """Return the residual stream of one row after the layer; `seen` are its keys and values."""
-        query = self._heads("q", given, position)
-        group = len(query) // self._body.num_kv_heads
-        found = []
-        for head, q in enumerate(query):
-            scores = np.array([q @ key[head // group] for key, _ in seen]) * self._body.attention_scale
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            found.append(sum(w * value[head // group] for w, (_, value) in zip(weights, seen, strict=True)))
-        x = x + self._product("self_attn.o_proj", np.concatenate(found))
+        read = attended(self._heads("q", given, position), seen, self._body.attention_scale)
+        x = x + self._product("self_attn.o_proj", read)
         h = self.normed("post_attention_layernorm", x)
-        gate = self._product("mlp.gate_proj", h)
-        return x + self._product(
-            "mlp.down_proj", gate / (1 + np.exp(-gate)) * self._product("mlp.up_proj", h)
-        )
+        gate = silu(self._product("mlp.gate_proj", h))
+        return x + self._product("mlp.down_proj", gate * self._product("mlp.up_proj", h))
 
 
 def eagle_logits(

@@ -14,9 +14,9 @@ from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.attention import NativeCache
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.runtime.features import TappedRows
 from tests.heads import SIZE, block_config, tiny_body, tiny_head, write_tiny_head
+from tests.loading import load
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Hea
     if not (folder / "target").exists():
         write_tiny_llama(folder / "target", tokenizer=True, num_layers=3)
     target = open_model(folder / "target")
-    model = load_model(folder / "target", dtype=dtype, device=CPU, kernels=kernels)
+    model = load(folder / "target", kernels, dtype=dtype)
     written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=6), folder / "head")
     head = load_head(HeadFolder(written, target.config, target), model, kernels=kernels)
     assert isinstance(head, BlockModel)

@@ -17,7 +17,7 @@ from specinfer.heads.speculators import body_to_hf
 from specinfer.models.open_model import open_model
 from specinfer.progress import NoProgress
 from tests.head_layouts import LAYOUTS, write_layout
-from tests.heads import VOCAB
+from tests.heads import VOCAB, tiny_body
 from tests.published_configs import LAYERS, Json
 from tests.tiny_models import write_tiny_llama
 
@@ -131,15 +131,11 @@ def test_what_a_config_leaves_out_is_read_off_the_tensors(target: Path, tmp_path
 
 
 def test_scaled_rotations_of_a_head_are_written_as_they_were_read() -> None:
-    for kind, factor in (("dynamic", 4.0), ("linear", 2.0), ("yarn", 4.0)):
-        scaling = {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            scaling["original_max_position_embeddings"] = 512
-        config = {
-            **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128},
-            **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
-            **{"max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": scaling},
-        }
-        read = body_from_hf(config)
+    for scaling in (
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ):
+        read = body_from_hf({**body_to_hf(tiny_body()), "rope_scaling": scaling})
         again = body_from_hf(body_to_hf(read))
-        assert (again.rope, again.max_context) == (read.rope, read.max_context), kind
+        assert (again.rope, again.max_context) == (read.rope, read.max_context) != (tiny_body().rope, 256)

@@ -14,7 +14,6 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.checkpoint import HeadFolder, head_shapes, open_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import write_head
-from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.open_model import open_model
 from tests.heads import (
@@ -109,7 +108,7 @@ HOSTILE_BLOCKS: list[tuple[Change, str]] = [
 ]
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path, target_config: ModelConfig) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, target: Path) -> None:
     for kind, cases, head in (
         ("config", HOSTILE_CONFIGS, eagle_config()),
         ("tensors", HOSTILE_TENSORS, eagle_config()),
@@ -119,7 +118,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, target_config: ModelConfig) -
             write_tiny_head(tiny_head(head), tmp_path)
             change_head(tmp_path, **{kind: change})
             with pytest.raises(ModelError, match=said) as caught:
-                HeadFolder(tmp_path, target_config)
+                HeadFolder(tmp_path, open_model(target).config)
             assert "\n" not in str(caught.value), said
 
 
@@ -132,18 +131,16 @@ def test_weights_that_are_no_numbers_are_refused(value: float, target: Path, tmp
         HeadFolder(tmp_path, opened.config).module(opened)
 
 
-def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, target_config: ModelConfig) -> None:
+def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, target: Path) -> None:
     write_tiny_head(tiny_head(eagle_config()), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"convert pytorch_model\.bin to safetensors"):
-        HeadFolder(tmp_path, target_config)
+        HeadFolder(tmp_path, open_model(target).config)
 
 
-def test_a_head_that_borrows_tables_of_another_size_is_refused(
-    tmp_path: Path, target_config: ModelConfig
-) -> None:
+def test_a_head_that_borrows_tables_of_another_size_is_refused(tmp_path: Path, target: Path) -> None:
     write_tiny_head(tiny_head(eagle_config()), tmp_path)
-    wider = replace(target_config, hidden_size=48)
+    wider = replace(open_model(target).config, hidden_size=48)
     change_head(
         tmp_path,
         config=lambda c: c.update(target_hidden_size=48),
