@@ -50,11 +50,15 @@ def grids(
     return levels, scales, torch.randint(0, 1 << bits, (shape[0], groups), generator=generator)
 
 
-def plain(levels: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
+def plain(levels: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -> Tensor:
     """Dequantize element by element."""
-    inner = levels.shape[1]
-    index = group_index(inner, scales.shape[1]) if group_of is None else group_of
-    return scales.float()[:, index] * (levels - zeros[:, index]).float()
+    return scales.float()[:, group_of] * (levels - zeros[:, group_of]).float()
+
+
+def groups_of(inner: int, groups: int, acts: bool, generator: torch.Generator) -> Tensor:
+    """Return the group of each element of a row; with `acts` elements of a group are anywhere."""
+    found = group_index(inner, groups)
+    return found[torch.randperm(inner, generator=generator)] if acts else found
 
 
 def gptq(
@@ -71,9 +75,7 @@ def gptq(
         levels, scales, zeros = grids((out, inner), bits, groups, generator, torch.float16)
         if sym:
             zeros = torch.full_like(zeros, 1 << (bits - 1))
-        group_of = group_index(inner, groups)
-        if acts:
-            group_of = group_of[torch.randperm(inner, generator=generator)]
+        group_of = groups_of(inner, groups, acts, generator)
         written = group_of if index else None
         pieces = gptq_pieces(levels, scales, zeros, bits=bits, form=form, group_of=written)
         return pieces, plain(levels, scales, zeros, group_of)
@@ -86,7 +88,8 @@ def awq(size: int = 32) -> Format:
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
         out, inner = weight.shape
         levels, scales, zeros = grids((out, inner), 4, inner // size, generator, torch.float16)
-        return awq_pieces(levels, scales, zeros), plain(levels, scales, zeros)
+        floats = plain(levels, scales, zeros, group_index(inner, inner // size))
+        return awq_pieces(levels, scales, zeros), floats
 
     return Format(awq_config(size), make, size % 32 == 0)
 
@@ -107,9 +110,8 @@ def pack_quantized(
         pieces = pack_quantized_pieces(levels, scales, stored, bits=bits, plain_zeros=plain_zeros)
         if symmetric:
             zeros = torch.full_like(zeros, 1 << (bits - 1))
-        group_of = group_index(inner, groups)
+        group_of = groups_of(inner, groups, acts, generator)
         if acts:
-            group_of = group_of[torch.randperm(inner, generator=generator)]
             pieces["weight_g_idx"] = group_of.int()
         return pieces, plain(levels, scales, zeros, group_of)
 
@@ -134,25 +136,22 @@ def int_quantized(per_tensor: bool = False, symmetric: bool = True) -> Format:
 
 
 def float8(
-    weight: Tensor, block: tuple[int, int], generator: torch.Generator
+    weight: Tensor, block: tuple[int, int], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, block scales, and their float values."""
+    """Return values, block scales in that dtype, and their float values."""
     out, inner = weight.shape
     values = (weight * 100).to(torch.float8_e4m3fn)
     sizes = -(-out // block[0]), -(-inner // block[1])
-    scales = 0.005 + 0.01 * torch.rand(sizes, generator=generator)
+    scales = (0.005 + 0.01 * torch.rand(sizes, generator=generator)).to(dtype)
     rows, columns = torch.arange(out) // block[0], torch.arange(inner) // block[1]
-    return values, scales, values.float() * scales[rows][:, columns]
+    return values, scales, values.float() * scales.float()[rows][:, columns]
 
 
-def fp8(block: tuple[int, int] | None, *, key: str = "weight_scale_inv", powers: bool = False) -> Format:
+def fp8(
+    block: tuple[int, int] | None, *, key: str = "weight_scale_inv", scales_in: torch.dtype = torch.float32
+) -> Format:
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
-        values, scales, floats = float8(weight, block or (len(weight), weight.shape[1]), generator)
-        if powers:
-            narrow = scales.to(torch.float8_e8m0fnu)
-            rows = torch.arange(len(weight)) // (block or (1, 1))[0]
-            columns = torch.arange(weight.shape[1]) // (block or (1, 1))[1]
-            return {"weight": values, key: narrow}, values.float() * narrow.float()[rows][:, columns]
+        values, scales, floats = float8(weight, block or tuple(weight.shape), generator, scales_in)
         pieces = {"weight": values, key: scales if block else scales[0, 0], "input_scale": torch.ones(1)}
         return pieces, floats
 
@@ -238,7 +237,7 @@ FORMATS = {
     "float-block": float_quantized("block"),
     "fp8-block": fp8((24, 20)),
     "fp8-block-larger": fp8((128, 128)),
-    "fp8-powers": fp8((24, 20), powers=True),
+    "fp8-powers": fp8((24, 20), scales_in=torch.float8_e8m0fnu),
     "fp8-tensor": fp8(None, key="weight_scale"),
     "nf4": four_bits(),
     "nf4-nested": four_bits(nested=True),

@@ -98,10 +98,8 @@ def write_tiny_mixture(
 ) -> Path:
     """Write a model with experts in place of each MLP: Qwen3-MoE, or Qwen2-MoE with a shared expert."""
     write_tiny_llama(folder, spread=spread, seed=seed, **shape)
-    config, tensors = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
     config |= {
         "model_type": "qwen2_moe" if shared_size else "qwen3_moe",
         "architectures": ["Qwen2MoeForCausalLM" if shared_size else "Qwen3MoeForCausalLM"],

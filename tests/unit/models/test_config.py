@@ -10,7 +10,6 @@ import pytest
 from specinfer.errors import ModelError
 from specinfer.kernels.recurrence_config import LayerKind, Recurrence
 from specinfer.models.config import Norm, NormPlace, QkNorm
-from specinfer.models.positions import Alibi
 from tests.heads import tiny_body
 
 BODY = tiny_body()  # of 4 heads, and one layer
@@ -19,14 +18,6 @@ BODY = tiny_body()  # of 4 heads, and one layer
 def test_rms_norms_with_a_bias_are_refused() -> None:
     with pytest.raises(ModelError, match="RMSNorms have a bias"):
         replace(BODY, norm_bias=True)
-
-
-def test_alibi_slopes_are_those_of_the_paper() -> None:
-    assert Alibi.of(8).slopes == tuple(2.0**-i for i in range(1, 9))
-    assert Alibi.of(1).slopes == (2.0**-8,)
-    # 6 heads have the slopes of 4 heads, and the first and third of 8.
-    assert Alibi.of(6).slopes == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3)
-    assert Alibi.of(2, steepest=4.0).slopes == (2.0**-2, 2.0**-4)
 
 
 def test_layers_of_another_form_than_llamas_are_known() -> None:

@@ -14,7 +14,7 @@ from specinfer.hub.gguf_header import read_header
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
-from specinfer.models.weights import load_model
+from tests.loading import load
 from tests.tiny_gguf import begin, finish, matrices
 
 VOCAB, HIDDEN, INNER, HEAD = 24, 256, 512, 32
@@ -91,7 +91,7 @@ def test_estimate_is_of_the_loaded_dtype_not_of_the_file(tmp_path):
 
 def refused(path, error, message):
     with pytest.raises(error, match=message) as caught:
-        load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+        load(path, "torch")
     assert "\n" not in str(caught.value)
 
 

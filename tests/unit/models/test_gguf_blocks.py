@@ -22,12 +22,13 @@ from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.layout import GROUP
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model, prepare
+from specinfer.models.weights import prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.gguf_blocks import MATRICES, random_blocks, write_blocks
-from tests.kernels import kernels
+from tests.kernels import NAMES, kernels
+from tests.loading import load
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -39,14 +40,7 @@ MIXED = {"blk.0.attn_v.weight": "Q6_K", "blk.0.ffn_down.weight": "Q6_K", "output
 
 
 def logits(path: Path, quantization: Quantization, chosen: Kernels = TORCH) -> Tensor:
-    model = load_model(
-        path,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        quantization=quantization,
-        kernels=chosen,
-        cache=path.parent / "cache",
-    )
+    model = load(path, chosen, quantization=quantization)
     runner = ModelRunner(model, num_blocks=4, block_size=4)
     return runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
 
@@ -84,11 +78,9 @@ def test_rows_of_blocks_are_the_numbers_of_the_file(tmp_path: Path) -> None:
 
 def test_embeddings_stay_in_the_file_and_nothing_is_kept(tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": tmp_path}
-    plain = load_model(path, **options)
-    want, _ = plain.embedding
-    for chosen in (TORCH, kernels("native")):
-        model = load_model(path, **options, kernels=chosen, quantization="gguf")
+    want, _ = load(path, "torch", dtype=torch.bfloat16).embedding
+    for chosen in NAMES:
+        model = load(path, chosen, dtype=torch.bfloat16, quantization="gguf", cache=tmp_path)
         assert model.table.whole is None
         assert torch.equal(model.embedding[0], want)
         ids = torch.tensor([7, 0, 7, 39])

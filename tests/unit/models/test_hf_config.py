@@ -119,6 +119,9 @@ def test_ministral_ends_where_its_queries_are_scaled() -> None:
     assert config_from_hf({**ministral, "rope_parameters": rope}).max_context == 262144
 
 
+MPT = {"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4}
+FALCON = {"model_type": "falcon"}
+INVERSE = {"n_embd": 8, "n_layer": 1, "n_head": 1, "scale_attn_by_inverse_layer_idx": True}
 DIVIDED = [  # numbers that nothing can be divided by
     *((LLAMA, "num_attention_heads", 0), (OPT, "num_attention_heads", 0), (LLAMA, "hidden_size", 0)),
     *((LLAMA, "num_attention_heads", -4), (OPT, "hidden_size", 0), (LLAMA, "head_dim", 0)),
@@ -188,6 +191,16 @@ REFUSED = [
     ),
     ({**MISTRAL, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "2 layers, but the model has 3"),
+    ({**MPT, "attn_config": {"alibi": False}}, "alibi = False; supported for MPT: True"),
+    ({**MPT, "attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max = 16; supported for MPT: 8"),
+    ({**MPT, "attn_config": {"qk_ln": True}}, "qk_ln = True; supported for MPT: False"),
+    ({**MPT, "no_bias": False}, "no_bias = False; supported for MPT: True"),
+    ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn = False and"),
+    ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: the"),
+    ({"model_type": "cohere", "use_qk_norm": True}, "sets use_qk_norm = True, which specinfer does not comp"),
+    ({"model_type": "stablelm", "qk_layernorm": True}, "sets qk_layernorm = True"),
+    ({"model_type": "gpt2", **INVERSE}, "sets scale_attn_by_inverse_layer_idx = True"),
+    ({"model_type": "smollm3", "no_rope_layers": [1]}, r"is \[1\]; expected 0 or 1 for each of 3 layers"),
 ]
 
 
@@ -195,6 +208,9 @@ def test_the_unsupported_is_refused():
     for change, message in REFUSED:
         with pytest.raises(ModelError, match=message):
             config_from_hf({**LLAMA, **change})
+    moe = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True}
+    mixture = config_from_hf({**LLAMA, "model_type": "qwen3_moe", **moe})
+    assert mixture.qk_norm is QkNorm.HEAD, "it computes this norm"
 
 
 def test_yarn_and_dynamic_scaling_extend_the_context():

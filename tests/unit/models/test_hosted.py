@@ -17,40 +17,51 @@ from torch import Tensor, nn
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelError, ModelFileError, UnhostedError
-from specinfer.kernels.choice import Kernels, draft_kernels, native_kernels
+from specinfer.kernels.choice import draft_kernels, native_kernels
 from specinfer.llm import LLM
 from specinfer.models.hosted.attention import PassAttention, transformers, window_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.native_modules import native_gated_mlp, native_norm, native_self_attention
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import Quantization
 from tests.hosted import PROMPT, difference, load_hosted, logits_of, same_with_a_tree, save_tiny, tiny_config
 from tests.kernels import kernels, plain_tiles
+from tests.loading import load
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.thorough
 
 TOLERANCE = 1e-4
-CPU = torch.device("cpu")
-# A decoder as ours; transposed weights and learned positions; windows in some layers; experts that files have
+# Transposed weights and learned positions; windows in some layers; experts that files have
 # one by one; latent attention, whose keys are longer than its values; a block in parallel, with biases.
-KINDS = ("llama", "gpt2", "cohere2", "mixtral", "deepseek_v3", "phi")
+KINDS = ("gpt2", "cohere2", "mixtral", "deepseek_v3", "phi")
+NATIVE = {  # modules with llama's code, which run in kernels
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"},
+    "ministral": {"MinistralRMSNorm", "MinistralMLP", "MinistralAttention"},  # sliding windows
+    "glm": {"GlmRMSNorm"},  # rotates a part of each head; gate and up are one layer
+    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP"},  # norms of heads
+    "gemma": {"GemmaMLP", "GemmaAttention"},  # norms add 1 to their weights
+    "arcee": {"ArceeRMSNorm", "ArceeAttention"},  # no gate
+}
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=[*NATIVE, *KINDS], scope="module")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """A model of transformers', and the folder it was saved to."""
     folder = tmp_path_factory.mktemp(request.param)
     return save_tiny(request.param, folder), folder
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 def test_logits_are_transformers_own(both: tuple[nn.Module, Path]) -> None:
     theirs, folder = both
     ours = load_hosted(folder, kernels("native"))
+    replaced = (native_norm, native_gated_mlp, native_self_attention)
+    modules = ours._skeleton.model.modules()
+    found = {type(one).__name__ for one in modules if getattr(one.forward, "func", None) in replaced}
+    assert found == NATIVE.get(theirs.config.model_type, found)
     assert difference(theirs, ours) < TOLERANCE
     assert same_with_a_tree(ours)
 
@@ -73,11 +84,8 @@ def test_bfloat16_stays_near(both: tuple[nn.Module, Path]) -> None:
 @pytest.mark.parametrize("kind", ["apertus", "hunyuan_v1_moe"])  # an activation, and a router, in float32
 def test_code_may_compute_in_float32(kind: str, quantization: Quantization, tmp_path: Path) -> None:
     save_tiny(kind, tmp_path / "model")
-    opened, run = open_model(tmp_path / "model", "transformers"), kernels("native")
-    ours = load_model(
-        opened, dtype=torch.bfloat16, device=CPU, kernels=run, quantization=quantization, cache=tmp_path
-    )
-    assert same_with_a_tree(ours)
+    opened = open_model(tmp_path / "model", "transformers")
+    assert same_with_a_tree(load(opened, dtype=torch.bfloat16, quantization=quantization))
 
 
 @pytest.mark.few(1)
@@ -89,18 +97,16 @@ def test_matrices_are_quantized_once_and_read_from_then_on(
     save_tiny(kind, tmp_path / "model")
     opened, cache = open_model(tmp_path / "model", "transformers"), tmp_path / "cache"
 
-    def load(run: Kernels) -> Tensor:
-        ours = load_model(
-            opened, dtype=torch.float32, device=CPU, kernels=run, quantization=quantization, cache=cache
-        )
+    def logits() -> Tensor:
+        ours = load(opened, quantization=quantization, cache=cache)
         assert same_with_a_tree(ours)
         return logits_of(ours)
 
-    first = load(kernels("native"))
+    first = logits()
     made = list(cache.glob("*.safetensors"))
     assert len(made) == 1
     before = made[0].stat().st_mtime_ns
-    assert torch.equal(load(kernels("native")), first)
+    assert torch.equal(logits(), first)
     assert made[0].stat().st_mtime_ns == before
     exact = load_hosted(tmp_path / "model", kernels("native"))
     spread = float(logits_of(exact).std())
@@ -120,8 +126,7 @@ def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
         opened = open_model(tmp_path / kind, "auto")
         assert isinstance(opened, HostedFolder), kind
         assert f"config.json sets {key} = {value}, which specinfer does not compute for models" in caplog.text
-        ours = load_model(opened, dtype=torch.float32, device=CPU, kernels=kernels("torch"))
-        assert difference(theirs, ours) < TOLERANCE, kind
+        assert difference(theirs, load(opened, "torch")) < TOLERANCE, kind
         with pytest.raises(ModelError, match=f"{key} = {value}.*model_impl auto may run it"):
             open_model(tmp_path / kind, "native")
     save_tiny("llama", tmp_path / "llama")
@@ -205,9 +210,7 @@ def test_rows_of_a_draft_may_depend_on_others_by_its_loose_products_alone(
     """On tiles: few rows are multiplied as integers there, and many as bfloat16."""
     save_tiny(kind, tmp_path / "model")
     opened, run = open_model(tmp_path / "model", "transformers"), draft_kernels(native_kernels(plain_tiles()))
-    draft = load_model(
-        opened, dtype=torch.bfloat16, device=CPU, kernels=run, quantization="int4", cache=tmp_path
-    )
+    draft = load(opened, run, dtype=torch.bfloat16, quantization="int4")
     assert not caplog.records
     assert not same_with_a_tree(draft), "its products are loose again"
 
@@ -221,16 +224,14 @@ def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_attn.weight"
     save_tiny("gpt2", tmp_path)
-    change(tmp_path, lambda tensors: tensors.update(stranger=torch.zeros(2)))
-    with pytest.raises(ModelFileError, match="unexpected tensor 'stranger'"):
-        open_model(tmp_path, "transformers")
-    change(tmp_path, lambda tensors: tensors.pop("stranger"))
-    change(tmp_path, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
-    with pytest.raises(ModelFileError, match=r"c_attn.weight' has shape"):
-        open_model(tmp_path, "transformers")
-    change(tmp_path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ModelFileError, match=f"lacks tensor '{name}'"):
-        open_model(tmp_path, "transformers")
+    for how, message in (
+        (lambda tensors: tensors.update({name: tensors[name].T.contiguous()}), "c_attn.weight' has shape"),
+        (lambda tensors: tensors.pop(name), f"lacks tensor '{name}'"),
+        (lambda tensors: tensors.update(stranger=torch.zeros(2)), "unexpected tensor 'stranger'"),
+    ):
+        change(tmp_path, how)
+        with pytest.raises(ModelFileError, match=message):
+            open_model(tmp_path, "transformers")
 
 
 def test_names_without_the_models_prefix_are_read(tmp_path: Path) -> None:
@@ -293,29 +294,6 @@ def test_a_mask_is_a_window_or_is_refused() -> None:
         window_of(lambda batch, head, q, k: (k <= q) & (k // 5 == q // 5), 5)
     with pytest.raises(UnhostedError, match="rules other than"):
         window_of(within(5), 4)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("kind", "native"),
-    [
-        ("llama", {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}),
-        ("ministral", {"MinistralRMSNorm", "MinistralMLP", "MinistralAttention"}),  # sliding windows
-        ("glm", {"GlmRMSNorm"}),  # rotates a part of each head; gate and up are one layer
-        ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP"}),  # norms of heads
-        ("gemma", {"GemmaMLP", "GemmaAttention"}),  # norms add 1 to their weights
-        ("arcee", {"ArceeRMSNorm", "ArceeAttention"}),  # no gate
-    ],
-)
-def test_modules_with_llamas_code_run_in_kernels(kind: str, native: set[str], tmp_path: Path) -> None:
-    theirs = save_tiny(kind, tmp_path)
-    ours = load_hosted(tmp_path, kernels("native"))
-    replaced = (native_norm, native_gated_mlp, native_self_attention)
-    modules = ours._skeleton.model.modules()
-    found = {type(one).__name__ for one in modules if getattr(one.forward, "func", None) in replaced}
-    assert found == native
-    assert difference(theirs, ours) < TOLERANCE
-    assert same_with_a_tree(ours)
 
 
 def test_heads_whose_halves_turn_alike_have_a_rotation() -> None:

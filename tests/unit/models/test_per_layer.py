@@ -15,64 +15,39 @@ from specinfer.config import EngineConfig
 from specinfer.engine.drafts import FoundModel
 from specinfer.errors import ConfigError, ModelError, ModelFileError
 from specinfer.hub.model_files import local_model
-from specinfer.kernels.disk import DiskRate
 from specinfer.models.config import LayerHeads
 from specinfer.models.families.registry import config_from_hf
 from specinfer.models.open_model import open_model
 from specinfer.models.per_layer import PER_LAYER_TABLE
-from specinfer.models.placement import Placement
 from specinfer.models.safetensors import write_safetensors
-from specinfer.models.streamed import layer_records
 from specinfer.models.weight_sizes import estimate_bytes
-from specinfer.models.weights import load_model, load_streamed, prepare
-from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.support import check_support
-from tests.kernels import NAMES, kernels
+from tests.kernels import kernels
+from tests.loading import load
 from tests.parity.families import config_of, save_random
 from tests.parity.gguf_files import write_gguf
 from tests.switched import SWITCHED
-from tests.unit.runtime.test_row_independence import differing_lengths
+from tests.unit.runtime.test_row_independence import differing_chunks, differing_lengths
 
-CPU = torch.device("cpu")
+ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0)]
 BOTH = pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
 
 
 @BOTH
 def test_the_table_of_per_layer_embeddings_stays_in_the_file(name: str, tmp_path: Path) -> None:
     theirs = save_random(name, tmp_path / "m", tied=True)
-    model, native = open_model(tmp_path / "m"), kernels("native")
-    options: dict[str, Any] = {"dtype": torch.float32, "kernels": native}
+    model = open_model(tmp_path / "m")
     table = model.shapes[PER_LAYER_TABLE]
-    with_table = estimate_bytes(model, **options) + 4 * table[0] * table[1]
+    with_table = estimate_bytes(model, torch.float32, kernels("native")) + 4 * table[0] * table[1]
     assert with_table > sum(p.numel() * 4 for p in theirs.parameters())
-    loaded = load_model(model, device=CPU, cache=tmp_path, **options)
-    rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0)]
-    ModelRunner(loaded, num_blocks=3, block_size=4).forward(rows)
+    runner = ModelRunner(load(model), num_blocks=3, block_size=4)
+    runner.forward(ROWS)
     with (tmp_path / "m" / "model.safetensors").open("ab") as file:
         file.write(b"more")
     with pytest.raises(ModelFileError, match="was changed while it was in use"):
-        ModelRunner(loaded, num_blocks=3, block_size=4).forward(rows)
-
-
-@BOTH
-@pytest.mark.parametrize("kind", ["none", "int4"])
-def test_streamed_layers_give_the_same_bits(name: str, kind: Any, tmp_path: Path) -> None:
-    save_random(name, tmp_path / "m", tied=False)
-    model = open_model(tmp_path / "m")
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "kernels": kernels("native"), "quantization": kind}
-    rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
-    prepared = prepare(model, cache=tmp_path, **options)
-    whole = load_model(model, device=CPU, cache=tmp_path, **options)
-    want = ModelRunner(whole, num_blocks=3, block_size=4).forward(rows)
-    layers = [prepared.records[one].length for one in layer_records(prepared)]
-    disk = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
-    for streamed in ((0,), tuple(range(len(layers)))):
-        placement = Placement(1 << 30, {}, layers, 2, streamed)
-        made = load_streamed(model, prepared, placement, disk, **options)
-        assert torch.equal(ModelRunner(made, num_blocks=3, block_size=4).forward(rows), want)
-        assert made.stream is not None
-        made.stream.close()
+        runner.forward(ROWS)
 
 
 @BOTH
@@ -82,11 +57,9 @@ def test_gguf_files_give_the_logits_of_their_folder(name: str, tmp_path: Path) -
     if name == "gemma3n":
         own = {"intermediate_size": [64] * 9, "laurel_rank": 32}
     theirs = save_random(name, tmp_path, tied=True, **sizes, **own)
-    rows, options = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0)], {"device": CPU, "kernels": kernels("native")}
 
     def logits(path: Path, quantization: Any) -> torch.Tensor:
-        model = load_model(path, dtype=torch.float32, quantization=quantization, **options)
-        return ModelRunner(model, num_blocks=3, block_size=4).forward(rows)
+        return ModelRunner(load(path, quantization=quantization), num_blocks=3, block_size=4).forward(ROWS)
 
     write_gguf(theirs, tmp_path / "floats.gguf")
     write_gguf(theirs, tmp_path / "blocks.gguf", kind=GGMLQuantizationType.Q8_0)
@@ -96,31 +69,19 @@ def test_gguf_files_give_the_logits_of_their_folder(name: str, tmp_path: Path) -
     assert 0 < (blocks - floats).std() < 0.3 * floats.std()
 
 
-@pytest.mark.parametrize("which", NAMES)
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4-experts"])
-def test_a_row_that_runs_op_by_op_is_the_same_in_any_company(name: str, which: Any, tmp_path: Path) -> None:
-    save_random(name, tmp_path, tied=True, sliding_window=100)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(tmp_path, dtype=dtype, device=CPU, kernels=kernels(which))
-        runner = ModelRunner(model, num_blocks=4, block_size=1024)
-        assert differing_lengths(runner, (12, 63)) == []
-
-
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-large", "gemma4-experts", "gemma3n"])
-def test_chunks_of_any_size_have_the_same_bits(name: str, tmp_path: Path) -> None:
-    save_random(name, tmp_path, tied=True, max_position_embeddings=600)
-    text = [(7 * i * i + 3 * i) % 96 for i in range(200)]
-    for dtype, quantization in ((torch.bfloat16, "none"), (torch.float32, "int4")):
-        options: dict[str, Any] = {"dtype": dtype, "kernels": kernels("native"), "quantization": quantization}
-        model, found = load_model(tmp_path, device=CPU, cache=tmp_path / "kept", **options), []
-        for step in (1, 7, 64, len(text)):
-            runner = ModelRunner(model, num_blocks=13, block_size=16)
-            for first in range(0, len(text), step):
-                chunk = text[first : first + step]
-                ends = first + step >= len(text)
-                logits = runner.forward([chain_rows(chunk, first, range(13), logits=ends)])
-            found.append(logits[-1])
-        assert all(torch.equal(one, found[0]) for one in found), (dtype, quantization)
+def test_a_row_is_the_same_in_any_company_and_in_chunks_of_any_size(name: str, tmp_path: Path) -> None:
+    save_random(name, tmp_path, tied=True, sliding_window=100, max_position_embeddings=600)
+    for which, dtype, quantization in (
+        *(("torch", torch.float32, "none"), ("torch", torch.bfloat16, "none")),
+        *(("native", torch.float32, "none"), ("native", torch.bfloat16, "none")),
+        ("native", torch.float32, "int4"),
+    ):
+        model = load(tmp_path, which, dtype=dtype, quantization=quantization)
+        runner = ModelRunner(model, num_blocks=4, block_size=1024)
+        assert differing_lengths(runner, (12, 63)) == [], (which, dtype, quantization)
+        if which == "native":
+            assert differing_chunks(runner, (1, 7, 64), 200) == [], (dtype, quantization)
 
 
 def test_keys_of_layers_that_share_are_passed_over(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from specinfer.models.open_model import open_model
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import WeightReader, file_bytes
-from specinfer.models.weights import load_model, prepare
+from specinfer.models.weights import prepare
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
+from tests.loading import load
 from tests.parity.families import save_random
 from tests.shown import Shown
 from tests.tiny_models import write_tiny_llama
@@ -49,16 +51,8 @@ def prepared(folder: Path, quantization: Quantization, progress: Progress | None
 def logits(
     folder: Path, quantization: Quantization, cache: str = "prepared", ids: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the weights of an ordinary start."""
-    model = load_model(
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=kernels("native"),
-        quantization=quantization,
-        cache=folder.parent / cache,
-        logit_ids=ids,
-    )
+    """Return the logits of an ordinary start."""
+    model = load(folder, quantization=quantization, cache=folder.parent / cache, logit_ids=ids)
     return ModelRunner(model, num_blocks=1, block_size=4).forward([Rows((3, 1, 4), 0, [0], 0)])
 
 
@@ -191,16 +185,12 @@ def test_an_old_file_of_a_hybrid_is_made_anew(
     )
 
 
-def fail_to_write(self: NewFile, data: bytes | memoryview) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def full(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
     """Fill the disk; returns what is said of it."""
     if how == "before":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
         return "has 0.00 GB free"
-    monkeypatch.setattr(NewFile, "write", fail_to_write)
+    monkeypatch.setattr(NewFile, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     return "No space left on device"
 
 
@@ -239,11 +229,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_not_needed(
 ) -> None:
     want = logits(folder, "int8")
     damage(prepared(folder, "int8").path)
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "read-only")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, "read-only")))
     assert torch.equal(logits(folder, "int8"), want)
     [line] = caplog.messages
     assert "is made again" in line

@@ -68,10 +68,12 @@ def new(
     return NewPreparedFile(path, MADE_FROM, tensors, size, failed)
 
 
-def write(path: Path) -> Path:
+def write(path: Path, *weights: tuple[str, Weight]) -> Path:
+    """Write these matrices, by default one of every kind."""
+    given = weights or contents()
     path.parent.mkdir(exist_ok=True)
-    with new(path) as making:
-        for name, weight in contents():
+    with new(path, tensors=tuple(dict.fromkeys(name for name, _ in given))) as making:
+        for name, weight in given:
             making.write(name, weight)
         making.finish()
     return path
@@ -144,24 +146,17 @@ def test_a_record_is_one_layer_alone(tmp_path: Path) -> None:
         "norm_fc.weight",
         "layers.0.o.weight",
     ]
-    with new(tmp_path / "kept", tensors=tuple(names)) as making:
-        for name in names:
-            making.write(name, floats())
-        making.finish()
-    found = opened(tmp_path / "kept").records
+    found = opened(write(tmp_path / "kept", *((name, floats()) for name in names))).records
     assert [*found] == ["layers.0.k", "layers.0", "norm_fc", "layers.0.o"]
 
 
 def test_a_larger_header_is_whole_pages_too(tmp_path: Path) -> None:
     names = [f"layers.{i}.{'x' * 500}" for i in range(700)]
-    with new(tmp_path / "kept", tensors=tuple(names)) as making:
-        for name in names:
-            making.write(name, FloatTable(torch.ones(1)))
-        making.finish()
-    first = opened(tmp_path / "kept").records["layers.0"]
+    path = write(tmp_path / "kept", *((name, FloatTable(torch.ones(1))) for name in names))
+    first = opened(path).records["layers.0"]
     assert first.offset > START
     assert first.offset % 4096 == 0
-    with safe_open(tmp_path / "kept", framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         assert torch.equal(file.get_tensor(f"{names[-1]}.rows"), torch.ones(1))
 
 

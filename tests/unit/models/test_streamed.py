@@ -13,33 +13,32 @@ from specinfer.models.open_model import open_model
 from specinfer.models.placement import Placement
 from specinfer.models.shard import Shard
 from specinfer.models.streamed import layer_records
-from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.models.weights import load_streamed, prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
+from tests.loading import load
 from tests.parity.families import save_random
 
-CPU = torch.device("cpu")
 DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
 TAPS = (0, 1, 2)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt", "gemma4", "gemma3n"])
 def test_every_placement_gives_the_same_bits(
     family: str, kind: Quantization, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     save_random(family, tmp_path / "model", tied=family == "gemma3")
     model, native = open_model(tmp_path / "model"), kernels("native")
-    part = None if kind == "int8" else Shard(0, 1, 3).of(model.config)  # sums of floats have parts
+    whole_sums = kind == "int8" or model.config.layers_differ
+    part = None if whole_sums else Shard(0, 1, 3).of(model.config)  # sums of floats have parts
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
-    whole = ModelRunner(
-        load_model(model, device=CPU, cache=tmp_path, part=part, **options), num_blocks=3, block_size=4
-    )
+    whole = ModelRunner(load(model, cache=tmp_path, part=part, **options), num_blocks=3, block_size=4)
     want, taps = whole.forward(rows), whole.launch(rows, taps=TAPS).tapped(TAPS)
     prepared = prepare(model, cache=tmp_path, **options)
     layers = [prepared.records[name].length for name in layer_records(prepared)]

@@ -13,19 +13,19 @@ from specinfer.models.expert_stream import HALF_LIFE
 from specinfer.models.open_model import open_model
 from specinfer.models.shard import Shard
 from specinfer.models.stream import StoppedError
-from specinfer.models.weights import load_model, prepare
+from specinfer.models.weights import prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_config import Quantization
 from tests.gguf_blocks import write_blocks
 from tests.kernels import kernels
+from tests.loading import load
 from tests.offloading import load_experts
 from tests.parity.families import save_random
 from tests.tiny_models import write_tiny_mixture
 
 pytestmark = pytest.mark.thorough
 
-CPU = torch.device("cpu")
 ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
 
 
@@ -41,10 +41,7 @@ def test_any_number_of_slots_gives_the_same_bits(
     whole_sums = kind == "int8" or model.config.layers_differ
     part = None if whole_sums else Shard(0, 1, 3).of(model.config)  # sums of floats have parts
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind, "part": part}
-    whole = ModelRunner(
-        load_model(model, device=CPU, cache=tmp_path / "kept", **options), num_blocks=3, block_size=4
-    )
-    want = whole.forward(ROWS)
+    want = ModelRunner(load(model, **options), num_blocks=3, block_size=4).forward(ROWS)
     least = model.config.experts.count
     for slots in (least, least + 1, 3 * least):
         made = load_experts(tmp_path, slots, **options)
@@ -54,21 +51,14 @@ def test_any_number_of_slots_gives_the_same_bits(
         made.stream.close()
 
 
-@pytest.mark.parametrize("slots", [4, 5])
-def test_blocks_of_a_gguf_file(slots: int, tmp_path: Path) -> None:
+def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K", experts=4)
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "kernels": kernels("native"),
-        "quantization": "gguf",
-        "cache": tmp_path / "kept",
-    }
-    whole = load_model(path, device=CPU, **options)
-    made = load_experts(path, slots, **options)
-    assert made.stream is not None
-    with made.stream:
-        want, got = (ModelRunner(one, num_blocks=3, block_size=4).forward(ROWS) for one in (whole, made))
-    assert torch.equal(got, want)
+    whole = load(path, quantization="gguf")
+    for slots in (4, 5):
+        made = load_experts(path, slots, quantization="gguf", cache=tmp_path / "kept")
+        with made.stream:
+            want, got = (ModelRunner(one, num_blocks=3, block_size=4).forward(ROWS) for one in (whole, made))
+        assert torch.equal(got, want)
 
 
 @pytest.fixture
@@ -135,7 +125,6 @@ def test_a_damaged_expert_is_found_at_the_start(folder: Path) -> None:
 
 def test_a_pass_that_is_stopped_leaves_nothing_behind(folder: Path) -> None:
     made = load_experts(folder, 8)
-    assert made.stream is not None
     with made.stream:
         runner = ModelRunner(made, num_blocks=3, block_size=4)
         want = runner.forward(ROWS)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.models.open_model import open_model
+from specinfer.models.quantized.checkpoint import STORED, dequantized
+from specinfer.models.safetensors import FLOATS, read_entries
 from tests.quantized_folders import FORMATS, Format, awq, gptq, pack_quantized, write_quantized
 
 UP = "model.layers.0.mlp.up_proj"
@@ -120,6 +122,14 @@ def test_tensors_that_are_not_what_is_said(tmp_path: Path) -> None:
         change(tensors)
         save_file(tensors, folder / "model.safetensors")
         refused(folder, message)
+
+
+def test_mxfp4_without_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for end, shape in (("blocks", (2, 4, 2, 16)), ("scales", (2, 4, 2))):
+        save_file({f"e.down_proj_{end}": torch.zeros(shape, dtype=torch.uint8)}, file)
+        with pytest.raises(ModelError, match=r"'e\.down_proj_(scales|blocks)'"):
+            dequantized(tmp_path, {"quant_method": "mxfp4"}, read_entries([file], FLOATS | STORED))
 
 
 def test_scales_of_activations_and_caches_are_left_aside(tmp_path: Path) -> None:

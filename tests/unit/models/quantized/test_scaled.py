@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.models.quantized.scaled import scaled
+from specinfer.models.safetensors import read_entries
 
 BLOCK = (2, 3)
-
-
-@dataclass
-class Stored:
-    """A tensor that could be in a file."""
-
-    whole: Tensor
-    path: Path = Path("model.safetensors")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.whole.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        return self.whole[start:stop]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +21,7 @@ class Stored:
     ids=["blocks", "channels", "groups", "all"],
 )
 def test_zero_points_are_subtracted_whatever_shares_them(
-    shape: tuple[int, int], block: tuple[int, int] | None
+    shape: tuple[int, int], block: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
     values, scales = torch.randint(-8, 8, (5, 6), dtype=torch.int8), torch.rand(shape)
@@ -49,6 +31,8 @@ def test_zero_points_are_subtracted_whatever_shares_them(
     def each(of: Tensor) -> Tensor:
         return of.float().repeat_interleave(high, 0)[:5].repeat_interleave(wide, 1)
 
-    matrix = scaled("up.weight_scale", Stored(values), Stored(scales), block, Stored(zeros))
+    save_file({"values": values, "scales": scales, "zeros": zeros}, tmp_path / "m")
+    there = read_entries([tmp_path / "m"], {"I8": torch.int8, "F32": torch.float32})
+    matrix = scaled("up.weight_scale", there["values"], there["scales"], block, there["zeros"])
     want = (values.float() - each(zeros)) * each(scales)
     torch.testing.assert_close(torch.cat([matrix.read_rows(0, 3), matrix.read_rows(3, 5)]), want)
