@@ -5,13 +5,10 @@ speculators' draws, so the enumerated procedure is production code.
 
     law = outcomes(lambda chance: chance.choose([0.5, 0.5]) + chance.choose([0.5, 0.5]))
     law == {0: 0.25, 1: 0.5, 2: 0.25}
-
-Numbers may be floats or fractions.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -227,8 +224,3 @@ def own_law(law_of, vocab, length):
 def distance(law, other):
     """The largest difference between two laws at one outcome."""
     return max(abs(law.get(outcome, 0) - other.get(outcome, 0)) for outcome in {*law, *other})
-
-
-def fractions(*parts):
-    """The law proportional to these integers, in fractions."""
-    return [Fraction(part, sum(parts)) for part in parts]

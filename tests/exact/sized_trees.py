@@ -20,7 +20,6 @@ from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder
-from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import Expansion, single_node
 from tests import plans
 from tests.flights import flight_of
@@ -182,23 +181,6 @@ class Guarded(Sized):
         return policy
 
 
-class Alike(Sized):
-    """Sized by acceptance rates of its temperature, which are the opposite of those at another one."""
-
-    def __init__(self, *args, **sizes):
-        super().__init__(*args, **sizes)
-        self.behind = {}  # by the text's length and whether it starts with 1: the drafts' `starts`
-
-    def policy(self, target, drafts, acceptance, text):
-        begins = text[:1] == (1,)
-        for levels in acceptance.levels.values():
-            for level in (0, 1) * 60:
-                levels.learn(level, None if begins else 0, 1.5)
-                levels.learn(level, 0 if begins else None, PARAMS.temperature)
-        self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in drafts})
-        return super().policy(target, drafts, acceptance, text)
-
-
 class Wayward(Sized):
     """Chooses the nodes to deepen only by the values of earlier draws and guesses.
 
@@ -236,28 +218,6 @@ class WaywardPolicy(Watched):
 
     def choose_nodes(self, trees):
         return trees
-
-
-class TakingBack(Wayward):
-    """A mutant: deepens every node, and then drops children by the values that were drawn."""
-
-    def policy(self, target, drafts, acceptance, text):
-        return TakingBackPolicy(self.starts, self.parts, target, drafts, acceptance)
-
-
-class TakingBackPolicy(WaywardPolicy):
-    def worth_deepening(self, speculator, entries, trees, ends):
-        return ends
-
-    def choose_nodes(self, trees):
-        return [
-            keep(tree, [node for node in range(tree.num_nodes) if self.likes(tree, node)]) for tree in trees
-        ]
-
-    def likes(self, tree, node):
-        """Return whether a node stays: a child of the root, or one without a sibling of token 0."""
-        above = tree.parents[node]
-        return above <= 0 or 0 not in tree.children()[above]
 
 
 def tree_of(token):

@@ -1,8 +1,9 @@
 """The coupled rule gives the target's own choices whatever the tree, and these follow the target's law.
 
 The noise cannot be enumerated by branching. So the proof has three parts. The text does not depend on the
-tree (exhaustively on tiny vocabularies). The winner of the exponential race has the law p (on a grid of
-all uniforms); the noise is what the race supposes (tests/unit/verify/test_noise.py, and chi-square here).
+tree (exhaustively on tiny vocabularies; with drafts in test_parameters.py). The winner of the exponential
+race has the law p (on a grid of all uniforms); the noise is what the race supposes
+(tests/unit/verify/test_noise.py, and chi-square here).
 """
 
 from itertools import product
@@ -14,9 +15,6 @@ import torch
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draws import coupled_children
-from specinfer.tree.draw import DrawRule
-from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify import noise
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import NUMPY
@@ -57,50 +55,6 @@ def test_any_tree_and_any_choices_give_the_targets_own_text():
             assert acceptance == verification.coupled(tree, choices)
             checked += 1
     assert checked > 3000
-
-
-PARAMS = {
-    "untruncated": SamplingParams(),
-    "greedy": SamplingParams(temperature=0),
-    "truncated": SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1),
-}
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_the_text_is_the_same_with_any_speculation(params):
-    world = World(vocab=5, params=params)
-
-    def choice(text):
-        return coupled_choice(target_law(world.logits("target", text), params), seed=11, position=len(text))
-
-    plain = ()
-    while len(plain) < 40:
-        plain += (choice(plain),)
-
-    def speculated(model, width):
-        text, steps = (), 0
-        while len(text) < 40:
-            builder = TreeBuilder(root=-1, max_nodes=12)
-            frontier = [(0, text)]
-            while frontier:
-                node, path = frontier.pop(0)
-                row = world.logits(model, path)
-                for token in coupled_children(row, params, 11, len(path), width).tolist():
-                    child = builder.add(node, token, model, DrawRule.COUPLED)
-                    if child is not None and len(path) - len(text) < 3:
-                        frontier.append((child, (*path, token)))
-            tree = builder.build()
-            rows = [world.logits("target", text + tree.path_tokens(node)) for node in range(tree.num_nodes)]
-            flight = Flight(torch.from_numpy(np.stack(rows)), lambda rows: rows, world.vocab, NUMPY)
-            entry = plans.entry([], text, params=params, seed=11)
-            [acceptance] = verify_trees([TargetLaws(entry, tree, flight, 0)], "coupled", flight)
-            text += (*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token)
-            steps += 1
-        return text[:40], steps
-
-    for model, width in [("target", 1), ("other", 1), ("other", 3), ("another", 2)]:
-        assert speculated(model, width)[0] == plain
-    assert speculated("target", 1)[1] == 40 / 5, "all four guesses and a bonus token in every step"
 
 
 def test_the_race_has_the_law_p_on_a_grid_of_all_uniforms():

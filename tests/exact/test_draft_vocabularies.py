@@ -12,8 +12,8 @@ from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, foreign_tokens
 from specinfer.speculate.drafts.draws import Site
 from specinfer.tokenizer import Tokenizer
-from specinfer.tree.draw import DrawRule
-from specinfer.tree.token_tree import TreeBuilder
+from specinfer.tree.draw import Draw, DrawRule
+from specinfer.tree.token_tree import TokenTree
 from tests.foreign import byte_level
 
 from .enumeration import Supports, World, distance, drawn_tree, own_law, text_law
@@ -31,11 +31,10 @@ PARAMS = {
 
 
 class Drawing:
-    """A draft that draws guesses as engines do; `declared` makes something else of the tree it declares."""
+    """A draft that draws guesses as engines do."""
 
-    def __init__(self, name, rule, widths, monkeypatch, declared=lambda tree, world, text: tree):
-        self.name, self.rule, self.widths = name, rule, widths
-        self.monkeypatch, self.declared = monkeypatch, declared
+    def __init__(self, name, rule, widths, monkeypatch):
+        self.name, self.rule, self.widths, self.monkeypatch = name, rule, widths, monkeypatch
 
     def grow(self, world, text, chance):
         # The draws ask the enumeration instead of a uniform number.
@@ -46,8 +45,7 @@ class Drawing:
             return Site(builder, self.name, node, width, *own)
 
         logits_of = self.reading(world, text)
-        tree = drawn_tree(self.widths, site, logits_of, self.vocabulary)
-        return self.declared(tree, world, text)
+        return drawn_tree(self.widths, site, logits_of, self.vocabulary)
 
 
 class PrunedDraft(Drawing):
@@ -83,10 +81,10 @@ class ForeignDraft(Drawing):
         ]
 
 
-def far(guessers, length, params):
+def far(guessers, length, params, **how):
     """How far the law of the next tokens is from the target's."""
     world = Supports(vocab=VOCAB, params=params, seed=5)
-    law = text_law(world, guessers, length)
+    law = text_law(world, guessers, length, **how)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     wanted = own_law(lambda text: processed_law(world.logits("target", text), params), VOCAB, length)
     return distance(law, wanted)
@@ -103,28 +101,14 @@ def test_the_law_of_the_text_is_the_targets(rule, params, monkeypatch):
     assert far([ForeignDraft("b", IID, (1,), monkeypatch), foreign], 2, params) < EXACT
 
 
-def redeclared(tree, law):
-    """The mutants: guesses from the law of the drawn tokens, declared as draws from another one."""
-    builder = TreeBuilder(root=-1)
-    for draw in tree.draws:
-        builder.add(draw.parent, tree.token_ids[draw.node], "a", IID, law)
-    return builder.build()
-
-
 def test_declaring_the_law_of_all_tokens_would_change_it(monkeypatch):
-    def whole_head(tree, world, text):
-        return redeclared(tree, world.law("a", text))
-
-    def whole_draft(tree, world, text):  # the token that the draft cannot name has the rest
-        law, own = np.zeros(VOCAB), honest.own.law("a", honest.spelled(text))
-        law[honest.vocabulary.ids] = own[honest.tokens.logit_ids]
-        law[3] = 1 - law.sum()
-        return redeclared(tree, law)
-
     params = PARAMS["temperature"]
-    honest = ForeignDraft("a", IID, (1,), monkeypatch)
+    of_all = Supports(vocab=VOCAB, params=params, seed=5).law("a", ())
+
+    def whole_head(tree):
+        draws = tuple(Draw(d.parent, d.node, d.speculator, d.rule, of_all) for d in tree.draws)
+        return TokenTree(tree.token_ids, tree.parents, draws)
+
     pruned = PrunedDraft("a", IID, (1,), (0, 2), monkeypatch)
-    assert far([honest], 1, params) < EXACT
     assert far([pruned], 1, params) < EXACT
-    assert far([ForeignDraft("a", IID, (1,), monkeypatch, whole_draft)], 1, params) > 1e-3
-    assert far([PrunedDraft("a", IID, (1,), (0, 2), monkeypatch, whole_head)], 1, params) > 1e-3
+    assert far([pruned], 1, params, alter=whole_head) > 1e-3

@@ -7,13 +7,11 @@ as the text takes, and the probabilities are added up in float64.
 import numpy as np
 import pytest
 
-from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify.multistep import Coin, verify_multistep
-from tests.oracles import verification
 
-from .enumeration import Guesser, World, distance, fractions, outcomes, own_law, step_law, text_law
+from .enumeration import Guesser, World, distance, outcomes, own_law, step_law, text_law
 from .oracles import processed_law
 
 EXACT = 1e-9
@@ -35,14 +33,6 @@ GUESSERS = {
     "two speculators without replacement": [Guesser("a", WITHOUT, (2,)), Guesser("b", WITHOUT, (2,))],
     "all three rules": [Guesser("a", IID, (1,)), Guesser("b", WITHOUT, (2,)), Guesser("c", POINT, (1, 1))],
 }
-PARAMS = {
-    "temperature": SamplingParams(temperature=0.6),
-    "top_k": SamplingParams(top_k=2),
-    "top_p": SamplingParams(top_p=0.8),
-    "min_p": SamplingParams(temperature=1.3, min_p=0.3),
-    "all of them": SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05),
-    "greedy": SamplingParams(temperature=0.0),
-}
 
 
 def expected(world, length):
@@ -61,15 +51,6 @@ def test_the_law_of_the_text_is_the_targets(guessers, length):
     assert distance(law, expected(world, length)) < EXACT
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
-def test_under_sampling_parameters_too(params, rule):
-    world = World(vocab=4, params=params, seed=7)
-    guessers = [Guesser("a", rule, (2, 1)), Guesser("b", POINT, (1,))]
-    assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
-
-
 def test_a_speculator_equal_to_the_target_is_always_accepted():
     world = World(vocab=4)
     law = step_law(world, [Guesser("target", IID, (1, 1))], ())
@@ -77,45 +58,11 @@ def test_a_speculator_equal_to_the_target_is_always_accepted():
     assert distance(law, expected(world, 3)) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("widths", [(1,), (2,), (3,)])
-def test_it_rejects_no_more_than_naive_sampling(seed, widths):
-    world = World(vocab=3, seed=seed)
-
-    def accepted(verify):
-        law = step_law(world, [Guesser("a", IID, widths)], (), verify=verify)
-        return sum(probability for tokens, probability in law.items() if len(tokens) > 1)
-
-    assert accepted(verify_multistep) >= accepted(verification.naive) - EXACT
-
-
 def root_with(draws):
     builder = TreeBuilder(root=0)
     for token, speculator, rule, law in draws:
         builder.add(0, token, speculator, rule, law)
     return builder.build()
-
-
-def test_the_oracle_is_exact_in_fractions():
-    p, q, w = fractions(5, 3, 1, 1), fractions(1, 2, 3, 4), fractions(2, 0, 5, 1)
-
-    def play(chance):
-        first, second = (chance.pick(0, 0, q) for _ in range(2))
-        third = chance.pick(0, 0, w)
-        fourth = chance.pick(0, 0, [0 if token == third else mass for token, mass in enumerate(w)])
-        tree = root_with(
-            [
-                (first, "a", IID, q),
-                (second, "a", IID, q),
-                (0, "points", POINT, None),
-                (third, "w", WITHOUT, w),
-                (fourth, "w", WITHOUT, w),
-            ]
-        )
-        acceptance = verification.multistep(tree, lambda node: p, chance)
-        return tree.token_ids[acceptance.path[0]] if acceptance.path else acceptance.next_token
-
-    assert outcomes(play) == dict(enumerate(p))
 
 
 def grid_law(coin_type):

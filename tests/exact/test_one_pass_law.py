@@ -17,7 +17,6 @@ from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadPass
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -27,6 +26,7 @@ from specinfer.verify import noise
 from tests import plans
 from tests.flights import flight_of
 from tests.heads import SIZE, VOCAB, block_config, tiny_head, write_tiny_head
+from tests.loading import load
 from tests.oracles import best_first
 from tests.tiny_models import write_tiny_llama
 
@@ -38,7 +38,6 @@ PROMPT, SEED, LENGTH = (7,), 5, 3
 LEVELS = 3
 NEVER = 1e40  # exponential of impossible tokens, which come last
 SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED, learned=True)  # a fixed one is drawn by levels
-CPU = torch.device("cpu")
 HEADS = {"pairs": block_config(), "no pairs": block_config(markov_rank=0)}
 
 
@@ -54,7 +53,7 @@ class Head:
 
     def __init__(self, folder, name, params):
         target = open_model(folder / "target")
-        model = load_model(folder / "target", dtype=torch.float32, device=CPU)
+        model = load(folder / "target", "torch")
         written = write_tiny_head(tiny_head(HEADS[name], seed=3), folder / name)
         self.model = load_head(HeadFolder(written, target.config, target), model)
         named = named_tokens(self.model.ids, VOCAB)

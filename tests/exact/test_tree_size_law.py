@@ -12,7 +12,7 @@ from specinfer.tree.draw import DrawRule
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
-from .sized_trees import PARAMS, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
+from .sized_trees import PARAMS, VOCAB, Guarded, Sized, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
 LENGTH = 2  # tokens, so that both levels of a tree count
@@ -59,16 +59,6 @@ def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(dra
     assert max(sized.depths) > 0, "and somebody behind others"
 
 
-@pytest.mark.parametrize("points", ["no", "first"])
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_results_of_guesses_for_others_leave_the_law_as_it_is(drafts, points, monkeypatch):
-    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=Alike, points=points)
-    assert far < EXACT
-    [right, wrong] = (sized.behind[1, begins]["a"] for begins in (True, False))
-    assert right == {True}, "a draft is run behind one text"
-    assert wrong == {False}, "and behind others as long it is not"
-
-
 LEARNED = {
     **DRAFTS,
     "samples and learned": [("a", IID, (2, 1)), ("b", POINT, (1, 1))],
@@ -84,13 +74,6 @@ def test_below_which_nodes_a_draft_goes_on_may_depend_on_all_that_was_drawn(draf
     assert any(some < all_ for some, all_ in sized.parts)
     assert sized.shown == set(), "what would be drawn below an end is not there when it is chosen"
     assert not caplog.records, "it was asked to the end"
-
-
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_taking_back_what_was_drawn_below_a_node_is_seen(drafts, monkeypatch):
-    sized, far = play(drafts, 0.01, monkeypatch, sizes_by=TakingBack)
-    assert {1, 2} <= sized.depths
-    assert far > SEEN
 
 
 def only_samples(tree):
