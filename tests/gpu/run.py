@@ -28,24 +28,18 @@ from specinfer import LLM, SamplingParams
 from specinfer.check.difference import Verdict
 from specinfer.check.identity import check_identity
 from specinfer.check.promise import Effort, check_promise
-from specinfer.kernels.choice import TORCH
-from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.report.provenance import provenance
-from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner
 from tests.hosted import SIZES, save_tiny
+from tests.loading import load
 from tests.parity.families import save_random
+from tests.parity.test_against_transformers import PROMPT, SCATTERED, TREE_PATHS, each_node, logits_of
 from tests.real.models import smollm2
 from tests.served import Served
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "opt")
-PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
-PARENTS = [-1, 0, 0, 1, 2]  # parents of NODES, a tree after the prompt
-NODES = [54, 7, 20, 8, 8]
-PATHS = [[54], [54, 7], [54, 20], [54, 7, 8], [54, 20, 8]]
 VERSIONS = ("torch", "triton", "transformers")
 PARITY = 2e-4  # largest difference of a float32 logit
 
@@ -74,16 +68,9 @@ def parity(setting: Setting) -> Iterator[Result]:
     """Compare logits of a prompt and of a tree with transformers' on the CPU, in float32."""
     for family in FAMILIES[: 2 if setting.quick else None]:
         theirs = save_random(family, setting.folder / family, tied=True)
-        device = torch.device(setting.device)
-        model = load_model(setting.folder / family, dtype=torch.float32, device=device, kernels=TORCH)
-        runner = ModelRunner(model, num_blocks=10, block_size=4)
-        blocks, before = [6, 2, 9, 1, 5, 0, 3], len(PROMPT) - 1
-        runner.forward([chain_rows(PROMPT[:before], 0, blocks, logits=False)])
-        got = runner.forward([Rows(NODES, before, blocks, 0, PARENTS)]).cpu()
-        with torch.no_grad():
-            want = torch.stack(
-                [theirs(torch.tensor([PROMPT[:before] + path])).logits[0, -1] for path in PATHS]
-            )
+        model = load(setting.folder / family, "torch", device=torch.device(setting.device))
+        got = each_node(model, SCATTERED).cpu()
+        want = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
         gap = float((got - want).abs().max())
         yield Result(f"logits of a tree, {family}", gap < PARITY, f"largest difference {gap:.1e}")
 
@@ -140,18 +127,10 @@ def identity(setting: Setting) -> Iterator[Result]:
 
 def server(setting: Setting) -> Iterator[Result]:
     """Compare an answer over HTTP with the library's."""
-    flags = (
-        "--device",
-        setting.device,
-        "--dtype",
-        "float32",
-        "--max-context",
-        "512",
-        "--draft",
-        setting.draft,
-    )
+    flags = ("--device", setting.device, "--dtype", "float32", "--max-context", "512")
     body = {"model": "any", "prompt": "The fox", "max_tokens": 24, "temperature": 0.8, "seed": 3}
-    with Served(setting.target, *flags, "--kv-cache-memory", "256MB", "--served-model-name", "any") as served:
+    flags += ("--draft", setting.draft, "--kv-cache-memory", "256MB", "--served-model-name", "any")
+    with Served(setting.target, *flags) as served:
         answer = served.post("/v1/completions", body)
     text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
     with open_llm(setting, dtype="float32", lookup=False) as llm:
@@ -198,15 +177,9 @@ def models(folder: Path) -> tuple[str, str]:
     try:
         return smollm2(), "smollm2-135m-head"
     except pytest.skip.Exception:
-        sizes: dict[str, Any] = {
-            "hidden_size": 512,
-            "intermediate_size": 1024,
-            "num_heads": 8,
-            "spread": 0.05,
-        }
-        target = write_tiny_llama(
-            folder / "target", vocab_size=256, num_layers=8, max_context=512, tokenizer=True, **sizes
-        )
+        sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8}
+        own: dict[str, Any] = {"num_layers": 8, "vocab_size": 256, "max_context": 512, "spread": 0.05}
+        target = write_tiny_llama(folder / "target", **sizes, **own, tokenizer=True)
         return str(target), str(write_similar_llama(target, folder / "draft", noise=0.1))
 
 

@@ -42,7 +42,6 @@ def write_gguf(
     path: Path,
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    rope_factors: list[float] | None = None,
     add: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
     packed: dict[str, torch.Tensor] | None = None,
@@ -50,8 +49,8 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
-    `rope_factors` becomes rope_freqs.weight; `add` has further tensors; `more` has
-    keys of rope.scaling. `packed` has stacks as bytes of MXFP4 blocks, rows first. `sizes` are further keys.
+    `add` has further tensors; `more` has keys of rope.scaling. `packed` has stacks as bytes of MXFP4 blocks,
+    rows first. `sizes` are further keys.
     """
     config = model.config
     config.allow_global_per_layer_attribute_access = True
@@ -118,8 +117,6 @@ def write_gguf(
         more = {"type": "yarn", **own, **(more or {})}
     for key, value in (more or {}).items():
         adds[type(value)](f"{arch}.rope.scaling.{key}", value)
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     written = {}
     state = gguf_hybrids.converted(model.state_dict() | (packed or {}), arch, config)
     if arch in gguf_mamba.ARCHITECTURES:
@@ -150,7 +147,7 @@ def write_gguf(
         vector = values.ndim == 1 or "conv" in there.split(".")[-2]
         floats = vector or any(part in there for part in _FLOATS)
         as_kind = GGMLQuantizationType.F32 if floats else kind
-        written[there] = _encode(values, as_kind)
+        written[there] = gguf.quants.quantize(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
     for name, values in (add or {}).items():
         writer.add_tensor(name, values, raw_dtype=kind if values.dtype == np.uint8 else None)
@@ -255,14 +252,3 @@ def key_heads(config: object) -> int:
 
 def _field(config: object, *names: str) -> object:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    try:
-        return gguf.quants.quantize(values, kind)
-    except NotImplementedError:
-        # gguf cannot write this kind, but any bytes are a valid block.
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        rows, columns = values.shape
-        random = np.random.default_rng(rows * columns)
-        return random.integers(0, 60, (rows, columns // block * block_bytes), dtype=np.uint8)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from specinfer.models.adapters.adapter_cache import AdapterCache
-from specinfer.models.weights import load_model
 from specinfer.plan import StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.adapters import adapter_tensors, write_peft
 from tests.kernels import NAMES, kernels
+from tests.loading import load
 
 from .families import save_random
 
@@ -49,7 +49,7 @@ def test_an_adapter_of_all_linear_modules(name: str, run_with: str, tmp_path: Pa
     every = targets if without else "all-linear"
     write_peft(tmp_path / "adapter", tensors, r=RANK, lora_alpha=ALPHA, target_modules=every)
     chosen = kernels(run_with)
-    ours = load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), kernels=chosen)
+    ours = load(tmp_path / "model", chosen)
     shelf = AdapterCache(
         ours.config,
         weights=ours.dtype,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from tests.kernels import NAMES, kernels
+from tests.kernels import NAMES
+from tests.loading import load
 from tests.states import StateRunner
 
 from .families import CASES, save_random
@@ -66,7 +66,7 @@ def each_node(ours, table):
 )
 def test_a_prompt_its_tokens_a_tree_and_a_batch(name, tied, run, tmp_path):
     theirs = save_random(name, tmp_path, tied=tied)
-    ours = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+    ours = load(tmp_path, run)
     assert ours.config.tie_embeddings == (tied and bool(theirs._tied_weights_keys))
 
     prompt, other = logits_of(theirs, PROMPT), PROMPT[::-1][:7]
@@ -82,15 +82,3 @@ def test_a_prompt_its_tokens_a_tree_and_a_batch(name, tied, run, tmp_path):
         ("two requests", runner_of(ours).forward(both), batch),
     ):
         assert (got - want).abs().max() <= TOLERANCE, what
-
-
-@pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "opt"])
-def test_bf16_stays_near_float32(name, run, tmp_path):
-    """The packed bf16 products: not to 1e-4, but the same model."""
-    theirs = save_random(name, tmp_path, tied=False)
-    ours = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"), kernels=kernels(run))
-    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
-    got, want = runner_of(ours).forward([rows]), logits_of(theirs, PROMPT)
-    assert got.dtype is torch.bfloat16
-    assert (got.float() - want).abs().max() < 0.05 * want.abs().max()

@@ -151,15 +151,11 @@ def test_texts(name: str, kind: str, tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path / "target", 96)
     save_assistant(tmp_path / "draft", name, **CLUSTERS)
     options = {**ENGINE, "quantization": kind, "dtype": "bfloat16" if kind == "none" else "float32"}
-    params = [
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True),
-    ]
-    texts = []
+    params, texts = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True), []
     drafts = {"drafts": (str(tmp_path / "draft"),), "draft_quantization": kind}
     for more in ({}, drafts, {**drafts, "expansion": (2, 2, 1)}):
         with LLM(tmp_path / "target", **{**options, **more}) as llm:
-            outputs = [out for one in params for out in llm.generate(PROMPTS, one)]
+            outputs = llm.generate(PROMPTS, params)
         texts.append([list(out.token_ids) for out in outputs])
         if more:
             assert sum(out.figures.proposed_by["draft"] for out in outputs) > 50
@@ -170,49 +166,35 @@ def test_refusals(tmp_path: Path) -> None:
     save_random("gemma4", tmp_path / "target", tied=True)
     save_random("llama", tmp_path / "llama", tied=True)
     target, llama = (open_model(tmp_path / name).config for name in ("target", "llama"))
-    change_text = {"hidden_size_per_layer_input": 8}, {"enable_moe_block": True}, {"num_kv_shared_layers": 2}
-    cases: list[tuple[dict[str, Any], str, Any]] = [
-        *(
-            ({"config": lambda c, own=own: c["text_config"].update(own)}, next(iter(own)), target)
-            for own in change_text
-        ),
-        ({"config": lambda c: c.update(backbone_hidden_size=48)}, "hidden states of 48", target),
-        (
-            {"config": lambda c: c["text_config"].update(head_dim=8)},
-            "2 key-value heads of 8 in its layer 0",
-            target,
-        ),
-        (
-            {"config": lambda c: c.update(num_centroids=13)},
-            "num_centroids is 13 and centroid_inter",
-            target,
-        ),
-        (
-            {"config": lambda c: c.update(num_centroids=2)},
-            "num_centroids is 2 and centroid_intermediate_top_k 3",
-            target,
-        ),
-        ({"config": lambda c: c.update(num_centroids=24)}, r"requires numbers of \[24, 16\]", target),
-        ({"tensors": lambda t: t[ORDER].__setitem__(0, t[ORDER][1])}, "must name every token once", target),
-        ({"tensors": lambda t: t.pop(ORDER)}, f"lacks tensor '{ORDER}'", target),
-        (
-            {"tensors": lambda t: t.pop("model.embed_tokens.weight")},
-            "lacks tensor 'embed_tokens.weight'",
-            target,
-        ),
-        ({}, "its target has no such layer; it belongs to another target", llama),
+
+    def text(**own: object) -> dict[str, Any]:
+        return {"config": lambda c: c["text_config"].update(own)}
+
+    def top(**own: object) -> dict[str, Any]:
+        return {"config": lambda c: c.update(own)}
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        (text(hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
+        (text(enable_moe_block=True), "enable_moe_block"),
+        (text(num_kv_shared_layers=2), "num_kv_shared_layers"),
+        (text(head_dim=8), "2 key-value heads of 8 in its layer 0"),
+        (top(backbone_hidden_size=48), "hidden states of 48"),
+        (top(num_centroids=13), "num_centroids is 13 and centroid_inter"),
+        (top(num_centroids=2), "num_centroids is 2 and centroid_intermediate_top_k 3"),
+        (top(num_centroids=24), r"requires numbers of \[24, 16\]"),
+        ({"tensors": lambda t: t[ORDER].__setitem__(0, t[ORDER][1])}, "must name every token once"),
+        ({"tensors": lambda t: t.pop(ORDER)}, f"lacks tensor '{ORDER}'"),
+        ({"tensors": lambda t: t.pop("model.embed_tokens.weight")}, "lacks tensor 'embed_tokens.weight'"),
+        ({}, "its target has no such layer; it belongs to another target"),
     ]
-    for number, (change, message, config) in enumerate(cases):
-        folder = tmp_path / str(number)
+    folder = tmp_path / "draft"
+    for change, message in cases:
         save_assistant(folder, "gemma4", **CLUSTERS)
-        if change:
-            change_head(folder, **change)
+        change_head(folder, **change)
         with pytest.raises(ModelError, match=message) as caught:
-            HeadFolder(folder, config)
+            HeadFolder(folder, target if change else llama)
         assert "\n" not in str(caught.value)
-    whole = save_assistant(tmp_path / "draft", "gemma4", **CLUSTERS) and HeadFolder(
-        tmp_path / "draft", target
-    )
+    whole = HeadFolder(folder, target)
     assert whole.weight_bytes(torch.float32) == sum(4 * math.prod(shape) for shape in whole.shapes.values())
     with pytest.raises(ModelError, match="of a kind that is not trained here"):
         whole.module(open_model(tmp_path / "target"))

@@ -8,23 +8,20 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
-from tests.kernels import NAMES, kernels
+from tests.kernels import NAMES
+from tests.loading import load
 from tests.quantized_folders import pack_mxfp4
 
 from .families import save_random
 from .gguf_files import write_gguf
 from .test_against_transformers import PROMPT, TOLERANCE, logits_of
 
-CPU = torch.device("cpu")
-
 
 def ours(model, run):
     """The logits of the prompt."""
-    loaded = load_model(model, dtype=torch.float32, device=CPU, kernels=kernels(run))
-    return ModelRunner(loaded, num_blocks=3, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2], 0)])
+    return ModelRunner(load(model, run), num_blocks=3, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2], 0)])
 
 
 def gpt_oss(folder, *, gates=1.0):

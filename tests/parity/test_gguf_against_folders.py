@@ -16,10 +16,9 @@ from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.open_model import open_model
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.speculation_config import Quantization
-from tests.kernels import kernels
+from tests.loading import load
 from tests.states import StateRunner
 
 from .families import CASES, save_random
@@ -67,19 +66,26 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.few(22)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", NAMES)
-def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
-    theirs = save_random(name, tmp_path, tied=tied, **MORE.get(name, {}))
-    write_gguf(theirs, tmp_path / "model.gguf")
-    folder = SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"])
-    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+def both(
+    theirs: torch.nn.Module, path: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+) -> tuple[GGUFFile, SafetensorsFolder]:
+    """The file of a model that was saved to a folder, and the folder; their configs and shapes are equal."""
+    write_gguf(theirs, path / "model.gguf", kind=kind)
+    folder = SafetensorsFolder(path, [path / "model.safetensors"])
+    file = GGUFFile(read_header(path / "model.gguf"))
     got, want = asdict(file.config), asdict(folder.config)
     if want["family"] == "mistral":  # a file says llama of it
         want["family"] = "llama"
     assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
     assert file.shapes == folder.shapes
+    return file, folder
+
+
+@pytest.mark.few(22)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", NAMES)
+def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
+    file, folder = both(save_random(name, tmp_path, tied=tied, **MORE.get(name, {})), tmp_path)
     for tensor, shape in folder.shapes.items():
         offset = folder.config.norm_weight_offset if "norm" in tensor and "mixer" not in tensor else 0.0
         here, there = (model.read_rows(tensor, 0, shape[0]) for model in (folder, file))
@@ -95,31 +101,36 @@ def test_text_parts_of_models_with_towers(tmp_path: Path) -> None:
     ):
         theirs = save_random(name, tmp_path / name, tied=False)
         theirs.config.model_type = kind
-        write_gguf(theirs, tmp_path / f"{name}.gguf")
-        folder = SafetensorsFolder(tmp_path / name, [tmp_path / name / "model.safetensors"])
-        file = GGUFFile(read_header(tmp_path / f"{name}.gguf"))
-        got, want = asdict(file.config), asdict(folder.config)
-        assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
-        assert file.shapes == folder.shapes
+        file, folder = both(theirs, tmp_path / name)
         query = "model.layers.1.self_attn.q_proj.weight"
         assert torch.equal(file.read_rows(query, 0, 32), folder.read_rows(query, 0, 32))
 
 
 def test_a_quantized_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
     theirs = save_random("llama", tmp_path, tied=False, intermediate_size=64)
-    write_gguf(theirs, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
-    folder = SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"])
-    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+    file, folder = both(theirs, tmp_path, GGMLQuantizationType.Q8_0)
     assert is_of(fingerprint(file), folder)
     assert is_of(fingerprint(folder), file)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "falcon-h1-behind"])
-def test_tensors_of_a_falcon_h1_have_their_factors(name: str, tmp_path: Path) -> None:
-    unbiased = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False)
-    theirs = save_random(name, tmp_path, tied=False, **unbiased)
+UNBIASED = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "quantization"),
+    [
+        *((name, UNBIASED, "none") for name in ("falcon-h1", "falcon-h1-behind")),
+        *((name, {}, kind) for name in ("qwen3.5", "qwen3.5-moe") for kind in ("none", "gguf")),
+    ],
+)
+def test_a_file_whose_matrices_are_others_has_the_logits(
+    name: str, more: dict[str, object], quantization: Quantization, tmp_path: Path
+) -> None:
+    """Tensors of Falcon-H1 have their factors; value heads of Qwen 3.5 are in llama.cpp's order."""
+    theirs = save_random(name, tmp_path, tied=False, **more)
     write_gguf(theirs, tmp_path / "model.gguf")
-    ours = load_model(tmp_path / "model.gguf", dtype=torch.float32, device=torch.device("cpu"))
+    ours = load(tmp_path / "model.gguf", quantization=quantization)
+    assert ours.config.recurrence.tiled == name.startswith("qwen")
     got = StateRunner(ours, num_blocks=4, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
     torch.testing.assert_close(got, logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 
@@ -136,24 +147,6 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     file = GGUFFile(read_header(tmp_path / "model.gguf"))
     assert file.config.num_layers == 5
     assert file.shapes == SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"]).shapes
-
-
-@pytest.mark.parametrize("quantization", ["none", "gguf"])
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
-def test_value_heads_in_the_order_of_llama_cpp(name: str, quantization: Quantization, tmp_path: Path) -> None:
-    """The file's config and matrices differ from the folder's, and its logits do not."""
-    theirs = save_random(name, tmp_path, tied=False)
-    write_gguf(theirs, tmp_path / "model.gguf")
-    ours = load_model(
-        tmp_path / "model.gguf",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=kernels("native"),
-        quantization=quantization,
-    )
-    assert ours.config.recurrence.tiled
-    got = StateRunner(ours, num_blocks=4, block_size=4).forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
-    assert (got - logits_of(theirs, PROMPT)).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-from tests.kernels import NAMES, kernels
+from tests.kernels import NAMES
+from tests.loading import load
 
 from .families import save_random
 from .gguf_files import write_gguf
@@ -47,8 +47,9 @@ SCALINGS = {
 }
 
 
-def ours_of(folder, run="torch"):
-    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+def ours_of(path, run="torch", longest=None):
+    """Our model, for texts of this length, and its runner."""
+    model = load(open_model(path, max_context=longest), run)
     return model, ModelRunner(model, num_blocks=14, block_size=4)
 
 
@@ -127,12 +128,6 @@ LONGROPE = {
 }
 
 
-def for_texts_of(tokens, path, run="torch"):
-    file = open_model(path, max_context=tokens)
-    model = load_model(file, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
-    return ModelRunner(model, num_blocks=14, block_size=4)
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("run", NAMES)
 def test_longrope(run, tmp_path):
@@ -142,8 +137,8 @@ def test_longrope(run, tmp_path):
     assert model.config.max_context == ORIGINAL
     short, table = TEXT[:ORIGINAL], TABLE[: ORIGINAL // 4]
     check(runner.forward([Rows(short, 0, table, 0)]), at_once(theirs, short))
-    check_all_ways(for_texts_of(ORIGINAL + 1, tmp_path, run), at_once(theirs))
-    long = for_texts_of(LENGTH, tmp_path, run).forward([Rows(short, 0, table, 0)])
+    check_all_ways(ours_of(tmp_path, run, ORIGINAL + 1)[1], at_once(theirs))
+    long = ours_of(tmp_path, run, LENGTH)[1].forward([Rows(short, 0, table, 0)])
     assert (long - at_once(theirs, short)).abs().max() > 100 * TOLERANCE
 
 
@@ -158,7 +153,7 @@ def test_gguf_with_longrope(tmp_path):
     write_gguf(theirs, tmp_path / "model.gguf", add=tensors, more=own)
     short = TEXT[:ORIGINAL]
     check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(short, 0, TABLE, 0)]), at_once(theirs, short))
-    check_all_ways(for_texts_of(LENGTH, tmp_path / "model.gguf"), at_once(theirs))
+    check_all_ways(ours_of(tmp_path / "model.gguf", longest=LENGTH)[1], at_once(theirs))
 
 
 def test_gguf_with_divisors(tmp_path):
@@ -168,7 +163,7 @@ def test_gguf_with_divisors(tmp_path):
     factors = plain / theirs.model.rotary_emb.inv_freq.numpy()
     assert factors.max() > 4
     assert factors.min() == pytest.approx(1)
-    write_gguf(theirs, tmp_path / "model.gguf", rope_factors=factors.tolist())
+    write_gguf(theirs, tmp_path / "model.gguf", add={"rope_freqs.weight": factors.astype(np.float32)})
     check_all_ways(ours_of(tmp_path / "model.gguf")[1], at_once(theirs))
 
 

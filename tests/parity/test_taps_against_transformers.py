@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import load_model
-from specinfer.runtime.batch import Rows, chain_rows
-from tests.kernels import NAMES, kernels
+from specinfer.runtime.batch import chain_rows
+from tests.kernels import NAMES
+from tests.loading import load
 from tests.passes import Passes
 
 from .families import save_random
-from .test_against_transformers import PROMPT, SCATTERED, TOLERANCE, TREE_PARENTS, TREE_PATHS, TREE_TOKENS
+from .test_against_transformers import PROMPT, SCATTERED, TOLERANCE
 
 FAMILIES = ["llama", "llama-relu", "qwen2-window", "qwen3", "gemma3", "opt", "opt-no-bias"]
 Both = tuple[torch.nn.Module, LanguageModel]
@@ -28,7 +28,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, run = request.param
     folder: Path = tmp_path_factory.mktemp(name)
     theirs = save_random(name, folder, tied=True)
-    return theirs, load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+    return theirs, load(folder, run)
 
 
 @torch.no_grad()
@@ -62,13 +62,3 @@ def test_taps_of_a_prompt_in_chunks_are_the_hidden_states_and_not_their_neighbou
         got = torch.cat(parts)
         torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
         assert ((got[:, 1:] - want[:, :-1]).abs().amax(dim=(0, 2)) > 100 * TOLERANCE).all()
-
-
-@pytest.mark.few(5)
-def test_taps_of_a_tree_are_the_hidden_states_of_its_paths(both: Both) -> None:
-    theirs, ours = both
-    passes, before = Passes(ours), len(PROMPT) - 1
-    passes.run(chain_rows(PROMPT[:before], 0, SCATTERED, logits=False))
-    _, got = passes.run(Rows(TREE_TOKENS, before, SCATTERED, 0, TREE_PARENTS), taps=every(ours))
-    want = torch.stack([hidden_states(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
-    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)

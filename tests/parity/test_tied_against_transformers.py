@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
+from tests.loading import load
 
 from .families import save_random
 
@@ -70,7 +70,7 @@ def check(folder, *, tied):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         want = theirs(torch.tensor([PROMPT])).logits[0]
-    ours = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    ours = load(folder, "torch")
     assert ours.config.tie_embeddings == tied, folder.name
     got = ModelRunner(ours, num_blocks=3, block_size=4).forward([Rows(PROMPT, 0, [2, 0, 1], 0)])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0, msg=lambda text: f"{folder.name}: {text}")

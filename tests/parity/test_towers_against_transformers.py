@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError
 from specinfer.models.open_model import open_model
-from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
-from tests.kernels import NAMES, kernels
+from tests.kernels import NAMES
+from tests.loading import load
 from tests.quantized_folders import FORMATS
 
 from .families import CASES
@@ -94,10 +94,6 @@ def changed_config(folder, change):
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
 
 
-def loaded(folder, run="native"):
-    return load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
-
-
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "tied", "run"),
@@ -105,7 +101,7 @@ def loaded(folder, run="native"):
 )
 def test_a_prompt_its_tokens_and_a_tree(name, tied, run, tmp_path, caplog):
     theirs = save_tower(name, tmp_path, tied=tied)
-    ours = loaded(tmp_path, run)
+    ours = load(tmp_path, run)
     assert ours.config.tie_embeddings == (theirs.lm_head.weight is theirs.get_input_embeddings().weight)
     [line] = [one for one in caplog.messages if "runs as a text model" in one]
     assert f"({next(iter(TOWERS[name][3]))})" in line
@@ -130,12 +126,6 @@ def test_experts_are_read_in_either_order_of_dimensions(tmp_path):
     assert torch.equal(open_model(tmp_path).read_rows(name, 0, 24), want)
 
 
-def test_texts_end_where_positions_scale_queries(tmp_path):
-    save_tower("ministral3", tmp_path, tied=True)
-    assert open_model(tmp_path).config.max_context == 32
-    assert open_model(tmp_path, max_context=64).config.max_context == 32
-
-
 def test_shards_without_text_are_not_opened(tmp_path):
     theirs = save_tower("mistral3", tmp_path, tied=False, max_shard_size="6KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -145,7 +135,7 @@ def test_shards_without_text_are_not_opened(tmp_path):
     assert others
     for file in others:
         (tmp_path / file).write_bytes(b"no safetensors")
-    got = runner_of(loaded(tmp_path)).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)])
+    got = runner_of(load(tmp_path)).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)])
     torch.testing.assert_close(got, logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 
 
@@ -185,7 +175,7 @@ def test_a_config_without_a_part_for_the_text(tmp_path):
         return {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
     changed_config(tmp_path, flat)
-    got = runner_of(loaded(tmp_path)).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)])
+    got = runner_of(load(tmp_path)).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)])
     torch.testing.assert_close(got, logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 
 
