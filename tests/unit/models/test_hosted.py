@@ -34,8 +34,8 @@ from tests.tiny_models import write_tiny_llama
 pytestmark = pytest.mark.thorough
 
 TOLERANCE = 1e-4
-# Transposed weights and learned positions; windows in some layers; experts that files have
-# one by one; latent attention, whose keys are longer than its values; a block in parallel, with biases.
+# Transposed weights and learned positions; windows in some layers; experts that files have one by one; latent
+# attention, whose keys are longer than its values; a block in parallel, with biases.
 KINDS = ("gpt2", "cohere2", "mixtral", "deepseek_v3", "phi")
 NATIVE = {  # modules with llama's code, which run in kernels
     "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"},
