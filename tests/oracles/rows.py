@@ -1,4 +1,4 @@
-"""What a row of a decoder goes through, in NumPy."""
+"""Parts of a row's way through a decoder, in NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotated(x_NH: Array, position: int, theta: float, size: int | None = None) -
 
 
 def attended(queries_NH: Array, seen: Sequence[tuple[Array, Array]], scale: float) -> Array:
-    """What a row's heads read from the rows that it sees, whose keys and values are [K, H]."""
+    """Return the values that a row's heads read from seen rows, whose keys and values are [K, H]."""
     found = []
     for number, query in enumerate(queries_NH):
         own = number * len(seen[0][0]) // len(queries_NH)

@@ -9,7 +9,7 @@ from specinfer.models.families.registry import config_from_hf, read_config
 from specinfer.models.fields import Fields
 from tests.parity.families import config_of
 
-# What published files have beside the fields of transformers' configs, and in their place (...: without).
+# Fields of published files beside those of transformers' configs, and in their place (...: without).
 ALL: Fields = {"torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True}
 ROPE: Fields = {"rope_parameters": ..., "rope_theta": 10000.0}
 TIMES: Fields = {"time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 1e-3}
