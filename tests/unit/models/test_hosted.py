@@ -224,11 +224,13 @@ def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_attn.weight"
     save_tiny("gpt2", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
     for how, message in (
         (lambda tensors: tensors.update({name: tensors[name].T.contiguous()}), "c_attn.weight' has shape"),
         (lambda tensors: tensors.pop(name), f"lacks tensor '{name}'"),
         (lambda tensors: tensors.update(stranger=torch.zeros(2)), "unexpected tensor 'stranger'"),
     ):
+        save_file(whole, tmp_path / "model.safetensors")
         change(tmp_path, how)
         with pytest.raises(ModelFileError, match=message):
             open_model(tmp_path, "transformers")
