@@ -33,6 +33,7 @@ class Family(StrEnum):
     OLMOE = "olmoe"
     GPT_OSS = "gpt_oss"
     GRANITE_MOE = "granitemoe"
+    LLAMA4 = "llama4_text"
     GEMMA3 = "gemma3"
     GEMMA3N = "gemma3n"
     GEMMA4 = "gemma4"
@@ -111,6 +112,7 @@ class QkNorm(StrEnum):
     NONE = "none"
     HEAD = "head"  # per head, with the same weights for all (Qwen3, Gemma 3)
     WHOLE = "whole"  # over all queries, and over all keys, of a row (OLMo 2 and 3, OLMoE)
+    PLAIN = "plain"  # per head without weights, in layers with rope (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class Experts:
     scale: float = 1.0
     epsilon: float = 0.0
     beside: bool = False  # True if every layer has an MLP as well (beside.py)
+    scales_inputs: bool = False  # the inputs of experts are multiplied by the weights, not the outputs
 
     def __post_init__(self) -> None:
         check_size("the size of experts", self.size)
@@ -375,7 +378,9 @@ class ModelConfig:
     @property
     def op_by_op(self) -> bool:
         """True if no native call computes the layers."""
-        return self.altup is not None or (self.experts is not None and self.experts.beside)
+        experts = self.experts
+        own = experts is not None and (experts.beside or experts.scales_inputs)
+        return self.altup is not None or own
 
     @property
     def plain_layers(self) -> bool:

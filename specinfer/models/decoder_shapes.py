@@ -100,7 +100,7 @@ def _attention_shapes(
     norms = {
         f"self_attn.{x}_norm": size if whole else own.head_dim
         for x, size in sizes.items()
-        if config.qk_norm is not QkNorm.NONE and x in "qk"
+        if config.qk_norm in (QkNorm.HEAD, QkNorm.WHOLE) and x in "qk"
     }
     return [*matrices, ("self_attn.o_proj", hidden, q, config.o_bias)], norms
 

@@ -4,11 +4,12 @@ Shapes: T rows of a step, D hidden size, E experts, K experts of a row.
 
     logits   router(x), in float32; the K largest are chosen, the lower number first if equal
     weights  their softmax over all experts, or over the K (Experts.normalized); or sigmoids (Experts.sigmoid)
-    result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) if there is one
+    result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) if there is one;
+             or of expert(weight * x) (Experts.scales_inputs)
 
 Rows are grouped by expert, so that one product computes all rows of an expert. A row's sum is added in
 float32 in ascending order of experts and rounded once, independent of other rows. cpu/experts.cpp computes
-the same.
+the same, except for inputs times weights.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ class Mixture:
             self.want(chosen)
         for number in chosen:
             rows_R, places_R = (numbers_TK == number).nonzero(as_tuple=True)
-            made_RD = self.each[number](x_TD[rows_R])
-            ops.add_weighted(total_TD, made_RD, rows_R.contiguous(), weights_TK[rows_R, places_R])
+            given_RD, weights_R = x_TD[rows_R], weights_TK[rows_R, places_R]
+            if config.scales_inputs:
+                given_RD = (given_RD.float() * weights_R[:, None]).to(x_TD.dtype)
+                weights_R = torch.ones_like(weights_R)
+            ops.add_weighted(total_TD, self.each[number](given_RD), rows_R.contiguous(), weights_R)
         if self.shared is not None:
             all_T = torch.arange(len(x_TD), device=x_TD.device)
             open_T = (

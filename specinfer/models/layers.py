@@ -234,6 +234,9 @@ def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: st
     def norm(name: str) -> Tensor | None:
         if config.qk_norm is QkNorm.NONE or (name == "k_norm" and not matrices):
             return None
+        if config.qk_norm is QkNorm.PLAIN:
+            ones_H = torch.ones(heads.head_dim, dtype=weights.dtype, device=weights.device)
+            return None if layer in config.layers_without_rope else ones_H
         return weights.tensor(f"{prefix}.{name}.weight", plus=config.norm_weight_offset)
 
     sinks_N: Tensor | None = None

@@ -252,8 +252,8 @@ def _linear(p: Fields, c: Fields) -> dict[str, Any]:
 def _llama3(p: Fields, c: Fields) -> dict[str, Any]:
     factor = positive(p, "factor")
     low, high = positive(p, "low_freq_factor"), positive(p, "high_freq_factor")
-    if low >= high:
-        raise ModelError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
+    if low > high:  # equal ones leave nothing in between, as in Llama 4
+        raise ModelError(f"low_freq_factor is {low}; expected at most high_freq_factor, {high}")
     return {"llama3": Llama3Scaling(factor, low, high, _original(p, c))}
 
 

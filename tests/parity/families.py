@@ -97,6 +97,14 @@ _case(
     sliding_window=5,
     rope_parameters={**_YARN, "truncate": False},
 )
+_LLAMA4: dict[str, object] = {
+    **{**_DECODER, "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 24},
+    **{"intermediate_size_mlp": 56, "num_local_experts": 6, "num_experts_per_tok": 2},
+}
+_SHARP = {**_LLAMA3, "high_freq_factor": 1.0}  # nothing between the kept and the divided frequencies
+_case("llama4", "Llama4Text", _LLAMA4, attention_chunk_size=64, rope_parameters=_SHARP)
+_INTERLEAVED = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "no_rope_layers": [1, 0, 1]}
+_case("llama4-interleaved", "Llama4Text", _LLAMA4 | _INTERLEAVED, num_hidden_layers=3, attention_bias=True)
 _case("gemma3", "Gemma3Text", _GEMMA)
 _FULL_GEMMA = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 _ROPES = {**_BY_LAYER, "full_attention": _FULL_GEMMA}

@@ -16,7 +16,7 @@ from . import gguf_hybrids, gguf_mamba
 _ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"},
     **{"gpt_bigcode": "starcoder", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "gpt_oss": "gpt-oss"},
-    **{"gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"},
+    **{"gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "llama4_text": "llama4"},
     **gguf_hybrids.ARCHITECTURES,
     **{"granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h"},
 }
@@ -65,7 +65,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch)
     numbers = {
         **{"context_length": context, "embedding_length": hidden, "block_count": config.num_hidden_layers},
-        **{"feed_forward_length": inner, "attention.head_count": heads, "attention.head_count_kv": kv_heads},
+        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads},
+        "feed_forward_length": getattr(config, "intermediate_size_mlp", inner),
         **{"attention.key_length": head_dim, "attention.value_length": head_dim},
     }
     numbers |= gguf_hybrids.add_keys(writer, arch, config)
@@ -90,7 +91,9 @@ def write_gguf(
     if hasattr(config, "num_experts_per_tok") and arch != "nemotron_h":
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if arch != "nemotron_h_moe" and (hasattr(config, "moe_intermediate_size") or arch == "gpt-oss"):
+        if arch != "nemotron_h_moe" and (
+            hasattr(config, "moe_intermediate_size") or arch in ("gpt-oss", "llama4")
+        ):
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", inner))
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
@@ -121,6 +124,8 @@ def write_gguf(
     state = gguf_hybrids.converted(model.state_dict() | (packed or {}), arch, config)
     if arch in gguf_mamba.ARCHITECTURES:
         state = dict(gguf_mamba.tensors(model))
+    if arch == "llama4":
+        state = {name: one.mT if ".experts." in name else one for name, one in state.items()}
     for name, tensor in (_of_gpt_oss if arch == "gpt-oss" else _stacks)(state).items():
         there = gguf_name(name, arch)
         if there == "output.weight" and config.tie_word_embeddings and model._tied_weights_keys:

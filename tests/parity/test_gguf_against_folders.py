@@ -31,7 +31,7 @@ from .test_against_transformers import PROMPT, TOLERANCE, logits_of
 NOT_WRITTEN = {
     *("llama-relu", "llama-llama3-rope", "llama-linear-rope", "mistral", "qwen2-window", "gemma3-softcap"),
     *("opt", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
-    *("mixtral", "gemma3n-unscaled"),
+    *("mixtral", "gemma3n-unscaled", "llama4", "llama4-interleaved"),
     *("bamba", "falcon-h1", "falcon-h1-normed", "falcon-h1-behind", "nemotron-h-alone"),
     "qwen3.5-same-heads",  # kinds of layers in no order
     *("helium", "cwm", "falcon-rw", "starcoder-heads", "starcoder2", "gpt-neox-serial", "stablelm-parallel"),
@@ -44,6 +44,7 @@ MORE = {
     "mpt-heads": {"attn_config": {"clip_qkv": 0.5}},
     "starcoder2": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
+    "llama4": {"attention_chunk_size": None, "rope_parameters": None, "interleave_moe_layer_step": 2},
     "qwen3.5": {"linear_num_value_heads": 2},
     "qwen3.5-moe": {"linear_num_value_heads": 2},
     "qwen3-next-dense": {"norm_topk_prob": True},

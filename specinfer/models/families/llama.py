@@ -115,15 +115,15 @@ def _ministral_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 
 
 def _smollm3(config: ModelConfig, c: Fields) -> ModelConfig:
-    plain = _without_rope(c, config.num_layers)
+    plain = without_rope(c, config.num_layers)
     found = windows(c, switched_window(c), lambda layer: layer in plain)
     return replace(config, layer_windows=found, layers_without_rope=plain)
 
 
-def _without_rope(c: Fields, layers: int) -> frozenset[int]:
+def without_rope(c: Fields, layers: int) -> frozenset[int]:
     """The layers without rope: every fourth, or those whose entry of a list is 0."""
     flags = c.get("no_rope_layers")
-    if flags is None:
+    if flags is None or flags == []:
         every = count(c, "no_rope_layer_interval")
         flags = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(flags, list) or len(flags) < layers or any(one not in (0, 1) for one in flags):
@@ -136,7 +136,7 @@ def _without_rope(c: Fields, layers: int) -> frozenset[int]:
 
 def _smollm3_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     """No key holds the layers without rope; llama.cpp uses every fourth."""
-    return replace(config, layers_without_rope=_without_rope(_SMOLLM3, config.num_layers))
+    return replace(config, layers_without_rope=without_rope(_SMOLLM3, config.num_layers))
 
 
 def _llama_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:

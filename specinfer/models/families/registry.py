@@ -22,6 +22,7 @@ from specinfer.models.families import (
     gpt,
     hybrids,
     llama,
+    llama4,
     mamba,
     mixtures,
 )
@@ -30,13 +31,12 @@ from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily, not_computed
 
 _SORTS: Final = (
-    (r"llama4", "a model with attention in chunks, which no native layer has"),
     (
         r"mamba|rwkv|jamba|zamba|hybrid|recurrent|lfm|plamo2|next$|linear|minimax$|xlstm|delta",
         "a recurrent hybrid, whose layers keep a state that no native layer has",
     ),
     (
-        r"vl$|vl_|vision|llava|clip|vit|siglip|idefics|paligemma|pixtral|mllama|vlm|4mm$|3n$|gemma4|llama4|glm4v",
+        r"vl$|vl_|vision|llava|clip|vit|siglip|idefics|paligemma|pixtral|mllama|vlm|4mm$|3n$|gemma4|glm4v",
         "a model with a vision tower, whose text part is of no family that specinfer has",
     ),
     (r"bert|roberta|electra|embedding|t5_?encoder|xlm", "an encoder, which makes embeddings and no text"),
@@ -49,7 +49,7 @@ _SORTS: Final = (
 # How names of families begin, and releases of them that run.
 _RELEASES: Final = (
     "qwen=Qwen 2.5, Qwen 3 and Qwen 3.5|granite=Granite 3 and Granite 4|falcon=Falcon 3 and Falcon-H1"
-    "|gemma=Gemma 3|recurrent_gemma=Gemma 3|paligemma=Gemma 3|lfm=LFM2 and LFM2.5|llama=Llama 3"
+    "|gemma=Gemma 3|recurrent_gemma=Gemma 3|paligemma=Gemma 3|lfm=LFM2 and LFM2.5|llama=Llama 3 and 4"
     "|mllama=Llama 3|deepseek=DeepSeek-R1-Distill|mistral=Mistral Small 24B|pixtral=Mistral Small 24B"
     "|phi=Phi 3.5 and Phi 4|glm=GLM-4-0414|chatglm=GLM-4-0414|aya=Command R7B|cohere=Command R7B"
     "|olmo=OLMo 2 and OLMo 3|smol=SmolLM2 and SmolLM3|nemotron=Nemotron 3 Nano|ernie=ERNIE 4.5 0.3B"
@@ -75,7 +75,7 @@ def _name(kind: object) -> str:
     return str(kind).lower().replace("-", "_")
 
 
-_MODULES: Final = (llama, gemma, gemma3n, gemma4, mixtures, gpt, falcon, hybrids, mamba, falcon_h1)
+_MODULES: Final = (llama, gemma, gemma3n, gemma4, mixtures, llama4, gpt, falcon, hybrids, mamba, falcon_h1)
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for module in _MODULES

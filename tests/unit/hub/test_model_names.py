@@ -210,7 +210,7 @@ def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
         ("lfm3", "a recurrent hybrid, ", "LFM2 and LFM2.5"),
         ("mamba2", "a recurrent hybrid, ", ""),
         ("pixtral", "a model with a vision tower, ", "Mistral Small 24B"),
-        ("llama4_text", "a model with attention in chunks, ", "Llama 3"),
+        ("llama5", "of no family that specinfer has; ", "Llama 3 and 4"),
         ("nomic-bert", "an encoder, ", ""),
         ("t5", "an encoder with a decoder, ", ""),
         ("deepseek2", "a model with latent attention, ", "DeepSeek-R1-Distill"),

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf
+import pytest
+
+from specinfer.errors import ModelError
+from specinfer.models.config import QkNorm
+from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf, read_config
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
@@ -32,3 +36,40 @@ def test_a_window_of_the_whole_context_is_none() -> None:
     phi = {**SIZES, "model_type": "phi3", "intermediate_size": 96, "max_position_embeddings": 512}
     windows = [config_from_hf({**phi, "sliding_window": window}).window for window in (511, 512, None)]
     assert windows == [511, None, None]
+
+
+SCOUT: dict[str, object] = {
+    **{"model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "head_dim": 128},
+    **{"bos_token_id": 200000, "eos_token_id": [200001, 200007, 200008], "for_llm_compressor": False},
+    **{"hidden_act": "silu", "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192},
+    **{"intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": []},
+    **{"num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "vocab_size": 202048},
+    **{"num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    **{"router_aux_loss_coef": 0.001, "use_qk_norm": True, "attn_temperature_tuning": 4},
+    "rope_scaling": {
+        **{"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def test_llama_4_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    """Scout has mixtures alone; Maverick has them in every second layer, and no norm of q and k."""
+    scout = read_config(SCOUT)
+    own = {"use_qk_norm": False, "interleave_moe_layer_step": 2, "num_local_experts": 128}
+    maverick = read_config({**SCOUT, **own, "no_rope_layers": [1, 1, 1, 0] * 12})
+    assert caplog.messages == []
+    assert scout.experts is not None
+    assert maverick.experts is not None
+    assert (scout.experts.dense_layers, scout.qk_norm) == (frozenset(), QkNorm.PLAIN)
+    assert (maverick.experts.dense_layers, maverick.qk_norm) == ({*range(0, 48, 2)}, QkNorm.NONE)
+    assert (scout.intermediate_size, maverick.intermediate_size) == (8192, 16384)
+    assert scout.layers_without_rope == maverick.layers_without_rope == {*range(3, 48, 4)}
+    assert scout.max_context == 8191, "later queries are scaled"
+    assert read_config({**SCOUT, "attn_temperature_tuning": False}).max_context == 8192, "a chunk"
+    for more, words in (
+        ({"moe_layers": 3}, "moe_layers is 3; expected a list of layers"),
+        ({"layer_types": ["sliding"] * 48}, r"layer_types holds \['sliding'\]"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            config_from_hf({**SCOUT, **more})

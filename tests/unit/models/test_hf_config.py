@@ -183,7 +183,7 @@ REFUSED = [
     (gemma(sliding_window_pattern=0), "sliding_window_pattern is 0"),
     *((gemma(query_pre_attn_scalar=value), f"query_pre_attn_scalar is {value}") for value in (0, -1)),
     *((scaled({"rope_type": kind, "factor": 0.0}), r"factor is 0\.0") for kind in ("linear", "llama3")),
-    (scaled(LLAMA_3, low_freq_factor=4.0), r"factor is 4\.0; expected less than high_freq_factor, 4\.0"),
+    (scaled(LLAMA_3, low_freq_factor=5.0), r"factor is 5\.0; expected at most high_freq_factor, 4\.0"),
     (scaled(LLAMA_3, original_max_position_embeddings=0), "original_max_position_embeddings is 0"),
     *(
         ({"eos_token_id": ids}, r"eos_token_id is .*; expected a token id, or a list")

@@ -69,9 +69,10 @@ def test_gguf_files_give_the_logits_of_their_folder(name: str, tmp_path: Path) -
     assert 0 < (blocks - floats).std() < 0.3 * floats.std()
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-large", "gemma4-experts", "gemma3n"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-large", "gemma4-experts", "gemma3n", "llama4"])
 def test_a_row_is_the_same_in_any_company_and_in_chunks_of_any_size(name: str, tmp_path: Path) -> None:
-    save_random(name, tmp_path, tied=True, sliding_window=100, max_position_embeddings=600)
+    window = {"attention_chunk_size": 100} if name == "llama4" else {"sliding_window": 100}
+    save_random(name, tmp_path, tied=True, max_position_embeddings=600, **window)
     for which, dtype, quantization in (
         *(("torch", torch.float32, "none"), ("torch", torch.bfloat16, "none")),
         *(("native", torch.float32, "none"), ("native", torch.bfloat16, "none")),
