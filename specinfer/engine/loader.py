@@ -20,7 +20,6 @@ from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFil
 from specinfer.heads.checkpoint import AnyHeadModel, load_head
 from specinfer.kernels.attention import NativeAttention, unsupported
 from specinfer.kernels.choice import Kernels, draft_kernels, streaming_kernels
-from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import release_free_memory
 from specinfer.models.adapters.adapter_cache import adapter_dtype
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -233,8 +232,8 @@ class Loader:
     def adapt(self, draft: AnyDraft, adapter: PeftFolder, quantization: Quantization) -> None:
         """Read a draft's own adapter; `quantization` is that of the draft."""
         assert isinstance(draft, LanguageModel), "adapters of heads were refused"
-        products, weights = PER_LAYER * draft.config.num_layers, adapter_dtype(quantization, draft.dtype)
-        draft.adapter = adapter.load(products, weights, self.hardware.device, draft.kernels.products.library)
+        weights = adapter_dtype(quantization, draft.dtype)
+        draft.adapter = adapter.load(weights, self.hardware.device, draft.kernels.products.library)
 
     def _fitting(self, found: FoundModel | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""

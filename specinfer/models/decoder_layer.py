@@ -147,7 +147,10 @@ class DecoderLayer:
             made_TD = self._attention(given_TC, rope, attend, adapted)
         if self._recurrent is not None:
             assert states is not None, "a runner passes the states of recurrent layers"
-            other_TD = self._recurrent(given_TC, states, None if made_TD is not None else adapted)
+            own = adapted
+            if made_TD is not None and adapted is not None:  # its numbers are of a layer behind the last
+                own = adapted._replace(layer=self._config.num_layers + adapted.layer)
+            other_TD = self._recurrent(given_TC, states, own)
             made_TD = other_TD if made_TD is None else made_TD + other_TD
         assert made_TD is not None, "layers without either are an MLP alone"
         if self._config.parallel_block:

@@ -23,8 +23,7 @@ FAMILIES = (
     *("llama-biases", "qwen2-window", "gemma3", "gemma4", "gemma3n", "opt", "phi3-partial-rope", "glm4"),
     *("lfm2", "qwen3.5", "granite-hybrid", "falcon-h1", "nemotron-h"),
 )
-# Modules without adapters: gates of a delta rule, and recurrences beside attention.
-WITHOUT = {"qwen3.5": ("in_proj_a", "in_proj_b"), "falcon-h1": ("in_proj", "out_proj")}
+WITHOUT = {"qwen3.5": ("in_proj_a", "in_proj_b")}  # modules without adapters: gates of a delta rule
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 RANK, ALPHA = 3, 5
 PREFIX = "base_model.model."

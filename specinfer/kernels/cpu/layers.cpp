@@ -110,15 +110,11 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     }
     times(layer.o, 4 * i + 1, inner, to);
   };
-  const auto remember = [&](int64_t i, const void* from, const AdaptedRows* by, void* to) {
+  const auto remember = [&](int64_t i, int64_t number, const void* from, void* to) {
     const Recurrence& its = *layers[i].recurrence;
-    const auto multiplied = [&](const Product& product, int64_t number, const void* x, void* made) {
-      const Timed timed(Stage::kProduct);
-      multiply_adapted(product, {x, type, rows}, by, number, made);
-    };
     const Scratch::Mark gates_end;
     float* gates = nullptr;
-    multiplied(its.first, 4 * i, from, product);
+    times(its.first, number, from, product);
     if (its.gates.weight != nullptr) {
       const Timed timed(Stage::kProduct);
       gates = Scratch::get().take<float>(rows * its.gates.channels);
@@ -128,7 +124,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
       const Timed timed(Stage::kRecurrence);
       recur(its, type, product, gates, *states, rows, inner);
     }
-    multiplied(its.last, 4 * i + 1, inner, to);
+    times(its.last, number + 1, inner, to);
   };
   const auto think = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
@@ -166,7 +162,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
       const void* given = entered(added, layer.before_attention);
       tap(i, nullptr);  // everything has been added to x
       if (attends) attend(i, given, y);
-      if (remembers) remember(i, given, attends ? nullptr : adapted, attends ? other : y);
+      if (remembers) remember(i, 4 * (attends ? count + i : i), given, attends ? other : y);
       if (attends && remembers) add(other);
       if (layer.parallel != 0) {
         if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);

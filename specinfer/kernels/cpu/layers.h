@@ -75,8 +75,8 @@ struct Left {
 
 // Runs `count` layers. ropes: by number; caches: of each layer. x [T, D] is the residual stream; the term still to be
 // added to it is in y [T, D]. adapted: rows with adapters, where layer i's products have numbers from 4 i on, and those of
-// a recurrence without attention the numbers of qkv and o; null: no row has one. states: of the layers with a recurrence,
-// if there are any.
+// a recurrence the numbers of qkv and o, beside attention of layer count + i; null: no row has one. states: of the layers
+// with a recurrence, if there are any.
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
                 const LayerCache* caches, void* x, void* y, const Taps& taps,
                 const AdaptedRows* adapted = nullptr, const States* states = nullptr,

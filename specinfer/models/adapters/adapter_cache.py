@@ -14,7 +14,7 @@ import torch
 
 from specinfer.errors import AdapterError, CapacityError, ModelError, RequestError
 from specinfer.kernels.library import Library
-from specinfer.kernels.low_rank import PER_LAYER, AdaptedRows, Adapter, Span
+from specinfer.kernels.low_rank import AdaptedRows, Adapter, Span
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.request import LoRARequest
@@ -228,5 +228,4 @@ class AdapterCache:
             return found
 
     def _loaded(self, folder: PeftFolder) -> Adapter:
-        products = PER_LAYER * self._config.num_layers
-        return folder.load(products, self._weights, self._device, self._library)
+        return folder.load(self._weights, self._device, self._library)

@@ -33,7 +33,7 @@ from specinfer.kernels.low_rank import (
     matrix_bytes,
     part_bytes,
 )
-from specinfer.kernels.recurrence_config import input_rows
+from specinfer.kernels.recurrence_config import LayerKind, input_rows
 from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
 def slots(config: ModelConfig) -> dict[str, Slot]:
     """The decoder's matrices that may have adapters, by name without `.weight`; experts may not.
 
-    Beside attention a recurrent block may not, either.
+    A recurrent block beside attention has the numbers of a layer behind the model's last.
     """
     return {
         f"model.layers.{layer}.{name}": slot._replace(product=PER_LAYER * layer + slot.product)
@@ -73,16 +73,17 @@ def _slots_in_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     q, kv = config.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
     found: dict[str, Slot] = {}
     if layer in config.attention_layers:
-        first = {"q_proj": q}
+        rows = {"q_proj": q}
         if config.cache_of(layer) == layer:
-            first |= {"k_proj": kv} if own.values_are_keys else {"k_proj": kv, "v_proj": kv}
+            rows |= {"k_proj": kv} if own.values_are_keys else {"k_proj": kv, "v_proj": kv}
         if config.gated_attention:
-            first["gate_proj"] = q
-        found = _stacked("self_attn.", first, QKV, hidden)
+            rows["gate_proj"] = q
+        found = _stacked("self_attn.", rows, QKV, hidden)
         found["self_attn.o_proj"] = Slot(OUT, range(hidden), q)
-    elif layer in config.recurrent_layers and (r := config.recurrence) is not None:
-        found = _stacked("mixer.", input_rows(r), QKV, hidden)
-        found["mixer.out_proj"] = Slot(OUT, range(hidden), r.heads * r.value_size or r.channels)
+    if layer in config.recurrent_layers and (r := config.recurrence) is not None:
+        first = PER_LAYER * config.num_layers if found else 0
+        found |= _stacked("mixer.", input_rows(r), first + QKV, hidden)
+        found["mixer.out_proj"] = Slot(first + OUT, range(hidden), r.heads * r.value_size or r.channels)
     if config.experts_of(layer) is None and layer not in config.layers_without_mlp:
         names = ("gate_proj", "up_proj")[not config.gated_mlp :]
         found |= _stacked("mlp.", dict.fromkeys(names, inner), UP, hidden)
@@ -159,6 +160,8 @@ class PeftFolder:
             if not file.is_file():
                 raise ModelFileError(f"adapter {name!r}: {path} has no {file.name}; {self._instead()}")
         self._files = files
+        layers = config.num_layers * (2 if LayerKind.BOTH in config.layer_kinds else 1)
+        self._products = PER_LAYER * layers  # of the model, with and without adapters
         self._initial_state = self._state()
         try:
             self._own = adapter_config(read_json(files[0]))
@@ -183,10 +186,8 @@ class PeftFolder:
             found += sum(part_bytes(part.slot.channels, rank, weights) for part in one.module.matrices)
         return found + sum(matrix_bytes(rank, inner, weights) for (_, inner), rank in ranks.items())
 
-    def load(
-        self, products: int, weights: torch.dtype, device: torch.device, library: Library | None
-    ) -> Adapter:
-        """Read its tensors, for `products` products of a model, as int8 or in the dtype of the model.
+    def load(self, weights: torch.dtype, device: torch.device, library: Library | None) -> Adapter:
+        """Read its tensors, as int8 or in the dtype of the model.
 
         Raises ModelFileError if a value is not finite, or if files were changed since they were checked.
         """
@@ -215,7 +216,7 @@ class PeftFolder:
             return term.to_int8() if weights is torch.int8 else term
 
         # Product by product, so that the tensors as read take little memory.
-        adapter = Adapter.of(map(made, range(products)), self.bytes(weights), library)
+        adapter = Adapter.of(map(made, range(self._products)), self.bytes(weights), library)
         if self._state() != self._initial_state:
             raise ModelFileError(
                 f"adapter {self.name!r} ({self.path}): its files were changed since it was named; "

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelError
-from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.models.open_model import open_model
@@ -132,7 +131,7 @@ def test_the_bytes_of_an_adapter_are_those_that_it_takes(model: Path, tmp_path: 
     for rank, targets in product((1, 16, 17), (ALL, ("k_proj", "down_proj"))):
         opened = PeftFolder("sql", write_adapter(tmp_path / "sql", model, rank=rank, targets=targets), config)
         for weights in (torch.bfloat16, torch.int8):
-            loaded = opened.load(PER_LAYER * config.num_layers, weights, torch.device("cpu"), library)
+            loaded = opened.load(weights, torch.device("cpu"), library)
             assert opened.bytes(weights) == loaded.used_bytes, (rank, targets, weights)
 
 
@@ -144,7 +143,7 @@ def test_numbers_that_are_none_are_found_when_they_are_read(model: Path, tmp_pat
         change(folder, lambda tensors: tensors.update({f"{INSIDE}.lora_B.weight": wrong}))
         opened = PeftFolder("sql", folder, config)
         with pytest.raises(ModelError, match=r"q_proj.lora_B.weight' holds values that are not finite float"):
-            opened.load(PER_LAYER * config.num_layers, torch.float32, torch.device("cpu"), None)
+            opened.load(torch.float32, torch.device("cpu"), None)
 
 
 def test_files_that_changed_since_are_not_loaded(model: Path, tmp_path: Path) -> None:
@@ -153,7 +152,7 @@ def test_files_that_changed_since_are_not_loaded(model: Path, tmp_path: Path) ->
     write_adapter(folder, model, seed=1, rank=4, alpha=100)
     describe(folder, more=None)
     with pytest.raises(ModelError, match="its files were changed since it was named"):
-        opened.load(PER_LAYER * config.num_layers, torch.float32, torch.device("cpu"), None)
+        opened.load(torch.float32, torch.device("cpu"), None)
 
 
 def test_names_as_other_programs_write_them(model: Path, tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_names_as_other_programs_write_them(model: Path, tmp_path: Path) -> None
             tensors[new.replace("model.layers", "model.language_model.layers")] = tensors.pop(name)
 
     change(folder, renamed)
-    adapter = PeftFolder("sql", folder, config).load(8, torch.float32, torch.device("cpu"), None)
+    adapter = PeftFolder("sql", folder, config).load(torch.float32, torch.device("cpu"), None)
     assert [product is not None for product in adapter.products] == [True, False, False, False] * 2
 
 
@@ -174,5 +173,5 @@ def test_an_adapter_of_a_part_of_the_layers(model: Path, tmp_path: Path) -> None
     for half in "AB":
         change(folder, drop(f"base_model.model.model.layers.0.self_attn.o_proj.lora_{half}.weight"))
     describe(folder, layers_to_transform=[1])
-    adapter = PeftFolder("sql", folder, config).load(8, torch.float32, torch.device("cpu"), None)
+    adapter = PeftFolder("sql", folder, config).load(torch.float32, torch.device("cpu"), None)
     assert [product is not None for product in adapter.products] == [*[False] * 5, True, False, False]
