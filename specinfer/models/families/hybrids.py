@@ -142,15 +142,16 @@ def _lfm2_given(c: Fields) -> Fields:
     return {**given, "intermediate_size": size}
 
 
-def _short_conv(config: ModelConfig, taps: int, *, biased: bool) -> Recurrence:
-    kind = LayerKind.SHORT_CONV
-    return Recurrence(
-        kind=kind, taps=taps, channels=config.hidden_size, conv_bias=biased, bias=biased, out_bias=biased
-    )
-
-
 def _lfm2(config: ModelConfig, c: Fields) -> ModelConfig:
-    recurrence = _short_conv(config, count(c, "conv_L_cache"), biased=boolean(c, "conv_bias", False))
+    biased = boolean(c, "conv_bias", False)
+    recurrence = Recurrence(
+        kind=LayerKind.SHORT_CONV,
+        taps=count(c, "conv_L_cache"),
+        channels=config.hidden_size,
+        conv_bias=biased,
+        bias=biased,
+        out_bias=biased,
+    )
     kinds = {"full_attention": LayerKind.ATTENTION, "conv": LayerKind.SHORT_CONV}
     return with_kinds(config, c, kinds, recurrence)
 
@@ -178,29 +179,22 @@ def _qwen_moe_given(c: Fields) -> Fields:
     return _qwen_given({**c, "norm_topk_prob": True, "intermediate_size": count(c, "moe_intermediate_size")})
 
 
-def _gated_delta(
-    config: ModelConfig, heads: int, groups: int, key_size: int, values: int, taps: int, *, tiled: bool
-) -> Recurrence:
-    """The recurrence of a Qwen; all heads have that many values."""
-    return Recurrence(
+def _qwen(config: ModelConfig, c: Fields, *, tiled: bool = False) -> ModelConfig:
+    keys = "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    heads, groups, key_size, value_size, taps = (count(c, f"linear_{key}") for key in keys)
+    recurrence = Recurrence(
         kind=LayerKind.GATED_DELTA,
         taps=taps,
-        channels=2 * groups * key_size + values,
+        channels=2 * groups * key_size + heads * value_size,
         heads=heads,
         groups=groups,
         tiled=tiled,
         key_size=key_size,
-        value_size=values // heads,
+        value_size=value_size,
         norm=GateNorm.BEFORE,
         norm_groups=heads,
         norm_eps=config.norm_eps,
     )
-
-
-def _qwen(config: ModelConfig, c: Fields) -> ModelConfig:
-    keys = "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
-    heads, groups, key_size, value_size, taps = (count(c, f"linear_{key}") for key in keys)
-    recurrence = _gated_delta(config, heads, groups, key_size, heads * value_size, taps, tiled=False)
     kinds = {"full_attention": LayerKind.ATTENTION, "linear_attention": LayerKind.GATED_DELTA}
     return with_kinds(config, c, kinds, recurrence)
 
@@ -218,30 +212,29 @@ def _lfm2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     kv_heads = c.get("attention.head_count_kv")
     if not isinstance(kv_heads, list) or len(kv_heads) != config.num_layers:
         raise ModelError("the GGUF file has no attention.head_count_kv of each layer; get the file again")
-    kinds = tuple(LayerKind.ATTENTION if heads else LayerKind.SHORT_CONV for heads in kv_heads)
-    biased = any(name.endswith("shortconv.conv.bias") for name in head.shapes)
-    recurrence = _short_conv(config, count(c, "shortconv.l_cache"), biased=biased)
-    return replace(config, layer_kinds=kinds, recurrence=recurrence)
+    given = {
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "conv_L_cache": c.get("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in head.shapes),
+    }
+    return _lfm2(config, given)
 
 
 def _lfm2_moe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
-    config = with_gguf_experts(_lfm2_from_gguf(config, head), head, normalized=True)
-    assert config.experts is not None, "it has some"
-    return replace(config, experts=replace(config.experts, epsilon=_EPSILON))
+    return with_gguf_experts(_lfm2_from_gguf(config, head), head, normalized=True, epsilon=_EPSILON)
 
 
 def _qwen_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
-    c, every = head.fields, count(head.fields, "full_attention_interval", 4)
-    keys = "time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel"
-    heads, groups, *sizes = (count(c, f"ssm.{key}") for key in keys)
+    c = head.fields
+    keys = {"num_key_heads": "group_count", "key_head_dim": "state_size", "conv_kernel_dim": "conv_kernel"}
+    given = {f"linear_{ours}": c.get(f"ssm.{theirs}") for ours, theirs in keys.items()}
+    heads, groups = count(c, "ssm.time_step_rank"), count(c, "ssm.group_count")
+    given |= {"linear_num_value_heads": heads, "linear_value_head_dim": count(c, "ssm.inner_size") // heads}
+    every = c.get("full_attention_interval")
+    given |= {"num_hidden_layers": config.num_layers, "full_attention_interval": every}
     # llama.cpp's converter reorders the value heads of Qwen3.5, but not those of Qwen3-Next.
     tiled = heads != groups and config.family is not Family.QWEN3_NEXT
-    attends = [(layer + 1) % every == 0 for layer in range(config.num_layers)]
-    return replace(
-        config,
-        layer_kinds=tuple(LayerKind.ATTENTION if full else LayerKind.GATED_DELTA for full in attends),
-        recurrence=_gated_delta(config, heads, groups, *sizes, tiled=tiled),
-    )
+    return _qwen(config, _qwen_given(given), tiled=tiled)
 
 
 def _qwen_moe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:

@@ -10,9 +10,14 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
+from specinfer.models.config import Family, ModelConfig, QkNorm
 from specinfer.models.families.llama import without_rope
-from specinfer.models.families.mixtures import expert_stacks, with_experts, with_gguf_experts
+from specinfer.models.families.mixtures import (
+    expert_stacks,
+    sigmoid_experts,
+    with_experts,
+    with_gguf_experts,
+)
 from specinfer.models.fields import Fields, boolean, count
 from specinfer.models.gguf_config import GgufFamily, GgufHead
 from specinfer.models.hf_config import BIASED, HfFamily, defaults, windows
@@ -56,15 +61,13 @@ def _llama4(config: ModelConfig, c: Fields) -> ModelConfig:
         qk_norm=QkNorm.PLAIN if boolean(c, "use_qk_norm", True) else QkNorm.NONE,
         max_context=min(ends),
     )
-    experts = Experts(
-        count(c, "num_local_experts"),
-        count(c, "num_experts_per_tok"),
-        count(c, "intermediate_size"),
-        normalized=False,
-        shared_size=count(c, "intermediate_size"),
-        shared_gated=False,
+    size = count(c, "intermediate_size")
+    experts = sigmoid_experts(
+        {**c, "moe_intermediate_size": size, "norm_topk_prob": False},
+        "num_local_experts",
         dense_layers=frozenset(layer for layer in layers if layer not in mixed),
-        sigmoid=True,
+        shared_size=size,
+        shared_gated=False,
         scales_inputs=True,
     )
     return with_experts(config, experts)
@@ -74,15 +77,13 @@ def _llama4_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     """Files have no keys of chunks, of layers without rope and of norms; values are llama.cpp's."""
     if head.fields.get("attention.sliding_window") is not None:
         raise ModelError("the GGUF file is of a Llama 4 without chunks, which is not supported")
-    config = with_gguf_experts(config, head, normalized=False)
-    assert config.experts is not None, "it counts them"
-    return replace(
+    config = replace(
         config,
         layers_without_rope=without_rope(_LLAMA4, config.num_layers),
-        qk_norm=QkNorm.NONE if config.experts.count == _UNNORMED else QkNorm.PLAIN,
+        qk_norm=QkNorm.NONE if count(head.fields, "expert_count") == _UNNORMED else QkNorm.PLAIN,
         max_context=min(config.max_context, _CHUNK - 1),
-        experts=replace(config.experts, sigmoid=True, scales_inputs=True),
     )
+    return with_gguf_experts(config, head, normalized=False, sigmoid=True, scales_inputs=True)
 
 
 HF: Final = (

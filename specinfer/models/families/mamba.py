@@ -128,15 +128,12 @@ def mamba(config: ModelConfig, c: Fields, size: int) -> Recurrence:
 
 def _limits(c: Fields) -> tuple[float, float]:
     """The limits of dt; the upper one may be infinite."""
-    limits = c.get("time_step_limit")
-    if limits is None:
-        return 0.0, math.inf
+    key = "time_step_limit"
+    limits = (0.0, math.inf) if c.get(key) is None else c[key]
     if not isinstance(limits, list | tuple) or len(limits) != 2:
-        raise ModelError(f"time_step_limit is {limits!r}; expected two numbers. The config is damaged.")
-    low, high = (
-        number({"time_step_limit": 1e300 if one in _INFINITE else one}, "time_step_limit") for one in limits
-    )
-    return low, math.inf if high == 1e300 else high
+        raise ModelError(f"{key} is {limits!r}; expected two numbers. The config is damaged.")
+    low, high = (math.inf if one in _INFINITE else number({key: one}, key) for one in limits)
+    return low, high
 
 
 def _granite_given(c: Fields) -> Fields:

@@ -239,8 +239,11 @@ _SOFTMAX: Final = 1  # llama.cpp's numbers
 _SIGMOID: Final = 2
 
 
-def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool) -> ModelConfig:
-    """The config with the experts of a file; `normalized` is llama.cpp's default for that architecture."""
+def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool, **own: Any) -> ModelConfig:
+    """The config with the experts of a file; `normalized` is llama.cpp's default for that architecture.
+
+    `own` are fields that all of its models have.
+    """
     c, shapes = head.fields, head.shapes
     kind, scale = integer(c, "expert_gating_func", _SOFTMAX), positive(c, "expert_weights_scale", 1.0)
     if kind not in (_SOFTMAX, _SIGMOID) or (kind == _SOFTMAX and scale != 1):
@@ -259,7 +262,7 @@ def with_gguf_experts(config: ModelConfig, head: GgufHead, *, normalized: bool) 
         choice_bias=any(name.endswith("exp_probs_b.bias") for name in shapes),
         scale=scale,
     )
-    return with_experts(config, experts)
+    return with_experts(config, replace(experts, **own))
 
 
 def _olmoe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
@@ -273,15 +276,10 @@ def _granite_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 
 
 def _gpt_oss_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
-    config, rope = with_gguf_experts(config, head, normalized=True), config.rope
+    config, rope = with_gguf_experts(config, head, normalized=True, bias=True), config.rope
     if rope is not None and rope.yarn is not None:  # as in training; files have no key for it
         rope = replace(rope, yarn=replace(rope.yarn, truncate=False))
-    return replace(
-        config,
-        rope=rope,
-        layer_windows=gguf_windows(config, head, but_every(2)),
-        experts=None if config.experts is None else replace(config.experts, bias=True),
-    )
+    return replace(config, rope=rope, layer_windows=gguf_windows(config, head, but_every(2)))
 
 
 GGUF: Final = (
