@@ -26,7 +26,7 @@ from specinfer.heads.runner import HeadCache
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import Residual
-from specinfer.models.layers import RotaryEmbedding, RowNorm
+from specinfer.models.layers import RowNorm, rope_embeddings, turns
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import ModelBatch
 from specinfer.runtime.kv_cache import KvCache
@@ -45,11 +45,7 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         self._enter, self._leave = weights.linear("pre_projection"), weights.linear("post_projection")
         self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
         self._norm = RowNorm.of("norm", body, weights)
-        assert body.rope is not None
-        assert body.local_rope is not None
-        sizes = (body.global_heads or body).head_dim, body.head_dim
-        ropes = zip((body.rope, body.local_rope), sizes, strict=True)
-        self._ropes = [RotaryEmbedding(rope, size, self.device) for rope, size in ropes]
+        self._ropes = rope_embeddings(body, self.device)
         if head.clusters:
             self._order_NK = torch.tensor(order, device=self.device).view(head.clusters, -1)
             # The rows of a cluster lie side by side, as its tokens get their logits together.
@@ -95,11 +91,11 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """See RecursiveModel."""
-        turns = dict(zip(("global", "local"), [rope.at(positions_T) for rope in self._ropes], strict=True))
+        turned = turns(self._ropes, positions_T)
         x_TA = self._enter(torch.cat((self.embedded(token_ids_T, positions_T), feature_TD), dim=-1))
         y_TA: Tensor | None = None
         for layer in self._layers:
-            y_TA = layer(x_TA, y_TA, turns[layer.rope], attend)
+            y_TA = layer(x_TA, y_TA, turned[layer.parts.rope], attend)
         read_TA = self._norm(x_TA, y_TA)
         return read_TA, self._leave(read_TA)
 

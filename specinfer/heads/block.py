@@ -185,7 +185,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         self._layers = [kind(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
         native: NativeLayers | None = None
         if not head.conv_taps:
-            native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
+            native = NativeLayers.of([layer.parts for layer in self._layers], weights.kernels.ops)
         self.selector = Selector.of(head, weights) if head.selector_rank else None
         self._norm = RowNorm.of("norm", body, weights)
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)

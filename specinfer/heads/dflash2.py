@@ -22,7 +22,7 @@ from specinfer.attention.backend import Attend, Rotation
 from specinfer.heads.config import BlockConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
-from specinfer.models.decoder_layer import DecoderLayer, add_norm
+from specinfer.models.decoder_layer import BEFORE_ATTENTION, BEFORE_MLP, DecoderLayer
 from specinfer.models.weight_memory import Weights
 
 _CONVOLUTIONS: Final = ("attention_conv", "mlp_conv")
@@ -88,13 +88,11 @@ class ConvolvedLayer(DecoderLayer):
         self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend, places_T: Tensor
     ) -> Tensor:
         """Return the term to be added to x, [T, D]; x += y in place. `places_T` are the rows of blocks."""
-        assert self._attention is not None, "layers of heads have attention"
         of_attention, of_mlp = self._convolutions
-        given_TD, delta_TKG = of_attention.before(add_norm(x_TD, y_TD, self._before_attention), places_T)
-        made_TD = self._attention(given_TD, rope, attend, None)
-        y_TD = of_attention.behind(made_TD, delta_TKG, places_T)
-        given_TD, delta_TKG = of_mlp.before(add_norm(x_TD, y_TD, self._before_mlp), places_T)
-        return of_mlp.behind(self._mlp_output(given_TD, None, x_TD), delta_TKG, places_T)
+        given_TD, delta_TKG = of_attention.before(self.normed(x_TD, y_TD, BEFORE_ATTENTION), places_T)
+        y_TD = of_attention.behind(self.attended(given_TD, rope, attend), delta_TKG, places_T)
+        given_TD, delta_TKG = of_mlp.before(self.normed(x_TD, y_TD, BEFORE_MLP), places_T)
+        return of_mlp.behind(self.mlp_output(given_TD, None, x_TD), delta_TKG, places_T)
 
 
 @dataclass(frozen=True, slots=True)

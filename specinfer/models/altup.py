@@ -22,9 +22,9 @@ from specinfer.attention.backend import Attend, Rotation
 from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
-from specinfer.models.decoder_layer import DecoderLayer
+from specinfer.models.decoder_layer import AFTER_ATTENTION, BEFORE_ATTENTION, BEFORE_MLP, DecoderLayer
 from specinfer.models.language_model import PassContext, Residual
-from specinfer.models.layers import RowNorm
+from specinfer.models.layers import RowNorm, turns
 from specinfer.models.weight_memory import Weights
 
 _ENTER, _LEAVE = "model.altup_projections", "model.altup_unembed_projections"
@@ -34,7 +34,7 @@ _SMALLEST: Final = 1e-5  # mean square of a stream before it is scaled
 class AltUpLayer(DecoderLayer):
     """One layer: a step of all streams."""
 
-    __slots__ = ("_altup", "_laurel", "_laurel_norm", "_made", "_ops", "_router", "_router_norm", "_scale")
+    __slots__ = ("_altup", "_laurel", "_laurel_norm", "_made", "_router", "_router_norm", "_scale")
 
     def __init__(self, layer: int, config: ModelConfig, weights: Weights, prefix: str) -> None:
         super().__init__(layer, config, weights, prefix)
@@ -45,7 +45,6 @@ class AltUpLayer(DecoderLayer):
         # coefficients of the predictions, and of the corrections
         names = "prediction_coefs", "correction_coefs"
         self._made = tuple(weights.exact(f"{prefix}.altup.{name}.weight") for name in names)
-        self._ops = weights.kernels.ops
         self._scale = weights.tensor(f"{prefix}.altup.correct_output_scale")
         self._laurel = tuple(weights.linear(f"{prefix}.laurel.linear_{side}") for side in ("left", "right"))
         self._laurel_norm = RowNorm.of(f"{prefix}.laurel.post_laurel_norm", config, weights)
@@ -62,18 +61,16 @@ class AltUpLayer(DecoderLayer):
         active = self._altup.active
         routed_TS = self._routed(x_TSD[:, active].contiguous())
         x_TSD, before_TD = self._ops.predict_streams(x_TSD, routed_TS, self._made[0], active)
-        given_TD = before_TD if self._before_attention is None else self._before_attention(before_TD)
-        assert self._attention is not None, "no such layer is without attention"
+        given_TD = self.normed(before_TD, None, BEFORE_ATTENTION)
         left, right = self._laurel
         beside_TD = self._laurel_norm(right(left(given_TD))) + given_TD
-        made_TD = self._term(self._attention(given_TD, rope, attend, adapted), self._after_attention)
+        made_TD = self._term(self.attended(given_TD, rope, attend, adapted), AFTER_ATTENTION)
         x_TD = (before_TD + made_TD + beside_TD) * 2**-0.5
-        given_TD = x_TD if self._before_mlp is None else self._before_mlp(x_TD)
-        x_TD = x_TD + self._term(self._mlp_output(given_TD, adapted, x_TD), self._after_mlp)
+        x_TD = x_TD + self._behind_mlp(self.normed(x_TD, None, BEFORE_MLP), adapted, x_TD)
         self._ops.correct_streams(x_TSD, self._routed(x_TD), self._made[1], before_TD, x_TD)
-        if self._per_layer is not None and per_layer_TC is not None:
+        if per_layer_TC is not None:
             given_TD = x_TSD[:, active] * self._scale if self._altup.scaled else x_TSD[:, active]
-            x_TSD[:, 1:] += self._per_layer(given_TD.contiguous(), per_layer_TC)[:, None]
+            x_TSD[:, 1:] += self._of_inputs(given_TD.contiguous(), per_layer_TC)[:, None]
         return x_TSD
 
     def _routed(self, x_TD: Tensor) -> Tensor:
@@ -84,15 +81,14 @@ class AltUpLayer(DecoderLayer):
 class AltUpDecoder(Decoder):
     """A decoder with several streams."""
 
+    layer_class = AltUpLayer
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         assert config.altup is not None, "Decoder computes other models"
         others = range(config.altup.streams - 1)
         self._enter = weights.linear(*(f"{_ENTER}.{i}" for i in others))
         self._leave = [weights.linear(f"{_LEAVE}.{i}") for i in others]
-
-    def _layer(self, layer: int, weights: Weights, prefix: str) -> DecoderLayer:
-        return AltUpLayer(layer, self.config, weights, prefix)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """The streams' beginnings, [T, S, D]."""
@@ -105,12 +101,11 @@ class AltUpDecoder(Decoder):
         self, residual: Residual, context: PassContext, per_layer_TC: Tensor | None = None
     ) -> tuple[Residual, Tensor | None]:
         """As of every decoder; there are no taps, since heads read one stream alone."""
-        x_TSD, turned = residual.x_TD, [rope.at(context.positions_T) for rope in self._ropes]
-        turns = {"global": turned[0], "local": turned[-1]}
+        x_TSD, turned = residual.x_TD, turns(self._ropes, context.positions_T)
         for i, layer in enumerate(self._layers):
             assert isinstance(layer, AltUpLayer), "made by _layer"
             adapted = AdaptedLayer.of(context.adapted, i)
-            x_TSD = layer.step(x_TSD, turns[layer.rope], context.attend, adapted, per_layer_TC)
+            x_TSD = layer.step(x_TSD, turned[layer.parts.rope], context.attend, adapted, per_layer_TC)
         return Residual(x_TSD), None
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:

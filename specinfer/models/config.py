@@ -289,9 +289,10 @@ class ModelConfig:
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
                 f"but the model has {self.num_layers}"
             )
-        if self.layer_kinds and (len(self.layer_kinds) != self.num_layers or not self._has_recurrence):
+        listed = len(self.layer_kinds)
+        if listed and (listed != self.num_layers or (self.recurrence is None and self.recurrent_layers)):
             raise ModelError(
-                f"the config has kinds of {len(self.layer_kinds)} layers for {self.num_layers}, or no sizes "
+                f"the config has kinds of {listed} layers for {self.num_layers}, or no sizes "
                 "of the state of recurrent ones. The config is damaged."
             )
         if len({w for w in self.layer_windows if w is not None}) > 1:
@@ -328,10 +329,6 @@ class ModelConfig:
         kinds = (LayerKind.ATTENTION, LayerKind.NONE)
         return [layer for layer in range(self.num_layers) if self.kind_of(layer) not in kinds]
 
-    @property
-    def _has_recurrence(self) -> bool:
-        return self.recurrence is not None or not self.recurrent_layers
-
     def extends(self, tokens: int) -> bool:
         """True if texts of that many tokens need other rotations (LongRope)."""
         longrope = None if self.rope is None else self.rope.longrope
@@ -358,6 +355,15 @@ class ModelConfig:
         if self.global_heads is not None and self.layer_windows[layer] is None:
             return self.global_heads
         return LayerHeads(self.head_dim, self.num_kv_heads)
+
+    def query_rows(self, layer: int) -> dict[str, int]:
+        """The rows of the product that makes a layer's q, k and v, by the names of its matrices, in order."""
+        own = self.heads_of(layer)
+        q, kv = self.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+        rows = {"q_proj": q}
+        if self.cache_of(layer) == layer:
+            rows |= {"k_proj": kv} if own.values_are_keys else {"k_proj": kv, "v_proj": kv}
+        return rows | {"gate_proj": q} if self.gated_attention else rows
 
     def cache_of(self, layer: int) -> int:
         """The layer whose keys and values a layer attends to; -1: one of another model."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.attention.backend import Rotation
 from specinfer.kernels.attention import NativeAttend
 from specinfer.kernels.decoder import NativeDecoder, NativeLayers, Places
 from specinfer.kernels.low_rank import AdaptedLayer
@@ -20,12 +20,7 @@ from specinfer.kernels.product import NativeProduct, Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput, Residual, check_taps
-from specinfer.models.layers import (
-    RotaryEmbedding,
-    RowNorm,
-    embedding_and_output,
-    rotations,
-)
+from specinfer.models.layers import RowNorm, embedding_and_output, rope_embeddings, rotations, turns
 from specinfer.models.per_layer import PerLayerInputs
 from specinfer.models.shared_sums import TableOnDisk
 from specinfer.models.weight_memory import Weights
@@ -36,6 +31,8 @@ class Decoder(LanguageModel):
 
     A native call computes a pass, with the bits of `embed`, `run_layers` and `final_norm`.
     """
+
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -51,21 +48,16 @@ class Decoder(LanguageModel):
         self._per_layer: PerLayerInputs | None = None
         if config.per_layer is not None:
             self._per_layer = PerLayerInputs(config, config.per_layer, weights)
-        own = config.global_heads
-        sizes = config.head_dim if own is None else own.head_dim, config.head_dim
-        self._ropes = [
-            RotaryEmbedding(rope, size, self.device)
-            for rope, size in zip((config.rope, config.local_rope), sizes, strict=True)
-            if rope is not None
-        ]
+        self._ropes = rope_embeddings(config, self.device)
         # True if logits need operations after the product of the output layer.
         self._changes_logits = config.logit_scale != 1.0 or config.logit_softcap is not None
         self._layers: Iterable[DecoderLayer] = weights.each(
-            lambda i: self._layer(i, weights, f"model.layers.{stage.first + i}"), config.num_layers
+            lambda i: self.layer_class(i, config, weights, f"model.layers.{stage.first + i}"),
+            config.num_layers,
         )
         native: NativeLayers | None = None
         if self.stream is None and not config.op_by_op:  # a single call cannot wait for weights
-            native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
+            native = NativeLayers.of([layer.parts for layer in self._layers], weights.kernels.ops)
         self._native: NativeDecoder | None = None
         if native is not None:
             looks_up = stage.begins  # otherwise each call passes embedding rows
@@ -80,10 +72,6 @@ class Decoder(LanguageModel):
                 rotations=(len(self._ropes), partial(rotations, self._ropes, config.max_context)),
                 writing=config.num_layers - config.shared_layers,
             )
-
-    def _layer(self, layer: int, weights: Weights, prefix: str) -> DecoderLayer:
-        """The layer of that number in this part."""
-        return DecoderLayer(layer, self.config, weights, prefix)
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
@@ -185,14 +173,11 @@ class Decoder(LanguageModel):
                 if wanted == layer:
                     tapped_TND[:, place] = residual.summed()
 
-        turns: dict[str, Rotation | None] = {"none": None}
-        if self._ropes:
-            turned = [rope.at(context.positions_T) for rope in self._ropes]
-            turns |= {"global": turned[0], "local": turned[-1]}
+        turned = turns(self._ropes, context.positions_T)
         for i, layer in enumerate(self._layers, start=stage.first):
             see(i, residual)
             adapted = AdaptedLayer.of(context.adapted, i - stage.first)
-            given = turns[layer.rope], context.attend, adapted, context.states
+            given = turned[layer.parts.rope], context.attend, adapted, context.states
             y_TD = layer(residual.x_TD, residual.y_TD, *given, per_layer_TC)
             residual = Residual(residual.x_TD, y_TD)
         see(stage.end, residual)

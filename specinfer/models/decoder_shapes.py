@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from specinfer.kernels.recurrence_config import LayerKind
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
-from specinfer.models.experts import EXPERT_FACTORS, ROUTER_NORM, expert_matrices
+from specinfer.models.experts import EXPERT_FACTORS, ROUTER_NORM, expert_matrices, mlp_matrices
 from specinfer.models.per_layer import altup_shapes, per_layer_shapes
 from specinfer.models.recurrent import recurrent_shapes
 
 
 def norm_names(config: ModelConfig, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
-    """The names of a layer's norms: before and after attention, before and after the MLP.
+    """The names of a layer's norms: before attention, before the MLP, after attention, after the MLP.
 
     The layer is counted in the whole model. A half of a layer that is missing has no norm.
     """
     first = config.kind_of(layer - config.stage.first) is not LayerKind.NONE
     if not first or layer in config.layers_without_mlp:
-        return ("input_layernorm", None, None, None) if first else (None, None, "input_layernorm", None)
+        return ("input_layernorm", None, None, None) if first else (None, "input_layernorm", None, None)
     if config.norm_place is NormPlace.BOTH:
         return (
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            *("input_layernorm", "pre_feedforward_layernorm"),
+            *("post_attention_layernorm", "post_feedforward_layernorm"),
         )
     if config.norm_place is NormPlace.BEHIND:
-        return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-    return "input_layernorm", None, None if config.shared_norm else "post_attention_layernorm", None
+        return None, None, "post_attention_layernorm", "post_feedforward_layernorm"
+    return "input_layernorm", None if config.shared_norm else "post_attention_layernorm", None, None
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -61,9 +61,10 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.layer_scalar"] = (1,)
         if i not in config.layers_without_mlp:
             inner = config.inner_of(layer)
-            mlp = _mlp_shapes(config, inner) if experts is None else expert_matrices(experts, hidden)
+            mlp = [] if experts is None else expert_matrices(experts, hidden)
+            if experts is None or experts.beside:
+                mlp += mlp_matrices("mlp", inner, hidden, gated=config.gated_mlp, bias=config.mlp_bias)
             if experts is not None and experts.beside:
-                mlp = [*_mlp_shapes(config, inner), *mlp]
                 numbers = ("post_feedforward", 1), ("post_feedforward", 2), ("pre_feedforward", 2)
                 norms += [f"{prefix}.{place}_layernorm_{number}" for place, number in numbers]
                 shapes[f"{prefix}.{ROUTER_NORM}"] = (hidden,)
@@ -86,27 +87,12 @@ def _attention_shapes(
     """The matrices of a layer's attention: name, rows, columns, whether they have a bias; and its norms."""
     if layer not in config.attention_layers:
         return [], {}
-    own, hidden = config.heads_of(layer), config.hidden_size
-    q, kv = config.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    sizes = {"q": q, "k": kv, "v": kv}
-    if config.cache_of(layer) != layer:
-        sizes = {"q": q}
-    elif own.values_are_keys:
-        del sizes["v"]
-    if config.gated_attention:
-        sizes["gate"] = q
-    matrices = [(f"self_attn.{x}_proj", size, hidden, config.qkv_bias) for x, size in sizes.items()]
-    whole = config.qk_norm is QkNorm.WHOLE
+    rows, hidden = config.query_rows(layer), config.hidden_size
+    matrices = [(f"self_attn.{name}", size, hidden, config.qkv_bias) for name, size in rows.items()]
+    sizes = {QkNorm.WHOLE: rows, QkNorm.HEAD: dict.fromkeys(rows, config.heads_of(layer).head_dim)}
     norms = {
-        f"self_attn.{x}_norm": size if whole else own.head_dim
-        for x, size in sizes.items()
-        if config.qk_norm in (QkNorm.HEAD, QkNorm.WHOLE) and x in "qk"
+        f"self_attn.{name[0]}_norm": size
+        for name, size in sizes.get(config.qk_norm, {}).items()
+        if name in ("q_proj", "k_proj")
     }
-    return [*matrices, ("self_attn.o_proj", hidden, q, config.o_bias)], norms
-
-
-def _mlp_shapes(config: ModelConfig, inner: int) -> list[tuple[str, int, int, bool]]:
-    """The matrices of a single MLP of that size, in the same form."""
-    hidden, bias = config.hidden_size, config.mlp_bias
-    first = ["mlp.gate_proj", "mlp.up_proj"] if config.gated_mlp else ["mlp.up_proj"]
-    return [*((name, inner, hidden, bias) for name in first), ("mlp.down_proj", hidden, inner, bias)]
+    return [*matrices, ("self_attn.o_proj", hidden, rows["q_proj"], config.o_bias)], norms

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from specinfer.kernels.layer_parts import ExpertParts
 from specinfer.kernels.ops import Ops, SigmoidScores
-from specinfer.kernels.product import Product
 from specinfer.models.config import Experts, ModelConfig
 from specinfer.models.layers import MLP
 from specinfer.models.ranges import InnerRange
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import Weights, first_matrices
 
 ROUTER_NORM, EXPERT_FACTORS = "mlp.router_scale", "mlp.expert_scale"  # of mixtures beside an MLP
 EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of routed experts
@@ -38,23 +37,22 @@ class Mixture:
     """The MLPs of a layer, and the router that chooses among them."""
 
     config: Experts
-    router: Product  # a logit for each expert, followed by the logit of the shared expert's gate
+    parts: ExpertParts  # for a native call
     each: Sequence[MLP]
     shared: MLP | None
     ops: Ops
-    scores: SigmoidScores | None = None
     # Called with the chosen experts before the first of them computes; None: all are in memory.
     want: Callable[[Sequence[int]], None] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.of_routed(x_TD, self.router(x_TD.float()))
+        return self.of_routed(x_TD, self.parts.router(x_TD.float()))
 
     def of_routed(self, x_TD: Tensor, logits_TC: Tensor, factors_E: Tensor | None = None) -> Tensor:
         """The same with given logits of the router, and factors of the experts' weights."""
         config, ops = self.config, self.ops
         numbers_TK, weights_TK = ops.choose_experts(
-            logits_TC, config.count, config.per_token, normalized=config.normalized, scores=self.scores
+            logits_TC, config.count, config.per_token, normalized=config.normalized, scores=self.parts.scores
         )
         if factors_E is not None:
             weights_TK = weights_TK * factors_E[numbers_TK]
@@ -79,19 +77,6 @@ class Mixture:
             ops.add_weighted(total_TD, self.shared(x_TD), all_T, open_T)
         return total_TD.to(x_TD.dtype)
 
-    def parts(self) -> ExpertParts:
-        """The products and settings for a native call."""
-        return ExpertParts(
-            router=self.router,
-            each=[mlp.products for mlp in self.each],
-            shared=None if self.shared is None else self.shared.products,
-            per_token=self.config.per_token,
-            normalized=self.config.normalized,
-            shared_gated=self.config.shared_gated,
-            gated=self.config.gated,
-            scores=self.scores,
-        )
-
 
 def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str) -> Mixture:
     """The mixture whose tensors' names begin with `prefix`, or a rank's part of it."""
@@ -109,10 +94,20 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
         choice_E = weights.exact(f"{prefix}.gate.choice_bias") if experts.choice_bias else None
         scores = SigmoidScores(choice_E, experts.scale, experts.epsilon)
     # Before the experts, as a prepared file has all other matrices of a layer in one piece.
-    shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
+    shared = mlps(["shared_expert"], part.shared_expert)[0] if experts.shared_size else None
     each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
     prefetch = weights.expert_prefetch(f"{prefix}.experts.0")
-    return Mixture(experts, router, each, shared[0], ops, scores, prefetch)
+    parts = ExpertParts(
+        router=router,
+        each=[mlp.products for mlp in each],
+        shared=None if shared is None else shared.products,
+        per_token=experts.per_token,
+        normalized=experts.normalized,
+        shared_gated=experts.shared_gated,
+        gated=experts.gated,
+        scores=scores,
+    )
+    return Mixture(experts, parts, each, shared, ops, prefetch)
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:
@@ -124,7 +119,13 @@ def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, 
             found.append(("mlp.shared_expert_gate", 1, hidden, False))
         mlps.append(("mlp.shared_expert", experts.shared_size, False))
     for name, size, bias in mlps:
-        firsts = ("gate", "up") if experts.gated else ("up",)
-        found += [(f"{name}.{first}_proj", size, hidden, bias) for first in firsts]
-        found.append((f"{name}.down_proj", hidden, size, bias))
+        found += mlp_matrices(name, size, hidden, gated=experts.gated, bias=bias)
     return found
+
+
+def mlp_matrices(
+    name: str, size: int, hidden: int, *, gated: bool, bias: bool
+) -> list[tuple[str, int, int, bool]]:
+    """The matrices of one MLP of that size, in the same form."""
+    firsts = [(first, size, hidden, bias) for first in first_matrices(name, gated=gated)]
+    return [*firsts, (f"{name}.down_proj", hidden, size, bias)]

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer: norms, rotary embeddings (RoFormer), attention block, MLP.
+"""Parts of a decoder layer: norms, rotary embeddings (RoFormer), the numbers of attention, MLP.
 
 Shapes: T rows of a step, D hidden size, F MLP size. In rotations, which have the half-split form of Hugging
 Face models, H is the head size and F the number of frequencies, one per rotated pair of elements.
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.attention.backend import AlibiSpec, Attend, AttentionSpec, Rotation
-from specinfer.kernels.low_rank import DOWN, OUT, QKV, UP, AdaptedLayer, times
+from specinfer.attention.backend import AlibiSpec, AttentionSpec, Rotation
+from specinfer.kernels.low_rank import DOWN, UP, AdaptedLayer, times
 from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig, Norm, QkNorm
@@ -70,6 +69,19 @@ class RotaryEmbedding:
         own = places * (1.0 / theta[..., None] ** self._exponents_F)
         own = F.pad(own, (0, angles.shape[-1] - size // 2))
         return torch.where(places >= scaling.original_context, own, angles)
+
+
+def rope_embeddings(config: ModelConfig, device: torch.device) -> list[RotaryEmbedding]:
+    """The embeddings of layers without a window, and of those with one if they differ."""
+    sizes = (config.global_heads or config).head_dim, config.head_dim
+    ropes = zip((config.rope, config.local_rope), sizes, strict=True)
+    return [RotaryEmbedding(rope, size, device) for rope, size in ropes if rope is not None]
+
+
+def turns(embeddings: Sequence[RotaryEmbedding], positions: Tensor) -> dict[str, Rotation | None]:
+    """The rotations at these positions by a layer's kind of them (LayerParts.rope)."""
+    turned = [one.at(positions) for one in embeddings]
+    return {"none": None, "global": turned[0], "local": turned[-1]} if turned else {"none": None}
 
 
 def rotations(embeddings: Sequence[RotaryEmbedding], longest: int, positions: int) -> list[Rotation]:
@@ -198,41 +210,13 @@ class MLP:
         return times(self.down, DOWN, inner_TF, adapted)
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Projections around `attend`."""
-
-    heads: AttentionSpec
-    qkv: Product
-    o: Product
-    clip: float | None  # limit of the absolute values of q, k and v
-    ops: Ops
-
-    def __call__(
-        self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapted: AdaptedLayer | None = None
-    ) -> Tensor:
-        """[T, D] -> [T, D]; `attend` writes this layer's K and V."""
-        qkv_TC = times(self.qkv, QKV, x_TD, adapted)
-        if self.clip is not None:
-            qkv_TC = qkv_TC.clamp_(-self.clip, self.clip)
-        if not self.heads.gated:
-            return times(self.o, OUT, attend(self.heads, qkv_TC, rotation), adapted)
-        size = self.heads.num_heads * self.heads.head_dim
-        attended_TC = attend(self.heads, qkv_TC[:, :-size].contiguous(), rotation)
-        attended_TC = self.ops.open_values(attended_TC, qkv_TC[:, -size:])
-        return times(self.o, OUT, attended_TC, adapted)
-
-
 def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: str) -> AttentionSpec:
     """The attention of a layer whose tensor names start with `prefix`."""
 
-    heads = config.heads_of(layer)
-    matrices = 1 if heads.values_are_keys else 2
-    if config.cache_of(layer) != layer:
-        matrices = 0
+    heads, rows = config.heads_of(layer), config.query_rows(layer)
 
     def norm(name: str) -> Tensor | None:
-        if config.qk_norm is QkNorm.NONE or (name == "k_norm" and not matrices):
+        if config.qk_norm is QkNorm.NONE or (name == "k_norm" and "k_proj" not in rows):
             return None
         if config.qk_norm is QkNorm.PLAIN:
             ones_H = torch.ones(heads.head_dim, dtype=weights.dtype, device=weights.device)
@@ -265,7 +249,7 @@ def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: st
         alibi=alibi,
         sinks_N=sinks_N,
         gated=config.gated_attention,
-        kv_matrices=matrices,
+        kv_matrices=sum(name in rows for name in ("k_proj", "v_proj")),
         value_norm=config.value_norm,
     )
 

@@ -6,19 +6,18 @@ Shapes: T rows of a step, D hidden size, L layers, P values of a token for one l
     a layer  x += norm(out(act(gate(x)) * its inputs))
 
 The table has most of the bytes of a small model, and one row of it is needed for a token: rows are read from
-the file. The inputs are computed here, the terms of layers in the native call as well (cpu/layers.cpp).
+the file. The inputs are computed here, the terms in decoder_layer.py and in the native call (cpu/layers.cpp).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from specinfer.kernels.layer_parts import PerLayerParts
-from specinfer.kernels.ops import NormParts, Ops
+from specinfer.kernels.ops import NormParts
 from specinfer.models.config import AltUp, ModelConfig, PerLayer
 from specinfer.models.layers import RowNorm
 from specinfer.models.weight_memory import Weights
@@ -53,34 +52,16 @@ class PerLayerInputs:
         return own_TC
 
 
-@dataclass(frozen=True, slots=True)
-class PerLayerTerm:
-    """The term that a layer makes of its inputs."""
-
-    parts: PerLayerParts
-    activation: str
-    after: RowNorm
-    ops: Ops
-
-    @classmethod
-    def of(
-        cls, layer: int, config: ModelConfig, own: PerLayer, weights: Weights, prefix: str
-    ) -> PerLayerTerm:
-        """The term of a layer whose tensor names start with `prefix`."""
-        after = RowNorm.of(f"{prefix}.{_AFTER}", config, weights)
-        parts = PerLayerParts(
-            gate=weights.linear(f"{prefix}.{_GATE}"),
-            out=weights.linear(f"{prefix}.{_OUT}"),
-            after=after.parts,
-            first=layer * own.size,
-        )
-        return cls(parts, config.activation.value, after, weights.kernels.ops)
-
-    def __call__(self, x_TD: Tensor, inputs_TC: Tensor) -> Tensor:
-        """[T, D]; the inputs are those of all layers."""
-        gate_TP = self.parts.gate(x_TD)
-        own_TP = inputs_TC[:, self.parts.first : self.parts.first + gate_TP.shape[1]]
-        return self.after(self.parts.out(self.ops.gate(torch.cat([gate_TP, own_TP], 1), self.activation)))
+def per_layer_parts(
+    layer: int, config: ModelConfig, own: PerLayer, weights: Weights, prefix: str
+) -> PerLayerParts:
+    """The products of a layer whose tensor names start with `prefix`."""
+    return PerLayerParts(
+        after=RowNorm.of(f"{prefix}.{_AFTER}", config, weights).parts,
+        gate=weights.linear(f"{prefix}.{_GATE}"),
+        out=weights.linear(f"{prefix}.{_OUT}"),
+        first=layer * own.size,
+    )
 
 
 def per_layer_shapes(config: ModelConfig, own: PerLayer) -> dict[str, tuple[int, ...]]:

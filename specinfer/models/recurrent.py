@@ -6,37 +6,18 @@ order of the first product's results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from specinfer.kernels.low_rank import OUT, QKV, AdaptedLayer, times
-from specinfer.kernels.ops import Ops
 from specinfer.kernels.recurrence import RecurrenceParts
 from specinfer.kernels.recurrence_config import GATES, KEYS, GateNorm, LayerKind, Recurrence, input_rows
-from specinfer.kernels.states import StatePass
 from specinfer.models.config import ModelConfig
 from specinfer.models.weight_memory import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrent:
-    """The recurrent block of a layer."""
-
-    parts: RecurrenceParts
-    ops: Ops
-
-    def __call__(self, x_TD: Tensor, states: StatePass, adapted: AdaptedLayer | None = None) -> Tensor:
-        """[T, D] -> [T, D]; changes states as kernels/states.py says."""
-        first, last = self.parts.products
-        gates = self.parts.gates
-        gates_TG = None if gates is None else gates(x_TD.float())
-        made_TC = times(first, QKV, x_TD, adapted)
-        return times(last, OUT, self.ops.recur(self.parts, made_TC, gates_TG, states), adapted)
-
-
-def recurrent(layer: int, config: ModelConfig, r: Recurrence, weights: Weights, prefix: str) -> Recurrent:
+def recurrent(
+    layer: int, config: ModelConfig, r: Recurrence, weights: Weights, prefix: str
+) -> RecurrenceParts:
     """The block whose tensors' names begin with `prefix`; `layer` is its number in this part."""
     own = config.part.recurrence
     names = list(input_rows(r))
@@ -51,7 +32,7 @@ def recurrent(layer: int, config: ModelConfig, r: Recurrence, weights: Weights, 
     conv, group = own.conv or (), weights.group
     linear = r.kind is not LayerKind.SHORT_CONV
     norm_values = own.values if r.kind is LayerKind.MAMBA2 else None  # otherwise all heads have the same
-    parts = RecurrenceParts(
+    return RecurrenceParts(
         layer=config.recurrent_layers.index(layer),
         sizes=r,
         products=(
@@ -69,7 +50,6 @@ def recurrent(layer: int, config: ModelConfig, r: Recurrence, weights: Weights, 
         norm_weight=None if r.norm is GateNorm.NONE else exact("norm.weight", norm_values),
         total=None if group is None or group.exchange is not None else group.total,
     )
-    return Recurrent(parts, weights.kernels.ops)
 
 
 def recurrent_shapes(r: Recurrence, hidden: int) -> dict[str, tuple[int, ...]]:

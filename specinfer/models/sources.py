@@ -141,14 +141,8 @@ class Names:
     def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:
         if len(stack) == 1:
             return [None]
-        rows = {
-            "self_attn.q_proj": config.num_heads * config.head_dim,
-            "self_attn.gate_proj": config.num_heads * config.head_dim,
-            "self_attn.k_proj": config.num_kv_heads * config.head_dim,
-            "self_attn.v_proj": config.num_kv_heads * config.head_dim,
-            "mlp.gate_proj": config.intermediate_size,
-            "mlp.up_proj": config.intermediate_size,
-        }
+        rows = {f"self_attn.{name}": size for name, size in config.query_rows(0).items()}
+        rows |= dict.fromkeys(GATE_UP, config.intermediate_size)
         if config.experts is not None:
             rows |= {SHARED + name.removeprefix("mlp."): config.experts.shared_size for name in GATE_UP}
         recurrence = config.recurrence

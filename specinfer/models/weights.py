@@ -17,7 +17,6 @@ from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.machine import release_free_memory
 from specinfer.models.altup import AltUpDecoder
-from specinfer.models.beside import MixtureDecoder
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_shapes import decoder_shapes
@@ -270,10 +269,7 @@ def _built(file: OpenModel, config: ModelConfig, weights: Weights) -> LanguageMo
 
 def native_model(config: ModelConfig, weights: Weights) -> Decoder:
     """The decoder of a config."""
-    if config.altup is not None:
-        return AltUpDecoder(config, weights)
-    beside = config.experts is not None and config.experts.beside
-    return (MixtureDecoder if beside else Decoder)(config, weights)
+    return (Decoder if config.altup is None else AltUpDecoder)(config, weights)
 
 
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:

@@ -69,17 +69,11 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
 
 def _slots_in_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     """The matrices of one layer, with the numbers of its products."""
-    hidden, inner, own = config.hidden_size, config.inner_of(layer), config.heads_of(layer)
-    q, kv = config.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    hidden, inner, rows = config.hidden_size, config.inner_of(layer), config.query_rows(layer)
     found: dict[str, Slot] = {}
     if layer in config.attention_layers:
-        rows = {"q_proj": q}
-        if config.cache_of(layer) == layer:
-            rows |= {"k_proj": kv} if own.values_are_keys else {"k_proj": kv, "v_proj": kv}
-        if config.gated_attention:
-            rows["gate_proj"] = q
         found = _stacked("self_attn.", rows, QKV, hidden)
-        found["self_attn.o_proj"] = Slot(OUT, range(hidden), q)
+        found["self_attn.o_proj"] = Slot(OUT, range(hidden), rows["q_proj"])
     if layer in config.recurrent_layers and (r := config.recurrence) is not None:
         first = PER_LAYER * config.num_layers if found else 0
         found |= _stacked("mixer.", input_rows(r), first + QKV, hidden)
