@@ -198,31 +198,22 @@ class ModelRunner:
     @inference
     def move(self, moves: Sequence[Move]) -> None:
         """Copy the K and V of accepted nodes, and inputs of recurrences, to their places in the text."""
-        sources: list[int] = []
-        targets: list[int] = []
-        node_sources: list[int] = []
-        node_targets: list[int] = []
+        slots: tuple[list[int], list[int]] = [], []  # sources, and targets
+        nodes: tuple[list[int], list[int]] = [], []
         for move in moves:
-            sources.extend(slots_of(move.block_table, move.sources, self.block_size))
-            targets.extend(slots_of(move.block_table, move.targets, self.block_size))
-            if self.states is not None:
-                node_sources.extend(self.states.places(move.states.slot, move.sources))
-                node_targets.extend(self.states.places(move.states.slot, move.targets))
+            for at, positions in enumerate((move.sources, move.targets)):
+                slots[at].extend(slots_of(move.block_table, positions, self.block_size))
+                if self.states is not None:
+                    nodes[at].extend(self.states.places(move.states.slot, positions))
         if self._leader is not None:
-            self._leader.move(sources, targets, node_sources, node_targets)
-        self.copy(sources, targets, node_sources, node_targets)
+            self._leader.move(*slots, *nodes)
+        self.copy(*slots, *nodes)
 
-    def copy(
-        self,
-        sources: Sequence[int],
-        targets: Sequence[int],
-        node_sources: Sequence[int],
-        node_targets: Sequence[int],
-    ) -> None:
+    def copy(self, sources: Sequence[int], targets: Sequence[int], *nodes: Sequence[int]) -> None:
         """Copy the K and V of slots, and the inputs of nodes between places of the rings, on this rank."""
         self.cache.move(sources, targets)
         if self.states is not None:
-            self.states.move(node_sources, node_targets)
+            self.states.move(*nodes)
 
 
 def probe_rows(rows: int, block_size: int, vocab: int) -> Rows:

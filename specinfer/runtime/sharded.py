@@ -153,16 +153,12 @@ def logits_message(cache: int, hidden_RD: Tensor) -> bytes:
     return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
 
 
-def moving_message(
-    cache: int,
-    sources: Sequence[int],
-    targets: Sequence[int],
-    node_sources: Sequence[int] = (),
-    node_targets: Sequence[int] = (),
-) -> bytes:
-    """MOVE: copy K and V of slots, and inputs of recurrences."""
-    slots = [_MOVE, cache, len(sources), *sources, *targets]
-    return array("i", [*slots, len(node_sources), *node_sources, *node_targets]).tobytes()
+def moving_message(cache: int, *places: Sequence[int]) -> bytes:
+    """MOVE: copy K and V of slots, and inputs of recurrences; `places` are the fields of Moves."""
+    words = [_MOVE, cache]
+    for sources, targets in zip(places[::2], places[1::2], strict=True):
+        words += [len(sources), *sources, *targets]
+    return array("i", words).tobytes()
 
 
 def reporting_message() -> bytes:

@@ -82,9 +82,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (opening_message(4, 1, 2, 2, STATES), "1 where 0 to 0"),
         (opening_message(4, 0, 1 << 20, 1 << 20, STATES), "where 1 to 2048"),
         (closing_message(3) + words(0), "has 1 trailing words"),
-        (moving_message(3, [1, 32], [2, 3]), "0 .. 31"),
+        (moving_message(3, [1, 32], [2, 3], [], []), "0 .. 31"),
         (opening_message(4, 0, 2, 2, StateCounts(0, 3, 4)), "0 where 1 to"),
-        (moving_message(3, [1], [-1]), "0 .. 31"),
+        (moving_message(3, [1], [-1], [], []), "0 .. 31"),
         (moving_message(3, [], [], [8], [0]), "0 .. 7"),
         (passing(replace(TEXT, states=StateUse(2))), "2 where 0 to 1"),
         (passing(replace(TEXT, states=StateUse(0, StateCheckpoint(5, 6)))), "5 where -1 to 4"),
@@ -114,7 +114,7 @@ def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     kind = data.draw(st.integers(0, 3))
     whole = [
         passing_message(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
-        moving_message(3, [1, 2], [9, 10]),
+        moving_message(3, [1, 2], [9, 10], [], []),
         opening_message(7, 0, 2, 16, STATES),
         data.draw(st.binary(max_size=64)),
     ][kind]
