@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -144,14 +145,12 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(wavelengths < short, frequencies, scaled)
 
 
+@dataclass(frozen=True, slots=True)
 class RowNorm:
     """RMSNorm or LayerNorm, preceded by a residual sum."""
 
-    __slots__ = ("_ops", "parts")
-
-    def __init__(self, parts: NormParts, ops: Ops) -> None:
-        self.parts = parts
-        self._ops = ops
+    parts: NormParts
+    ops: Ops
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, weights: Weights) -> RowNorm:
@@ -166,35 +165,23 @@ class RowNorm:
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
         """x += y in place, if there is a y; returns the norm of x, [T, D]."""
-        return self._ops.add_norm(x_TD, y_TD, self.parts)
+        return self.ops.add_norm(x_TD, y_TD, self.parts)
 
     def of_sum(self, x_TD: Tensor, y_TD: Tensor | None, rows_R: Tensor | None) -> Tensor:
         """The norm of x + y, if there is a y, for these rows (None: all), [R, D]; x is unchanged."""
-        return self._ops.norm_of_sum(x_TD, y_TD, self.parts, rows_R)
+        return self.ops.norm_of_sum(x_TD, y_TD, self.parts, rows_R)
 
 
+@dataclass(frozen=True, slots=True)
 class MLP:
     """down(act(gate(x)) * up(x)), gate and up stacked in one matrix [2 F, D]; or down(act(up(x)))."""
 
-    __slots__ = ("_act", "_activation", "_ops", "_sparsity", "down", "up")
-
-    def __init__(
-        self,
-        up: Product,
-        down: Product,
-        activation: Activation,
-        ops: Ops,
-        *,
-        gated: bool,
-        sparsity: float = 0.0,
-    ) -> None:
-        """`up` computes gate, then up, if `gated`; `sparsity` is described in models/config.py."""
-        self.up = up
-        self._ops = ops
-        self._sparsity = sparsity
-        self.down = down
-        self._activation = activation.value
-        self._act = ops.gate if gated else ops.activate
+    up: Product  # computes gate, then up, if `gated`
+    down: Product
+    activation: Activation
+    ops: Ops
+    gated: bool
+    sparsity: float = 0.0  # as in models/config.py
 
     @property
     def products(self) -> tuple[Product, Product]:
@@ -204,9 +191,10 @@ class MLP:
     def __call__(self, x_TD: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
         """[T, D] -> [T, D]."""
         made_TC = times(self.up, UP, x_TD, adapted)
-        if self._sparsity:
-            self._ops.cut_off(made_TC[:, : made_TC.shape[1] // 2], self._sparsity)
-        inner_TF = self._act(made_TC, self._activation)
+        if self.sparsity:
+            self.ops.cut_off(made_TC[:, : made_TC.shape[1] // 2], self.sparsity)
+        act = self.ops.gate if self.gated else self.ops.activate
+        inner_TF = act(made_TC, self.activation.value)
         return times(self.down, DOWN, inner_TF, adapted)
 
 
