@@ -99,7 +99,7 @@ _case(
 )
 _LLAMA4: dict[str, object] = {
     **{**_DECODER, "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 24},
-    **{"intermediate_size_mlp": 56, "num_local_experts": 6, "num_experts_per_tok": 2},
+    **{"intermediate_size_mlp": 96, "num_local_experts": 6, "num_experts_per_tok": 2},
 }
 _SHARP = {**_LLAMA3, "high_freq_factor": 1.0}  # nothing between the kept and the divided frequencies
 _case("llama4", "Llama4Text", _LLAMA4, attention_chunk_size=64, rope_parameters=_SHARP)

@@ -32,7 +32,9 @@ ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "gemma4-experts"])
+@pytest.mark.parametrize(
+    "family", ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "gemma4-experts", "llama4"]
+)
 def test_any_number_of_slots_gives_the_same_bits(
     family: str, kind: Quantization, dtype: torch.dtype, tmp_path: Path
 ) -> None:

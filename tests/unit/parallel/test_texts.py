@@ -83,6 +83,7 @@ THOROUGH: dict[str, dict[str, object]] = {
     "bamba": {**GROUPED, "head_dim": 32, "mamba_n_heads": 12, "mamba_n_groups": 1},
     "gemma4": {**GROUPED, "global_head_dim": 64},
     "gemma4-large": {**GROUPED, "global_head_dim": 64, "num_global_key_value_heads": 3},
+    "llama4": {**GROUPED, "intermediate_size": 96, "interleave_moe_layer_step": 2},
     "gemma4-experts": {**GROUPED, "global_head_dim": 64, "moe_intermediate_size": 96},
     "falcon-h1": {
         **{**GROUPED, "mamba_n_heads": 12, "mamba_n_groups": 6, "mamba_d_ssm": 192, "num_hidden_layers": 3}
