@@ -13,30 +13,22 @@ Trees come last because a caller waits for the first token after a prompt, and a
 blocks run out, the newest running request is preempted: it releases its blocks, waits at the head of the
 queue and is recomputed later. A tree without blocks is left out; no request is preempted for a tree.
 
-A request starts after the longest prefix of its text in the cache (kv_blocks.py). It owns the whole blocks
-with others, and copies the first rows of a block that begins like its next one. If a running request is
-about to compute the next block of that text, the request waits for it instead of computing it again, and
-others may be admitted before it.
-
-With recurrent states (state_slots.py) the prefix ends at a checkpoint, and a request waits for one that a
-running request is about to make. It also waits while all slots of requests are in use.
+prefix_reuse.py has what a request need not compute. With recurrent states (state_slots.py) a request also
+waits while all slots of requests are in use.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from specinfer.engine.kv_blocks import BlockPool, SequenceState, block_hash
-from specinfer.engine.prefix_index import Follower
+from specinfer.engine.kv_blocks import BlockPool, SequenceState
+from specinfer.engine.prefix_reuse import READ_SECONDS, PrefixReuse
 from specinfer.engine.prompt_store import PromptStore
 from specinfer.engine.row_shares import fair_shares, prompt_rows
 from specinfer.engine.state_slots import StateSlots
 from specinfer.errors import ensure
-from specinfer.plan import FIRST_SLOT, PlanEntry, RowCopy, StateCheckpoint, StateUse, StepPlan
-from specinfer.request import PrefixMiss
+from specinfer.plan import FIRST_SLOT, PlanEntry, StateUse, StepPlan
 from specinfer.scheduler_config import SchedulerConfig
 
 # Position at which a row costs twice as much as the first: attention then costs as much as the products.
@@ -46,23 +38,6 @@ _MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in bl
 # A prompt's row with log-probabilities yields logits over the whole vocabulary, which are scanned. Measured:
 # half of the time of the row's pass for a 135M model, less for larger ones.
 _SCORED_COST = 2  # rows that such a row counts as
-_SHOWN = 8  # tokens of texts that part, in reports
-_READ_SECONDS = 0.01  # a step without rows waits so long for an adapter, or for blocks of the store
-
-
-class _Prefix(NamedTuple):
-    """The part of a text that is not computed again."""
-
-    blocks: list[int]
-    source: StateCheckpoint | None = None  # states at its end, or before it if only drafts have states
-    shared: int = 0  # tokens in blocks that were found, also behind it
-    follower: Follower | None = None  # the kept block that goes on most like the text
-    rows: int = 0  # leading rows of it that are copied
-
-    @property
-    def sources(self) -> list[int]:
-        """The block that rows are copied from, if any."""
-        return [self.follower.block] if self.follower is not None and self.rows else []
 
 
 class Scheduler:
@@ -98,12 +73,10 @@ class Scheduler:
         self._max_adapters, self._fetch = max_adapters, fetch
         self._states = states
         self.store = store
-        self._part_blocks = part_blocks and prefix_reuse and states is None
-        self._copies: list[RowCopy] = []  # of the step that is scheduled
-        self._held: list[int] = []  # their sources
-        self._max_running = config.max_batch_size
-        if states is not None:
-            self._max_running = min(config.max_batch_size, states.num_slots)
+        part_blocks = part_blocks and prefix_reuse and states is None
+        self._prefixes = PrefixReuse(pool, states, store, prefix_reuse, part_blocks)
+        slots = config.max_batch_size if states is None else states.num_slots
+        self._max_running = min(config.max_batch_size, slots)
         self._short_only = False  # True if the last step read only short prompts
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the cache
@@ -122,14 +95,7 @@ class Scheduler:
         """Remove a request and free its blocks, which others find only if they are `computed`."""
         if sequence in self.running:
             if computed:
-                self._publish(sequence)
-                if (
-                    self.store is not None
-                    and sequence.states is not None
-                    and sequence.states.last is not None
-                ):
-                    self.store.keep_states(sequence, [sequence.states.last])
-                self._publish_end(sequence)
+                self._prefixes.end(sequence)
             self.running.remove(sequence)
             self._end_states(sequence)
         elif sequence in self.waiting:
@@ -144,7 +110,7 @@ class Scheduler:
         Allocates blocks, and may preempt and admit requests.
         """
         for sequence in self.running:
-            self._publish(sequence)
+            self._prefixes.publish(sequence)
         preemptions = self.preemptions
         running = self._reserve_rows()
         rows = self._config.row_limit - len(running)
@@ -164,10 +130,7 @@ class Scheduler:
             self._entry(sequence, end, min(nodes, 1 + more))
             for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
         )
-        # No block is allocated before the copies are made.
-        self._pool.release(self._held)
-        copies, self._copies = tuple(self._copies), []
-        return StepPlan(entries, copies)
+        return StepPlan(entries, self._prefixes.copies())
 
     def _reserve_rows(self) -> list[SequenceState]:
         """Return the running requests of the step, oldest first, each with blocks for a row.
@@ -192,8 +155,8 @@ class Scheduler:
 
         Requests are admitted in order. Those that wait for a block that a running request is about to compute
         are passed over, and those whose adapter is being read. After one whose adapter does not fit beside
-        those in use, no request with an adapter is admitted. Adds to `awaited`, the awaited blocks of this
-        step with their indices.
+        those in use, no request with an adapter is admitted. `awaited` is that of
+        PrefixReuse.find.
         """
         adapted = True  # True if a request with an adapter may be admitted
         for waiting in self.waiting:
@@ -201,7 +164,7 @@ class Scheduler:
                 adapted = adapted and self._has_room_for(waiting.request.adapter)
                 if not adapted or not self._is_there(waiting.request.adapter):
                     continue
-            found = self._find(waiting, awaited)
+            found = self._prefixes.find(waiting, self.running, awaited)
             if found is None:
                 continue
             needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found.blocks)
@@ -210,7 +173,10 @@ class Scheduler:
                 return None
             if room < self._pool.unowned(found.sources):
                 found = found._replace(rows=0)  # to copy from a block takes one more
-            self._begin(waiting, found)
+            self._prefixes.begin(waiting, found)
+            if self._prefix_reuse and not waiting.request.scores_prompt:
+                self.prefix_queries += len(waiting.token_ids)
+                self.prefix_hits += waiting.computed
             self.waiting.remove(waiting)
             self.running.append(waiting)
             return waiting
@@ -224,7 +190,7 @@ class Scheduler:
     def _is_there(self, adapter: str) -> bool:
         """Return whether an adapter is in memory; otherwise begin to read it."""
         used = {one.request.adapter for one in self.running}
-        return self._fetch is None or self._fetch(adapter, used, wait=0.0 if self.running else _READ_SECONDS)
+        return self._fetch is None or self._fetch(adapter, used, wait=0.0 if self.running else READ_SECONDS)
 
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
         """Return the end of the text that each request computes in this step, with `rows` additional rows.
@@ -284,150 +250,6 @@ class Scheduler:
             return FIRST_SLOT
         hashes = sequence.hash_blocks(self._pool.block_size) if self._prefix_reuse else ()
         return self._states.plan(sequence.states, hashes, end, decodes=end == len(sequence.token_ids))
-
-    def _find(self, sequence: SequenceState, awaited: set[tuple[int, bytes]]) -> _Prefix | None:
-        """Return the published prefix of a waiting request; None if it will soon be longer.
-
-        Its last block is then added to `awaited`, so that others that wait for it need no search.
-        """
-        if not self._prefix_reuse:
-            return _Prefix([])
-        size = self._pool.block_size
-        hashes = sequence.hash_blocks(size)  # also for a scored prompt, as others may use its blocks
-        if sequence.request.scores_prompt:
-            return _Prefix([])
-        # The last token is always computed, as its logits are needed.
-        hashes = hashes[: (len(sequence.token_ids) - 1) // size]
-        if any(hashes[place : place + 1] == [key] for place, key in awaited):
-            return None
-        wait = 0.0 if self.running else _READ_SECONDS
-        if self.store is not None and not self.store.load(sequence, hashes, wait):
-            return None
-        blocks = self._pool.find(hashes)
-        source = None if self._states is None else self._states.find(hashes[: len(blocks)])
-        if (end := self._soon(hashes, len(blocks), source)) is not None:
-            awaited.add((end - 1, hashes[end - 1]))
-            return None
-        shared = len(blocks) * size
-        if self._states is not None and self._states.in_target:
-            blocks = blocks[: 0 if source is None else source.end // size]
-        if shared > len(blocks) * size:
-            return _Prefix(blocks, source, shared)
-        rest = sequence.token_ids[shared : shared + size]
-        follower = self._pool.nearest(sequence.hash_before(len(blocks)), rest)
-        rows = 0
-        if follower is not None and self._part_blocks:
-            rows = min(follower.alike, len(sequence.token_ids) - 1 - shared)
-        return _Prefix(blocks, source, shared, follower, rows)
-
-    def _soon(self, hashes: Sequence[bytes], found: int, source: StateCheckpoint | None) -> int | None:
-        """Return how many leading blocks of a text a running request will soon have computed.
-
-        None if that is not more than the blocks `found`, and no checkpoint behind `source` will be made.
-        """
-        size, slots = self._pool.block_size, self._states
-        for other in self.running:
-            alike = found
-            while alike < len(hashes) and other.block_hashes[alike : alike + 1] == [hashes[alike]]:
-                alike += 1
-            # A request past this block has an unpublished copy, so waiting would be useless.
-            if alike > found and other.computed < (found + 1) * size:
-                if slots is not None and other.states is not None:
-                    slots.ask(other.states, alike * size)
-                return found + 1
-            if slots is not None and slots.in_target and other.states is not None:
-                known = 0 if source is None else source.end
-                ends = [end // size for end in other.states.due if known < end <= len(hashes) * size]
-                for end in ends:
-                    if other.block_hashes[end - 1] == hashes[end - 1]:
-                        return end
-        return None
-
-    def _begin(self, sequence: SequenceState, found: _Prefix) -> None:
-        """Start a request after the published blocks of its prefix, which are never written."""
-        self._pool.share(sequence.block_table, found.blocks)
-        sequence.published = len(found.blocks)
-        if self.store is not None:
-            self.store.keep_lost(sequence, found.source)
-        for source in found.sources:
-            self._pool.hold(self._held, source)
-        ensure(self._pool.extend(sequence.block_table, len(sequence.token_ids)), "so many blocks are free")
-        sequence.computed = sequence.published * self._pool.block_size + found.rows
-        for source in found.sources:
-            own = sequence.block_table[sequence.published]
-            self._copies.append(RowCopy(source, own, found.rows))
-        self._pin(sequence, range(sequence.published))
-        if self._states is not None:
-            sequence.states = self._states.begin(
-                found.source,
-                computed=sequence.computed,
-                tokens=len(sequence.token_ids),
-                shared=found.shared,
-            )
-        if sequence.generation == 0:
-            sequence.cached_tokens = sequence.computed
-            sequence.miss = self._miss(sequence, found)
-        if self._prefix_reuse and not sequence.request.scores_prompt:
-            self.prefix_queries += len(sequence.token_ids)
-            self.prefix_hits += sequence.computed
-
-    def _publish(self, sequence: SequenceState) -> None:
-        """Publish the blocks before the end of the text; trees and further tokens are written after them.
-
-        Keeps the checkpoints that the last step has made.
-        """
-        if self._states is not None and sequence.states is not None:
-            made = self._states.settle(sequence.states, sequence.computed)
-            if self.store is not None:
-                self.store.keep_states(sequence, made)
-        if not self._prefix_reuse:
-            return
-        size = self._pool.block_size
-        full = sequence.computed // size
-        if full > sequence.published:
-            hashes = sequence.hash_blocks(size)
-            new = range(sequence.published, full)
-            for block in new:
-                tokens = tuple(sequence.token_ids[block * size : (block + 1) * size])
-                number, key, before = sequence.block_table[block], hashes[block], sequence.hash_before(block)
-                if self._pool.publish(number, key, before, tokens) and self.store is not None:
-                    self.store.keep(sequence, number, key)
-            sequence.published = full
-            self._pin(sequence, new)
-
-    def _publish_end(self, sequence: SequenceState) -> None:
-        """Publish the last block of a text that has ended, whose computed rows others may copy."""
-        size, block = self._pool.block_size, sequence.published
-        tokens = tuple(sequence.token_ids[block * size : sequence.computed])
-        if self._part_blocks and tokens:
-            before = sequence.hash_before(block)
-            self._pool.publish(sequence.block_table[block], block_hash(before, tokens), before, tokens)
-
-    def _pin(self, sequence: SequenceState, blocks: range) -> None:
-        """Pin those of a text's published blocks that its parameters name."""
-        for tokens, seconds in sequence.request.params.cache_pins:
-            for block in blocks[: max(0, tokens // self._pool.block_size - blocks.start)]:
-                self._pool.pin(sequence.block_table[block], time.monotonic() + seconds)
-
-    def _miss(self, sequence: SequenceState, found: _Prefix) -> PrefixMiss | None:
-        """Return why the text after `found` is computed; None if only its last token is."""
-        size, ids, near = self._pool.block_size, sequence.token_ids, found.follower
-        if not self._prefix_reuse or sequence.request.scores_prompt:
-            return None
-        start = len(found.blocks) * size
-        if found.shared > start:
-            return PrefixMiss(start, "states")
-        parts = start + (0 if near is None else near.alike)
-        if parts >= len(ids) - 1:
-            return None
-        if self._pool.was_evicted(sequence.hash_blocks(size)[len(found.blocks) :]):
-            return PrefixMiss(parts, "evicted")
-        if parts == 0:
-            return PrefixMiss(0, "cold")
-        if near is None or near.alike == len(near.token_ids):
-            return PrefixMiss(parts, "ended")
-        kept = near.token_ids[near.alike : near.alike + _SHOWN]
-        return PrefixMiss(parts, "differs", tuple(kept), tuple(ids[parts : parts + _SHOWN]))
 
     def _end_states(self, sequence: SequenceState) -> None:
         if self._states is not None and sequence.states is not None:
