@@ -231,12 +231,8 @@ def _add_models(paths: _Paths, pool: ModelPool) -> None:
         return JSONResponse(card(name, pool.find(name, listed=True)))
 
     async def load(request: Request) -> Response:
-        await unless_disconnected(request, _loaded((await _named(request)).model))
+        await unless_disconnected(request, pool.load((await _named(request)).model))
         return JSONResponse({"success": True})
-
-    async def _loaded(name: str) -> None:
-        async with pool.use(name):
-            pass
 
     async def unload(request: Request) -> Response:
         await pool.unload((await _named(request)).model)

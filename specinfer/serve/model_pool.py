@@ -149,6 +149,12 @@ class ModelPool:
         finally:
             self._end_use(model)
 
+    async def load(self, name: str | None) -> None:
+        """Load a model, without delay if it could not be started a moment ago; raises ApiError as `use`."""
+        self.find(name).retry_at = 0.0
+        async with self.use(name):
+            pass
+
     async def unload(self, name: str | None) -> None:
         """Unload a model after its open answers; raises ApiError, also for the only model of a server."""
         if self.is_fixed:
@@ -273,7 +279,7 @@ class ModelPool:
         loaded = [one for one in self.models if one.service is not None]
         loaded.sort(key=lambda one: (one.users == 0, -one.used_at))  # the last one goes first
         leaving: list[PooledModel] = []
-        while loaded and sum(one.size for one in loaded) + size > room:
+        while loaded and sum(one.size for one in loaded) + max(size, model.took) > room:
             leaving.append(loaded.pop())
         if size <= room and engine.offload == "never":
             # `memory` stays the option: quantization `auto` depends on it, and not on the other models.
@@ -289,8 +295,10 @@ class ModelPool:
         service = await opened.enter_async_context(self._opener(served, files, model.metrics, make_room))
         service.draining = self.draining
         model.service, model.opened, model.failure, model.failures = service, opened, "", 0
-        model.size = service.facts.memory
+        model.size = model.took = service.facts.memory
         _LOG.info("loaded: %s; %s", model.names[0], service.facts.summary)
+        while loaded and sum(one.size for one in [model, *loaded]) > self._room():  # more than was expected
+            self._run(self._unload(loaded.pop()))
 
     def _room(self) -> int:
         """Return the bytes that all engines may take, those that run now included."""
@@ -339,8 +347,10 @@ class ModelPool:
 
 
 def _failed(model: PooledModel) -> ApiError:
+    seconds = max(1, round(model.retry_at - time.monotonic()))
     return ApiError(
-        f"the model {model.names[0]!r} cannot be started: {model.failure}",
+        f"the model {model.names[0]!r} cannot be started: {model.failure}; it may start again in {seconds} "
+        "seconds, and at once by POST /models/load",
         status=500,
         code="model_failed",
         headers={"x-should-retry": "false"},

@@ -34,6 +34,7 @@ class PooledModel:
     retry_at: float = 0.0  # time from which it may start again
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)  # closes the service
     size: int = 0  # bytes of its engine with full caches
+    took: int = 0  # `size` when it was last loaded
     leaving: bool = False  # gets no new requests, and is unloaded after its open answers
     users: int = 0  # requests that have its service
     used_at: float = 0.0

@@ -52,6 +52,7 @@ class Rig:
         self.broken = ""  # name of the model that cannot start
         self.given: list[EngineConfig] = []  # configs of the engines
         self.gate: asyncio.Event | None = None  # that starts wait for
+        self.takes: dict[str, float] = {}  # memory of engines, relative to what is expected
         self._tokenizer = tokenizer
         config = ServeConfig(**{"keep_alive": 0.0, **options})
         engine = engine or EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
@@ -78,7 +79,7 @@ class Rig:
         service = scripted_service(
             self._tokenizer, backend, [metrics.observe], model.names, sampling=sampling
         )
-        service.facts = replace(service.facts, memory=self.size)
+        service.facts = replace(service.facts, memory=int(self.takes.get(name, 1) * self.size))
         service.metrics = metrics
         try:
             yield service
@@ -238,6 +239,22 @@ async def test_the_room_is_that_of_the_moment(
     assert made.log == ["+a", "-a", "+b", "+c"]
 
 
+async def test_a_model_that_takes_more_than_expected_ends_others(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.takes["b"] = 1.5
+    held = await (await made.get("a"))
+    async with made.pool.use("b"):
+        pass
+    await made.settle()
+    assert made.log == ["+a", "+b"], "a has an open answer"
+    await held.aclose()
+    await made.settle()
+    for name in "ab":  # the second time it is known
+        async with made.pool.use(name):
+            pass
+    assert made.log == ["+a", "+b", "-a", "-b", "+a", "-a", "+b"]
+
+
 async def test_requests_that_leave_hold_nothing(rig: Callable[..., Rig]) -> None:
     made = rig(fit=1)
     made.gate = asyncio.Event()
@@ -300,7 +317,10 @@ async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
         for _ in range(2):
             answer = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
             assert answer.status_code == 500
-            assert "the model 'b' cannot be started: its weights are damaged" in answer.text
+            assert answer.json()["error"]["message"] == (
+                "the model 'b' cannot be started: its weights are damaged; it may start again in 10 seconds, "
+                "and at once by POST /models/load"
+            )
             assert made.log == ["+b"], "it is not started again at once"
         streamed = await client.post("/v1/completions", json={"model": "b", "prompt": "x", "stream": True})
         assert streamed.status_code == 500
@@ -308,6 +328,10 @@ async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
         assert fine.json()["choices"][0]["text"] == "I am a."
         cards = (await client.get("/v1/models")).json()["data"]
         assert cards[2]["status"] == {"value": "unloaded", "failure": "its weights are damaged"}
+        assert (await client.post("/models/load", json={"model": "b"})).status_code == 500
+        made.broken = ""
+        assert (await client.post("/models/load", json={"model": "b"})).status_code == 200
+        assert made.log == ["+b", "+a", "+b", "+b"]
 
 
 async def test_a_model_that_cannot_start_is_tried_less_and_less(rig: Callable[..., Rig]) -> None:
