@@ -167,7 +167,7 @@ class PrefixReuse:
                 tokens = tuple(sequence.token_ids[block * size : (block + 1) * size])
                 number, key, before = sequence.block_table[block], hashes[block], sequence.hash_before(block)
                 if self.pool.publish(number, key, before, tokens) and self.store is not None:
-                    self.store.keep(sequence, number, key)
+                    self.store.keep(sequence.request, number, key)
             sequence.published = full
             self._pin(sequence, new)
 

@@ -19,7 +19,7 @@ from specinfer.engine.state_slots import StateSlots
 from specinfer.plan import StateCheckpoint
 
 if TYPE_CHECKING:
-    from specinfer.runtime.kv_cache import KvCache
+    from specinfer.request import Request
     from specinfer.runtime.runner import ModelRunner
     from specinfer.speculate.drafts.draft import CachedTexts
 
@@ -58,11 +58,14 @@ class PromptStore:
         self._files, self._runner, self._pool = files, runner, pool
         self._slots = slots
         self._adapters = adapters
+        # Both by the end of their files' names.
         self._drafts: dict[str, CachedTexts] = {}
+        self._caches = {"": runner.cache}
         for kind, texts in drafts.items():
             if texts.cache is not None:
-                self._drafts[kind] = texts
-                texts.keep = partial(self._write, texts.cache, f".{kind}")
+                end = f".{kind}"
+                self._drafts[end], self._caches[end] = texts, texts.cache
+                texts.keep = partial(self.keep, end=end)
         self._loading: _Loading | None = None
         weakref.finalize(self, files.stop)
 
@@ -71,21 +74,16 @@ class PromptStore:
         """Numbers of files and bytes by event; callable from any thread."""
         return dict(self._files.counts)
 
-    def keep(self, sequence: SequenceState, block: int, key: bytes) -> None:
-        """Write a block that was published."""
-        if self._takes(sequence):
-            self._write(self._runner.cache, "", block, key)
-
-    def _write(self, cache: KvCache, end: str, block: int, key: bytes) -> None:
-        """Write a block of a cache; `end` is that of the file's name."""
-        size = self._pool.block_size
-        if self._files.has_room(name := key.hex() + end, size * cache.row_bytes):
+    def keep(self, request: Request, block: int, key: bytes, end: str = "") -> None:
+        """Write a block that was published, of the cache whose files' names have this `end`."""
+        cache, size, name = self._caches[end], self._pool.block_size, key.hex() + end
+        if self._takes(request) and self._files.has_room(name, size * cache.row_bytes):
             self._files.write(name, cache.read_rows(block * size, size))
 
     def keep_states(self, sequence: SequenceState, made: Sequence[StateCheckpoint]) -> None:
         """Write the states of checkpoints whose pass was committed."""
         states = self._runner.states
-        for one in made if states is not None and self._takes(sequence) else ():
+        for one in made if states is not None and self._takes(sequence.request) else ():
             assert states is not None
             name = one.key.hex() + _STATES
             if states.holds(one) and self._files.has_room(name, states.slot_bytes):
@@ -95,9 +93,14 @@ class PromptStore:
         """Write the first blocks that a text has found and that were lost, and its states `source`."""
         if not (lost := self._files.lost):
             return
-        found = zip(sequence.block_table, sequence.block_hashes, strict=False)
-        for block, key in islice(((block, key) for block, key in found if key.hex() in lost), _AGAIN):
-            self.keep(sequence, block, key)
+        again = (
+            (sequence.request, block, key, end)
+            for block, key in zip(sequence.block_table, sequence.block_hashes, strict=False)
+            for end in self._caches
+            if key.hex() + end in lost and (not end or self._drafts[end].holds(block, key))
+        )
+        for one in islice(again, _AGAIN):
+            self.keep(*one)
         if source is not None and source.key.hex() + _STATES in lost:
             self.keep_states(sequence, [source])
 
@@ -106,7 +109,7 @@ class PromptStore:
 
         It waits at most `wait` seconds. A text is looked up once after each of its starts.
         """
-        if sequence.looked_up or not self._takes(sequence):
+        if sequence.looked_up or not self._takes(sequence.request):
             return True
         if (now := self._loading) is None or now.sequence is not sequence:
             found = len(self._pool.find(keys))
@@ -115,9 +118,8 @@ class PromptStore:
                 return True
             if now is not None:
                 return False
-            now = self._loading = _Loading(
-                sequence, keys, found, self._files.read(names, tuple(f".{kind}" for kind in self._drafts))
-            )
+            reading = self._files.read(names, tuple(self._drafts))
+            now = self._loading = _Loading(sequence, keys, found, reading)
         ended = now.reading.done  # before the last ones are taken
         if not self._fill(now, now.reading.take(wait)) or ended:
             self.drop(sequence)
@@ -134,9 +136,8 @@ class PromptStore:
         """Write what waits, and end the threads."""
         self._files.close()
 
-    def _takes(self, sequence: SequenceState) -> bool:
-        adapter = sequence.request.adapter
-        return adapter is None or adapter in self._adapters
+    def _takes(self, request: Request) -> bool:
+        return request.adapter is None or request.adapter in self._adapters
 
     def _names(self, keys: Sequence[bytes], found: int) -> list[str]:
         """Return the files behind `found` blocks in the pool, if there is the first; states come last."""
@@ -152,8 +153,7 @@ class PromptStore:
 
     def _of_blocks(self, keys: Sequence[bytes]) -> list[str]:
         """Return the files of blocks, each with those of drafts."""
-        ends = ["", *(f".{kind}" for kind in self._drafts)]
-        return [key.hex() + end for key in keys for end in ends]
+        return [key.hex() + end for key in keys for end in self._caches]
 
     def _fill(self, now: _Loading, bodies: Sequence[bytearray]) -> bool:
         """Copy the next blocks, and the states at their end, into memory; returns False if there is no room.
@@ -167,7 +167,7 @@ class PromptStore:
         pool.share(table, pool.find(now.keys[: now.loaded]))
         fits = len(table) == now.loaded and pool.extend(table, end * size)
         for name, body in zip(names, bodies, strict=True) if fits else ():
-            _, _, kind = name.partition(".")
+            _, dot, kind = name.partition(".")
             if not kind:
                 place += 1
                 cache.write_rows(table[place] * size, size, body)
@@ -177,7 +177,7 @@ class PromptStore:
                 key = bytes.fromhex(name.removesuffix(_STATES))
                 self._fill_states(key, (now.keys.index(key) + 1) * size, body)
             elif body:
-                self._drafts[kind].load(table[place], now.keys[place], body)
+                self._drafts[dot + kind].load(table[place], now.keys[place], body)
         pool.release(table)
         now.loaded = end
         return fits

@@ -64,7 +64,8 @@ class CachedTexts:
         """`cache` is the draft's; None if its rows are useless without recurrent states."""
         self.block_size = block_size
         self.cache = cache
-        self.keep: Callable[[int, bytes], None] | None = None  # called with each final block and its hash
+        # Called with each final block of a request's text and its hash.
+        self.keep: Callable[[Request, int, bytes], None] | None = None
         self._max_unread = max_unread  # maximum tokens of a text whose hidden states are kept
         self._texts: dict[str, CachedText] = {}
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
@@ -102,6 +103,10 @@ class CachedTexts:
         """Drop the state of a request that ended."""
         self._texts.pop(request_id, None)
 
+    def holds(self, block: int, key: bytes) -> bool:
+        """Return whether a block has the rows of the text with hash `key`."""
+        return self._holds.get(block) == key
+
     def load(self, block: int, key: bytes, rows: bytearray) -> None:
         """Write a block's rows that another engine had read, of the text with hash `key`."""
         assert self.cache is not None
@@ -119,7 +124,7 @@ class CachedTexts:
                 number, key = entry.block_table[block], entry.block_hashes[block]
                 self._holds[number] = key
                 if self.keep is not None:
-                    self.keep(number, key)
+                    self.keep(entry.request, number, key)
             text.claimed = max(text.claimed, full)
         for number in entry.block_table[written:]:
             self._holds.pop(number, None)
@@ -127,7 +132,7 @@ class CachedTexts:
     def _start(self, entry: PlanEntry, limit: int) -> CachedText:
         held = 0
         for block, key in zip(entry.block_table, entry.block_hashes, strict=False):
-            if self._holds.get(block) != key or (held + 1) * self.block_size > limit:
+            if not self.holds(block, key) or (held + 1) * self.block_size > limit:
                 break
             held += 1
         cached = held * self.block_size

@@ -18,11 +18,13 @@ from specinfer.engine.models import Models
 from specinfer.engine.prompt_files import PromptFiles
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
+from specinfer.request import LoRARequest
 from specinfer.sampling_params import SamplingParams
+from tests.adapters import write_adapter
 from tests.engines import ENGINE, Tiny, engine_of
 from tests.recurrent import answer as recurrent_answer
 from tests.recurrent import counting
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_pair, write_tiny_llama
 
 PROMPT = [(7 * i) % 200 for i in range(50)]  # 12 blocks of 4, and 2 tokens
 PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=10, ignore_eos=True)
@@ -208,10 +210,11 @@ def test_a_folder_that_is_lost_while_a_prompt_is_read(
 
 
 @pytest.mark.parametrize("fault", ["full", "slow"])
+@pytest.mark.parametrize("drafts", [(), ("self",)])
 def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
-    model: Path, tmp_path: Path, fault: str
+    model: Path, tmp_path: Path, fault: str, drafts: tuple[str, ...]
 ) -> None:
-    with opened(model, tmp_path) as llm:
+    with opened(model, tmp_path, drafts=drafts) as llm:
         with pytest.MonkeyPatch.context() as lossy:
             losing(fault, lossy)
             text = answer(llm)[0]
@@ -219,14 +222,16 @@ def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
         assert files(tmp_path) == []
         assert answer(llm) == (text, 49)  # a row of another text's block, too
         wait_written(llm)
-        written = files(tmp_path)
-        assert len(written) == 12
+        whole = {path.name for path in files(tmp_path) if not path.suffix}
+        written = [path for path in files(tmp_path) if path.stem in whole]
+        assert (len(whole), len(written)) == (12, 12 + 12 * len(drafts))
         times = [path.stat().st_mtime_ns for path in written]
         answer(llm)  # finds nothing that is lost
         wait_written(llm)
         assert [path.stat().st_mtime_ns for path in written] == times
-    with opened(model, tmp_path) as llm:
+    with opened(model, tmp_path, drafts=drafts) as llm:
         assert answer(llm) == (text, 48)
+        assert llm.statistics().prompt_store["read"] == len(written)
 
 
 @pytest.mark.parametrize("fault", ["full", "slow"])
@@ -263,6 +268,19 @@ def test_two_engines_use_one_folder_within_its_size(model: Path, tmp_path: Path)
         answer(llm, [77, *PROMPT])
     assert sum(path.stat().st_size for path in files(tmp_path)) <= size
     assert (tmp_path / "other").exists()
+
+
+def test_a_text_with_an_adapter_of_its_request_is_not_written(tmp_path: Path) -> None:
+    folder, greedy = write_pair(tmp_path / "models"), SamplingParams(temperature=0, max_tokens=9)
+    adapter = write_adapter(folder / "one", folder / "target", rank=4, alpha=8, seed=1)
+    store, prompt = tmp_path / "store", [token % 60 for token in PROMPT]
+    with opened(folder / "target", store, drafts=[str(folder / "draft")]) as llm:
+        llm.generate([prompt], greedy, lora_request=LoRARequest("one", 1, adapter))
+        wait_written(llm)
+        assert files(store) == []
+        llm.generate([prompt], greedy)
+        wait_written(llm)
+        assert {bool(path.suffix) for path in files(store)} == {False, True}
 
 
 def test_a_clock_that_was_wrong_leaves_room_for_new_texts(model: Path, tmp_path: Path) -> None:
