@@ -8,8 +8,10 @@ to its name once it is complete. Several processes may use one folder: a file ma
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -18,10 +20,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
+from specinfer.progress import format_bytes
+
 _LOG = logging.getLogger(__name__)
 _FOLDER: Final = "specinfer-prompts-"  # other entries of the store's folder are not touched
 _MAX_WAITING: Final = 1 << 28  # bytes of files that wait to be written, and of those read ahead
 _PART: Final = 16  # one over this part of the size is made free at once
+_SPARED: Final = 1 << 30  # bytes of a disk that stay free, of a small one a part
 _MAX_LOST: Final = 1 << 16  # names of files that were not written, the last ones
 _SKEW: Final = 60.0  # seconds that another machine's clock may be ahead
 _AHEAD: Final = 8  # files that the disk reads at once
@@ -35,6 +40,7 @@ class Reading:
         """Files with these `optional` ends are read as empty ones if they are not there."""
         self.names, self.optional = names, optional
         self.done = False  # also set by the engine, to stop the reader
+        self.left = False  # True once the reader is done with it
         self._ready: list[bytearray] = []
         self._changed = threading.Condition()
 
@@ -145,7 +151,7 @@ class PromptFiles:
             except OSError as error:
                 self.counts["failed"] += 1
                 self._lose(name)
-                self._say("cannot be written, and prompts end with this process", error)
+                self.say("cannot be written, and prompts end with this process", error)
             with self._changed:
                 self._waiting -= len(body)
 
@@ -168,16 +174,21 @@ class PromptFiles:
                 file.write(_sum(name, body))
                 file.write(body)
             os.replace(partial, path)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
+            if error.errno == errno.ENOSPC:  # others have filled the disk
+                self._room = 0
             raise
         self._room -= size
         self.counts["written"] += 1
         self.counts["written_bytes"] += size
 
     def _evict(self, needed: int) -> None:
-        """Remove the least recently used files until a part of the size is free."""
+        """Remove the least recently used files until a part of the size is free.
+
+        A disk without so much room makes the size less. Raises OSError if `needed` bytes do not fit then.
+        """
         files: list[tuple[float, int, Path]] = []
         latest = time.time() + _SKEW
         for path in self._root.glob(f"{_FOLDER}*/*"):
@@ -186,11 +197,16 @@ class PromptFiles:
                 # A later time is of a clock that was wrong; each use of the file corrects it.
                 used = found.st_mtime if found.st_mtime < latest else 0.0
                 files.append((used, found.st_size, path))
-        self._room = max(self._size // _PART, needed)
-        left = sum(size for _, size, _ in files)
+        left, disk = sum(size for _, size, _ in files), shutil.disk_usage(self._root)
+        most = min(self._size, left + disk.free - min(_SPARED, disk.total // _PART))
+        if needed > most:
+            raise OSError(errno.ENOSPC, f"{format_bytes(disk.free)} are free on its disk")
+        self._room = max(most // _PART, needed)
         for _, size, path in sorted(files):
-            if left <= self._size - self._room:
+            if left <= most - self._room:
                 break
+            if most < self._size:
+                self.say("goes early, as prompt_store_size is not free on its disk", format_bytes(disk.free))
             with contextlib.suppress(OSError):  # as above, or no file
                 path.unlink()
                 self.counts["evicted"] += 1
@@ -216,6 +232,7 @@ class PromptFiles:
                 if body is None or not reading.put(body):
                     break
             reading.end()
+            reading.left = True
 
     def _advise(self, name: str) -> None:
         """Let the system begin to read a file, if there is one."""
@@ -240,16 +257,16 @@ class PromptFiles:
                     os.utime(path)
                 return body
             self.counts["wrong"] += 1
-            self._say("has a wrong checksum; the prompt is computed", path)
+            self.say("has a wrong checksum; the prompt is computed", path)
             path.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
         except OSError as error:
             self.counts["failed"] += 1
-            self._say("cannot be read; the prompt is computed", error)
+            self.say("cannot be read; the prompt is computed", error)
         return None
 
-    def _say(self, fault: str, detail: object) -> None:
+    def say(self, fault: str, detail: object) -> None:
         """Log a kind of fault once."""
         if fault not in self._said:
             self._said.add(fault)

@@ -6,9 +6,10 @@ them again, and a head begins behind it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _STATES: Final = ".states"
 _AGAIN: Final = 64  # lost blocks that are written for one text, as the step waits for their copies
+_PATIENCE: Final = 5.0  # seconds without a file, after which a prompt is computed
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +38,7 @@ class _Loading:
     loaded: int  # leading ones that are in the pool
     reading: Reading
     taken: int = 0  # files of the reading
+    heard: float = field(default_factory=time.monotonic)  # time of the last file, or of the beginning
 
 
 class PromptStore:
@@ -67,6 +70,7 @@ class PromptStore:
                 self._drafts[end], self._caches[end] = texts, texts.cache
                 texts.keep = partial(self.keep, end=end)
         self._loading: _Loading | None = None
+        self._late: Reading | None = None  # the last one that was given up
         weakref.finalize(self, files.stop)
 
     @property
@@ -107,9 +111,11 @@ class PromptStore:
     def load(self, sequence: SequenceState, keys: Sequence[bytes], wait: float) -> bool:
         """Load blocks of a waiting text into the pool; returns False while more are read.
 
-        It waits at most `wait` seconds. A text is looked up once after each of its starts.
+        It waits at most `wait` seconds. A text is looked up once after each of its starts, and none while the
+        disk hangs.
         """
-        if sequence.looked_up or not self._takes(sequence.request):
+        hangs = self._late is not None and not self._late.left
+        if sequence.looked_up or hangs or not self._takes(sequence.request):
             return True
         if (now := self._loading) is None or now.sequence is not sequence:
             found = len(self._pool.find(keys))
@@ -121,7 +127,13 @@ class PromptStore:
             reading = self._files.read(names, tuple(self._drafts))
             now = self._loading = _Loading(sequence, keys, found, reading)
         ended = now.reading.done  # before the last ones are taken
-        if not self._fill(now, now.reading.take(wait)) or ended:
+        if bodies := now.reading.take(wait):
+            now.heard = time.monotonic()
+        elif not ended and time.monotonic() > now.heard + _PATIENCE:
+            self._late, ended = now.reading, True
+            self._files.counts["late"] += 1
+            self._files.say("is not read; prompts are computed until it is", f"{_PATIENCE:g} seconds")
+        if not self._fill(now, bodies) or ended:
             self.drop(sequence)
             sequence.looked_up = True
         return sequence.looked_up

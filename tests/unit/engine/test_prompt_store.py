@@ -6,9 +6,11 @@ import errno
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,6 +283,70 @@ def test_a_text_with_an_adapter_of_its_request_is_not_written(tmp_path: Path) ->
         llm.generate([prompt], greedy)
         wait_written(llm)
         assert {bool(path.suffix) for path in files(store)} == {False, True}
+
+
+def test_a_disk_smaller_than_the_store_keeps_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = [16_000]
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=32_000, free=32_000 - others[0] - sum(sizes()))
+
+    def sizes() -> list[int]:
+        return [path.stat().st_size for path in files(tmp_path)]
+
+    def write(numbers: range) -> None:
+        for number in numbers:
+            kept.write(f"{number:02}", bytearray(1000 - 32))
+        while kept._waiting:
+            time.sleep(0.001)
+
+    monkeypatch.setattr("specinfer.engine.prompt_files.shutil.disk_usage", usage)
+    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
+    write(range(40))
+    assert [path.name for path in files(tmp_path)] == [f"{number}" for number in range(26, 40)]
+    others[0] = 31_000  # less is free than what has to be
+    write(range(40, 42))
+    assert (len(files(tmp_path)), kept.counts["failed"], [*kept.lost]) == (14, 2, ["40", "41"])
+    others[0] = 16_000
+    write(range(42, 44))
+    assert [path.name for path in files(tmp_path)] == [*map(str, range(28, 40)), "42", "43"]
+    kept.close()
+    assert [one.message.split(":")[0] for one in caplog.records if "early" in one.message] == [
+        "a file of the prompt store goes early, as prompt_store_size is not free on its disk"
+    ]
+
+
+def test_a_disk_that_hangs_holds_no_prompt_for_long(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, others = filled(model, tmp_path), [[first, *PROMPT] for first in (8, 9)]
+    with opened(model, tmp_path) as llm:
+        expected = [answer(llm, other)[0] for other in others]
+    monkeypatch.setattr("specinfer.engine.prompt_store._PATIENCE", 0.05)
+    with opened(model, tmp_path) as llm:
+        store, names, answers = engine_of(llm)._scheduler.store, list[str](), threading.Event()
+        assert store is not None
+        kept = store._files
+
+        def read(name: str) -> bytearray | None:
+            names.append(name)
+            if len(names) == 4:
+                answers.wait(60)
+            return PromptFiles._read(kept, name)
+
+        monkeypatch.setattr(kept, "_read", read)
+        assert answer(llm) == (text, 12)
+        assert answer(llm, others[0]) == (expected[0], 0)
+        assert len(names) == 4
+        answers.set()
+        assert store._late is not None
+        while not store._late.left:
+            time.sleep(0.001)
+        assert answer(llm, others[1]) == (expected[1], 48)
+        assert llm.statistics().prompt_store["late"] == 1
+    assert sum("is not read" in one.message for one in caplog.records) == 1
 
 
 def test_a_clock_that_was_wrong_leaves_room_for_new_texts(model: Path, tmp_path: Path) -> None:
