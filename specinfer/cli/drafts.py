@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from specinfer.cli.options import FILE, Command, build_llm, model_options
-from specinfer.errors import CapacityError, ConfigError, ModelError
+from specinfer.engine.automatic_draft import FAULTS
+from specinfer.errors import ConfigError
 from specinfer.hub.known_drafts import LocalDraft, drafts_for, local_drafts
 from specinfer.progress import ProgressBar, format_bytes
 from specinfer.speculation_config import NO_SPECULATION, OWN_HEAD
@@ -18,6 +20,7 @@ from specinfer.speculation_config import NO_SPECULATION, OWN_HEAD
 if TYPE_CHECKING:
     from specinfer.bench.run import Comparison
     from specinfer.engine.drafts import FoundModel
+    from specinfer.llm import LLM
     from specinfer.report.dataset import Dataset
 
 _MAX_TOKENS: Final = 128  # of an answer
@@ -59,9 +62,7 @@ def _list(target: FoundModel, here: list[LocalDraft]) -> None:
     if not rows and not target.has_own_head:
         click.echo(f"no draft is known for {target.files.name}; lookups need none")
         return
-    known: dict[str, LocalDraft] = {}
-    for one in here:
-        known.setdefault(one.row.draft, one)
+    known = {one.row.draft: one for one in reversed(here)}  # the first of several
     shown = [("draft", "kind", "size", "", "measured")]
     if target.has_own_head:
         shown.append((_OWN, "MTP", "-", f"--draft {OWN_HEAD}", "not measured"))
@@ -82,12 +83,17 @@ def _tried(
     """
     from specinfer.bench.report import BUSY
 
-    found = [(_compared("", "lookups", prompts, seconds, options), "")]
-    for path, name in names.items():
-        try:
-            found.append((_compared(path, name, prompts, seconds, options), path))
-        except (ModelError, ConfigError, CapacityError) as error:
-            click.echo(f"{name} is left out: {error}", err=True)
+    found: list[tuple[Comparison, str]] = []
+    with _with_all(tuple(names), options) as whole:
+        for path, name in {"": "lookups", **names}.items():
+            drafts = (path,) if path else ()
+            try:
+                with _built(drafts, options) if whole is None else whole.variant(drafts=drafts) as llm:
+                    found.append((_compared(llm, name, prompts, seconds), path))
+            except FAULTS as error:
+                if not path:
+                    raise
+                click.echo(f"{name} is left out: {error}", err=True)
     rows = [
         (
             names.get(path, "lookups alone"),
@@ -107,17 +113,30 @@ def _tried(
     return [heads, *rows]
 
 
-def _compared(draft: str, name: str, prompts: Dataset, seconds: float, options: dict[str, Any]) -> Comparison:
-    """Measure one draft, or lookups alone without one; raises UserError."""
-    given = {"drafts": (draft,)} if draft else {"no_draft": True}
-    llm = build_llm({**options, **given}, max_batch_size=1)
+def _with_all(drafts: tuple[str, ...], options: dict[str, Any]) -> AbstractContextManager[LLM | None]:
+    """Load the target once, with all drafts; None if each draft needs a target of its own.
+
+    So it is if one has a fault, if memory does not suffice for all, or if the target is divided or streamed.
+    """
+    if not any(options[name] for name in ("offload", "tensor_parallel", "pipeline_parallel")):
+        with suppress(*FAULTS):
+            return _built(drafts, options)
+    return nullcontext()
+
+
+def _built(drafts: tuple[str, ...], options: dict[str, Any]) -> LLM:
+    given = {"drafts": drafts} if drafts else {"no_draft": True}
+    return build_llm({**options, **given}, max_batch_size=1)
+
+
+def _compared(llm: LLM, name: str, prompts: Dataset, seconds: float) -> Comparison:
+    """Measure the draft of an LLM, or its lookups alone; raises UserError."""
     from specinfer.bench.run import Load, compare
     from specinfer.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, seed=0)
     load = Load(params=params, chat=llm.tokenizer.has_chat_template)
     with (
-        llm,
         llm.variant(replace(llm.config, speculation=NO_SPECULATION)) as plain,
         ProgressBar().showing(None, f"trying {name}", "requests"),
     ):

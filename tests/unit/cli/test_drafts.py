@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specinfer.engine.drafts import FoundModel
+from specinfer.engine.loader import Loader
+from specinfer.models.language_model import LanguageModel
 from tests.drafts_table import TABLE, write_known_pair
 from tests.mtp import write_target
 from tests.unit.cli.conftest import Run
@@ -20,6 +24,13 @@ def test_drafts_are_listed_and_tried(run: Run, tmp_path: Path, monkeypatch: pyte
     assert f"--draft {draft}  not measured" in out
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 2 3"}\n{"turns": ["4", "5"]}\n')
+    reads, read = list[str](), Loader.target
+
+    def counted(loader: Loader, found: FoundModel, *given: Any, **how: Any) -> LanguageModel:
+        reads.append(found.files.name)
+        return read(loader, found, *given, **how)
+
+    monkeypatch.setattr(Loader, "target", counted)
     words = ("--try", "--prompts", prompts, "--seconds", "30", "--kv-cache-memory", "8MB")
     status, out, _ = run("drafts", target, *words)
     assert status == 0
@@ -29,6 +40,7 @@ def test_drafts_are_listed_and_tried(run: Run, tmp_path: Path, monkeypatch: pyte
     assert all("3 of 3" in row for row in rows)
     assert any(row.endswith(f"--draft {draft}") for row in rows)
     assert any(row.endswith("--no-draft") for row in rows)
+    assert reads == [str(target)], "it is read once for all"
     whole = (draft / "model.safetensors").read_bytes()
     (draft / "model.safetensors").write_bytes(whole[:-100])
     status, out, err = run("drafts", target, *words)
