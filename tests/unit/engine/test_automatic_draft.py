@@ -13,6 +13,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.automatic_draft import automatic_drafts
 from specinfer.engine.drafts import FoundModel
 from specinfer.engine.loader import Loader
+from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.known_drafts import local_drafts
@@ -23,7 +24,9 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
 from tests.drafts_table import write_known_pair
 from tests.engines import ENGINE
+from tests.kernels import kernels
 from tests.tiny_models import write_byte_tokenizer
+from tests.unit.engine.offloading import Planned
 
 PROMPT = list(range(3, 30))
 
@@ -119,6 +122,40 @@ def test_a_fault_in_the_weights_leaves_the_draft_out_and_the_target_is_read_once
     text(llm)
     with pytest.raises(ModelError, match="torn weights"):
         started(target, drafts=(str(draft),))
+
+
+def test_a_fault_in_the_weights_beside_streamed_layers_makes_a_plan_without_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels("native")
+    target, draft = write_known_pair(tmp_path, monkeypatch)
+    plans, planned = list[tuple[str, ...]](), Planned()
+
+    def plan(needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
+        plans.append(config.speculation.drafts)
+        return planned(needs, config, progress)
+
+    def fail(*_: object) -> None:
+        raise ModelError("torn weights")
+
+    native = {"kernels": "native", "max_nodes": 16, "max_step_tokens": 64}
+    llm, _ = started(target, **native, drafts=())
+    with llm:
+        expected = text(llm, temperature=0.0)
+    # Only a head of the package is automatic there.
+    monkeypatch.setattr("specinfer.engine.automatic_draft.heads_of", lambda _: (str(draft),))
+    monkeypatch.setattr("specinfer.engine.models.plan_memory", plan)
+    monkeypatch.setattr(Loader, "draft", fail)
+    options = {**native, "offload": "auto", "offload_folder": tmp_path / "disk"}
+    llm, said = started(target, **options)
+    with llm:
+        assert (llm.config.speculation.drafts, llm.models.drafts) == ((), {})
+        assert plans == [(str(draft),), ()]
+        assert llm.models.target.stream is not None
+        assert "the automatic draft is left out: torn weights" in said
+        assert text(llm, temperature=0.0) == expected
+    with pytest.raises(ModelError, match="torn weights"):
+        started(target, **options, drafts=(str(draft),))
 
 
 def test_memory_that_the_kv_cache_is_given_is_not_free_for_a_draft(
