@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,9 +17,13 @@ from specinfer.runtime.kv_cache import KvCache, bytes_per_block
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.backend.work import fingerprint
 from specinfer.support import Feature, check_support
-from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny
+from tests.engines import ENGINE, Tiny, assert_idle, runner_of, slow_generate, write_tiny
+from tests.foreign import write_foreign_llama
+from tests.hosted import save_tiny
 from tests.kernels import NAMES, kernels
 from tests.switched import PLAIN, SWITCHED, build
+from tests.tiny_models import write_byte_tokenizer, write_tiny_llama
+from tests.unit.engine.offloading import resident, streamed
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
 GREEDY, RANDOM = (SamplingParams(temperature=t, seed=11, max_tokens=16) for t in (0, 1))
@@ -68,6 +72,47 @@ def test_two_hundred_texts_are_the_same(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path, replace(kernels("native"), int8_cache=True), num_layers=3, max_context=128)
     prompts = [[(7 * n + 3 * i * i) % 60 for i in range(1 + n % 60)] for n in range(200)]
     assert differing(tiny, prompts, replace(RANDOM, max_tokens=40)) == []
+
+
+def check_guesses(llm: LLM, alone: LLM) -> None:
+    """Require that an int8 cache gives the texts of one without guesses."""
+    assert {rows.dtype for rows in runner_of(llm).cache.keys} == {torch.int8}
+    prompts = PROMPTS[:3]
+    for params in (GREEDY, RANDOM):
+        wanted = [texts(alone, [prompt], params)[0] for prompt in prompts]
+        assert texts(llm, prompts, params) == wanted
+    assert sum(llm.statistics().guessed_tokens.values()) > 0
+    assert_idle(llm)
+
+
+def test_a_draft_with_another_tokenizer(tmp_path: Path) -> None:
+    target = write_tiny_llama(tmp_path / "target", tokenizer=True)
+    draft = write_foreign_llama(target, tmp_path / "draft", words=["12"], lacks=[30])
+    options = {**ENGINE, "kv_cache_dtype": "int8", "drafts": (str(draft),)}
+    with LLM(target, **options) as llm, llm.variant(drafts=(), max_batch_size=1) as alone:
+        assert [*llm.models.foreign] == ["draft"]
+        check_guesses(llm, alone)
+
+
+@pytest.mark.thorough
+def test_a_model_through_transformers(tmp_path: Path) -> None:
+    save_tiny("gpt2", tmp_path)
+    write_byte_tokenizer(tmp_path, 160)
+    options = {**ENGINE, "kv_cache_dtype": "int8", "model_impl": "transformers", "lookup": True}
+    with LLM(tmp_path, **options) as llm, llm.variant(lookup=False, max_batch_size=1) as alone:
+        check_guesses(llm, alone)
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("native")
+    target = write_tiny_llama(tmp_path / "target", tokenizer=True, num_layers=3)
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "offload_folder": tmp_path / "disk"}
+    with (
+        streamed(target, monkeypatch, **options, lookup=True) as llm,
+        resident(target, **options, max_batch_size=1) as alone,
+    ):
+        check_guesses(llm, alone)
 
 
 def test_a_head_that_is_tiny_huge_or_not_a_number() -> None:
