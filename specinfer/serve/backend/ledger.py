@@ -47,7 +47,7 @@ class OpenWork:
 
     work: Work
     waiter: Waiter
-    key: int = 0  # its position on the ring of replicas
+    session: str = ""  # its works go to one replica
     output_ids: list[int] = field(default_factory=list)  # output tokens so far
     maker: str | None = None  # fingerprint of the engines that produced them
     deaths: int = 0  # engines that died while busy with it, since it progressed

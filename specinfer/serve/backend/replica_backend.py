@@ -118,11 +118,7 @@ class ReplicaBackend:
         waiter = Waiter()
         left = {work.id for work in works}
         for work in works:
-            salt = work.params.cache_salt
-            if work.adapter is not None:  # adapters share no cached prefixes
-                salt = f"{work.adapter} {salt or ''}"
-            key = key_of(session, work.prompt_token_ids, salt)
-            self._ledger.add(OpenWork(work, waiter, key))
+            self._ledger.add(OpenWork(work, waiter, session))
         self._place_waiting()
         timer = None
         if self._max_wait:
@@ -235,6 +231,8 @@ class ReplicaBackend:
     def _choose(self, one: OpenWork) -> Replica | None:
         """Replica for a work; None if the work has to wait."""
         may = [r for r in self._replicas if r.serves and one.maker in (None, r.facts.fingerprint)]
+        if len(self._replicas) == 1:
+            return may[0] if may else None
         # Caches may differ in size. A work that is too long for all goes to the largest, which refuses it.
         most = max((r.facts.max_length for r in self._replicas if not r.is_left_out), default=0)
         length = min(len(one.work.prompt_token_ids) + one.work.params.max_tokens, most)
@@ -250,8 +248,9 @@ class ReplicaBackend:
         if not loads or (one.is_suspect and not apart and not self._are_settled):
             return None
         loads = apart or loads
-        number = min(loads, key=loads.__getitem__) if one.is_suspect else self._ring.choose(one.key, loads)
-        return self._replicas[number]
+        if one.is_suspect:
+            return self._replicas[min(loads, key=loads.__getitem__)]
+        return self._replicas[self._ring.choose(key_of(one.session, one.work), loads)]
 
     @property
     def _are_settled(self) -> bool:
@@ -324,12 +323,13 @@ async def _until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def key_of(session: str, prompt: Sequence[int], salt: str | None) -> int:
-    """Position on the ring, from the session's name if given, else from the prompt's prefix and salt."""
+def key_of(session: str, work: Work) -> int:
+    """Position on the ring, from the session's name if given, else from the prompt's prefix and its cache."""
     if session:
         return _hash(b"session " + session.encode("utf-8", "surrogatepass"))
-    prefix = " ".join(map(str, prompt[:_PREFIX]))  # as text: unchecked token ids may have any size
-    return _hash(f"prompt {salt or ''} {prefix}".encode("utf-8", "surrogatepass"))
+    prefix = " ".join(map(str, work.prompt_token_ids[:_PREFIX]))  # unchecked token ids may have any size
+    cache = f"{work.adapter or ''} {work.params.cache_salt or ''}"  # other ones share no prefixes
+    return _hash(f"prompt {cache} {prefix}".encode("utf-8", "surrogatepass"))
 
 
 class Ring:

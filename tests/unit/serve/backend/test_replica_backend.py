@@ -211,24 +211,25 @@ def home(ring: Ring, key: int, *replicas: int) -> int:
 
 
 def test_a_session_belongs_to_one_replica_whatever_it_asks() -> None:
-    keys = {key_of("ann", prompt, salt) for prompt in (PROMPT, (1,)) for salt in (None, "s")}
+    salted = [replace(WORK, params=SamplingParams(seed=1, cache_salt=salt)) for salt in (None, "s")]
+    keys = {key_of("ann", replace(work, prompt_token_ids=ids)) for work in salted for ids in (PROMPT, (1,))}
     assert len(keys) == 1
-    assert key_of("ben", PROMPT, None) not in keys
-    assert key_of("x" * (1 << 24), PROMPT, None) != key_of("x" * (1 << 24) + "y", PROMPT, None)
-    assert key_of("\udcff \N{SNOWMAN}", PROMPT, None) < 1 << 64
+    assert key_of("ben", WORK) not in keys
+    assert key_of("x" * (1 << 24), WORK) != key_of("x" * (1 << 24) + "y", WORK)
+    assert key_of("\udcff \N{SNOWMAN}", WORK) < 1 << 64
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_each_replica_has_about_its_share(count: int) -> None:
     ring = Ring(count)
-    found = Counter(home(ring, key_of(f"session {n}", (), None), *range(count)) for n in range(4000))
+    found = Counter(home(ring, key_of(f"session {n}", WORK), *range(count)) for n in range(4000))
     assert set(found) == set(range(count))
     assert max(found.values()) < 1.6 * 4000 / count
     assert min(found.values()) > 0.5 * 4000 / count
 
 
 def test_only_the_sessions_of_a_missing_replica_move() -> None:
-    ring, keys = Ring(4), [key_of(f"session {n}", (), None) for n in range(400)]
+    ring, keys = Ring(4), [key_of(f"session {n}", WORK) for n in range(400)]
     moved = Counter[int]()
     for key in keys:
         replica = ring.choose(key, {0: 0, 1: 0, 3: 0})
@@ -241,7 +242,7 @@ def test_only_the_sessions_of_a_missing_replica_move() -> None:
 
 def test_above_one_and_a_half_times_the_mean_the_next_one_takes_over() -> None:
     ring = Ring(3)
-    key = key_of("ann", (), None)
+    key = key_of("ann", WORK)
     first = home(ring, key, 0, 1, 2)
     second = home(ring, key, *{0, 1, 2} - {first})
     [third] = {0, 1, 2} - {first, second}
