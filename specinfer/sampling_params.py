@@ -185,7 +185,7 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"  # raw: model's distribution; processed: after all parameters
 
     # None of these changes the distribution of the text.
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)  # or a bool, or a mapping
+    speculation: SpeculationParams = SpeculationParams()  # or a bool, or a mapping
     prediction: str | tuple[int, ...] | None = None  # the expected output: text or token ids
     cache_salt: str | None = None  # only requests with equal salts share KV blocks and earlier outputs
     # At most 4 pairs (tokens, seconds): KV of these leading prompt tokens is evicted last for this time.
