@@ -63,15 +63,7 @@ class ChatMessage(Fields):
 
     def rendered(self) -> dict[str, Any]:
         """Convert to the input of `messages_for_template`."""
-        message = {name: getattr(self, name) for name in _RENDERED if getattr(self, name) is not None}
-        if isinstance(self.content, list):
-            message["content"] = [{"type": "text", "text": part.text} for part in self.content]
-        if self.tool_calls is not None:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        return message
-
-
-_RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_content", "refusal")
+        return self.model_dump(by_alias=True, exclude_none=True)
 
 
 class ChatTool(Fields):

@@ -74,7 +74,7 @@ def by_type(tags: Mapping[str | None, str], other: str) -> Discriminator:
     """Select the model of an object by its `type`; `other` if the type is not in `tags`."""
 
     def tag(value: object) -> str:
-        kind = value.get("type") if isinstance(value, Mapping) else None
+        kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
         return tags.get(kind, other) if kind is None or isinstance(kind, str) else other
 
     return Discriminator(tag)

@@ -135,6 +135,15 @@ def test_fields_become_sampling_parameters() -> None:
     )
 
 
+def test_parts_of_each_type_are_given_to_the_template(recwarn: pytest.WarningsRecorder) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "No."}]
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": parts, "tool_calls": [call]}
+    fields = read(ChatFields, {"messages": [message | {"name": None}]})
+    assert [one.rendered() for one in fields.messages] == [message]
+    assert not recwarn.list  # pydantic warns of a part that it takes for another type
+
+
 def test_a_prediction_may_be_a_text_or_as_in_conversations() -> None:
     for guess in ("a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}):
         given = read(CompletionFields, {"prediction": guess}).prediction
