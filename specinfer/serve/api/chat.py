@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, Tag
 
 from specinfer.request import Delta, FinishReason
-from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.answer import Event, Prompts
 from specinfer.serve.api.completions import ChoicesAnswer
 from specinfer.serve.api.reports import ChatLogprobs
@@ -118,16 +117,6 @@ class ChatFields(ConversationFields):
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; add it", param="top_logprobs")
         self.check_equal("max_tokens", "max_completion_tokens")
-
-    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
-        """Convert to SamplingParams; see ConversationFields."""
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.params(
-            max_tokens=room if max_tokens is None else max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prediction=None if self.prediction is None else self.prediction.text or None,
-            **constraints,
-        )
 
 
 class Chat(ChoicesAnswer[ChatFields]):

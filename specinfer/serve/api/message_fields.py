@@ -429,10 +429,6 @@ class MessageFields(ConversationFields):
         return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
-        """Convert to SamplingParams; see ConversationFields."""
-        return self.params(
-            max_tokens=min(self.max_tokens or room, room),
-            stop=self.stop_sequences or self.stop,
-            prediction=None if self.prediction is None else self.prediction.text or None,
-            **constraints,
-        )
+        """SamplingParams for at most `room` tokens; see ConversationFields."""
+        most, stop = min(self.max_tokens or room, room), self.stop_sequences or self.stop
+        return super().sampling_params(room, max_tokens=most, stop=stop, **constraints)

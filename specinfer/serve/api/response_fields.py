@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.chat import PART_KIND, RefusalPart
 from specinfer.serve.fields.body import Fields, Items, TextOrItems
 from specinfer.serve.fields.conversation import Choice, ConversationFields, Function, FunctionOrOther
@@ -288,11 +287,3 @@ class ResponseFields(ConversationFields):
         """The value of `text.format`; default: plain text."""
         given = None if self.text is None else self.text.format
         return {"type": "text"} if given is None else given
-
-    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
-        """Convert to SamplingParams; see ConversationFields."""
-        return self.params(
-            max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **constraints,
-        )

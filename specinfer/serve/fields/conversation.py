@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -169,8 +168,8 @@ class ConversationFields(SamplingFields):
     @property
     def forms(self) -> list[str]:
         """Names of the given fields that constrain the form of the text."""
-        given = [*((name, getattr(self, name)) for name in _FORMS), (self.format_field, self.answer_format)]
-        return [name for name, value in given if value is not None]
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        return given if self.answer_format is None else [*given, self.format_field]
 
     def check(self) -> None:
         """Raise ApiError for fields that contradict each other."""
@@ -198,23 +197,26 @@ class ConversationFields(SamplingFields):
             self.answer_format, **given, json_whitespace=self.json_whitespace or "bounded"
         )
 
-    @abstractmethod
     def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
-        """SamplingParams for at most `room` tokens; `constraints` are further fields. Raises ApiError."""
+        """SamplingParams for at most `room` tokens, unless the request gives a maximum.
 
-    def params(self, **more: Any) -> SamplingParams:
-        """SamplingParams of these fields; a `grammar` in `more` already includes the form of the answer.
-
-        Raises ApiError if the budget of thinking leaves no token for the answer.
+        `constraints` are further fields; a `grammar` already includes the form of the answer. Raises ApiError
+        if the budget of thinking leaves no token for the answer.
         """
-        given = (getattr(self, name, None) for name in _LENGTHS)
-        most = next((one for one in given if one is not None), None)
+        most = next((one for name in _LENGTHS if (one := getattr(self, name, None)) is not None), None)
         if self.budget is not None and most is not None and self.budget >= max(most, 1):
             raise ApiError(
                 f"the budget of thinking is {self.budget} tokens; allowed: less than the {most} of the whole "
                 "answer; lower it, or raise the answer's maximum",
                 param=self.budget_field,
             )
-        if "grammar" in more:
-            return super().params(**dict.fromkeys((*_FORMS, "response_format")) | more)
-        return super().params(response_format=self.answer_format, **more)
+        guess = getattr(self, "prediction", None)  # not every endpoint has it, nor the next two
+        more = {
+            "max_tokens": room if most is None else most,
+            "logprobs": (getattr(self, "top_logprobs", 0) or 0) if getattr(self, "logprobs", False) else None,
+            "prediction": None if guess is None else guess.text or None,
+            "response_format": self.answer_format,
+        }
+        if "grammar" in constraints:
+            more |= dict.fromkeys((*_FORMS, "response_format"))
+        return self.params(**more | constraints)

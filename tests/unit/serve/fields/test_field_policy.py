@@ -318,7 +318,7 @@ def test_any_value_of_a_field_is_accepted_or_refused() -> None:
                     fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
                     if kind in MADE:
                         fields.check()
-                        fields.params()
+                        fields.params() if kind is CompletionFields else fields.sampling_params(9)
                     statuses.add(200)
                 except ApiError as error:
                     statuses.add(error.status)

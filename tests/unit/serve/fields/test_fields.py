@@ -16,20 +16,20 @@ from specinfer.serve.fields.body import parse
 from specinfer.serve.http.api_error import ApiError
 from specinfer.structured_output import structured_output
 from tests.unit.serve.asked import HI
-from tests.unit.serve.fields.bodies import MADE, PLAIN, read
+from tests.unit.serve.fields.bodies import MADE, PLAIN, params, read
 
 
 def error_of(kind: Any, body: Any) -> dict[str, Any]:
     """The error that a body gets, when its fields are read, checked and turned into parameters."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
-    def params() -> None:
+    def make() -> None:
         fields = parse(kind, raw)
         fields.check()
-        fields.params()
+        fields.params() if kind is CompletionFields else fields.sampling_params(9)
 
     with pytest.raises(ApiError) as caught:
-        params()
+        make()
     assert caught.value.status == 400
     assert not isinstance(caught.value.__context__, ValidationError)  # its faults would stay in memory
     error: dict[str, Any] = caught.value.body["error"]
@@ -153,7 +153,8 @@ def test_a_prediction_may_be_a_text_or_as_in_conversations() -> None:
 def test_white_space_between_parts_of_json_is_a_field_of_every_endpoint() -> None:
     for kind in MADE:
         for given in ("bounded", "any", "none", None):
-            assert read(kind, {"json_whitespace": given}).params().json_whitespace == (given or "bounded")
+            made = params(kind, {"json_whitespace": given})
+            assert made.json_whitespace == (given or "bounded")
         error = error_of(kind, PLAIN[kind] | {"json_whitespace": "some"})
         assert error["param"] == "json_whitespace"
 
@@ -163,5 +164,5 @@ def test_a_grammar_of_calls_takes_the_place_of_the_form() -> None:
     for kind, more in ((ChatFields, {"response_format": form}), (ResponseFields, {"text": {"format": form}})):
         fields = read(kind, more)
         assert fields.form == structured_output(form)
-        params = fields.params(grammar="start: /a/")
-        assert params.structured_output == structured_output(grammar="start: /a/")
+        made = fields.sampling_params(9, grammar="start: /a/")
+        assert made.structured_output == structured_output(grammar="start: /a/")
