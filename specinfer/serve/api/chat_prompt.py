@@ -12,7 +12,7 @@ from specinfer.errors import RequestError, naming
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_and_warnings
 from specinfer.serve.api.service import Service
-from specinfer.serve.dialect.call_format import for_template
+from specinfer.serve.dialect.call_format import Tool, for_template
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reasoning import Reasoning
@@ -42,16 +42,18 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
     Callers run it in a thread even for short conversations, because it compiles schemas and runs the chat
     template, a program of the model's author.
     """
-    for kind in fields.left_out:
-        service.field_policy.log_once(
-            f"tools of type {cut(kind)!r} are left out: this server has only functions"
-        )
-    dialect, choice, functions = service.dialect, fields.chosen, fields.functions
+    dialect, choice = service.dialect, fields.chosen
     variables = _variables(service, fields)
     sizes = {"messages": len(str(messages)), "chat_template_kwargs": len(str(variables))}  # about
-    service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else len(str(functions))})
-    tools = read_tools(functions)
-    tools = tools if choice.among(tools) else ()
+    service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else len(str(fields.tools or ""))})
+    tools: tuple[Tool, ...] = ()
+    if fields.tools:
+        for kind in fields.left_out:
+            service.field_policy.log_once(
+                f"tools of type {cut(kind)!r} are left out: this server has only functions"
+            )
+        described = read_tools(fields.functions)
+        tools = described if choice.among(described) else ()
     form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
     calls = dialect.calls
     if tools and calls is None:
