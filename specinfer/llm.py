@@ -280,7 +280,7 @@ class LLM:
             ModelError: an adapter cannot be used.
             CapacityError: an adapter does not fit into memory.
         """
-        return self._answer(self.intake.prompts(prompts, params, lora_request), on_output)
+        return self._answer(self._open.intake.prompts(prompts, params, lora_request), on_output)
 
     def chat(
         self,
@@ -316,7 +316,7 @@ class LLM:
             ModelError: an adapter cannot be used.
             CapacityError: an adapter does not fit into memory.
         """
-        groups = self.intake.conversations(
+        groups = self._open.intake.conversations(
             *(messages, params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
         )
         return self._answer(groups, on_output)
@@ -338,7 +338,7 @@ class LLM:
             params: sampling parameters; by default `default_params`.
             lora_request: a LoRA adapter (docs/lora.md).
         """
-        [requests] = self.intake.prompts([prompt], params, lora_request)
+        [requests] = self._open.intake.prompts([prompt], params, lora_request)
         return self._stream(requests)
 
     def stream_chat(
@@ -354,7 +354,7 @@ class LLM:
 
         The arguments are those of `chat`, for one conversation.
         """
-        [requests] = self.intake.conversations(
+        [requests] = self._open.intake.conversations(
             *([messages], params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
         )
         return self._stream(requests)

@@ -152,7 +152,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
-        return bool(self.chat_template)
+        return bool(self.templates.get("default"))
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, with stand-in characters; None for an id without a token."""
