@@ -142,6 +142,7 @@ class Transcript:
             reports, self._sent_prompt = self.prompt_logprobs, True
         text = self._take_text()
         steps, self._steps = tuple(self._steps), []
+        miss = None if self.finish_reason is None else self.miss
         return Delta(
             self.request.request_id,
             text,
@@ -156,7 +157,7 @@ class Transcript:
             figures=self.figures if self.finish_reason is not None else None,
             prompt_logprobs=reports,
             cached_tokens=self.cached_tokens,
-            miss=None if self.finish_reason is None else self._read_miss(),
+            miss=miss and miss.read(self._tokenizer.text_of),
         )
 
     def output(self, new_text: str = "") -> RequestOutput:
@@ -177,17 +178,11 @@ class Transcript:
             index=self.request.index,
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
-            miss=self._read_miss(),
+            miss=self.miss and self.miss.read(self._tokenizer.text_of),
             error=self.error,
             internal_error=self._internal_error,
             stopped_by=self._stopped_by,
         )
-
-    def _read_miss(self) -> PrefixMiss | None:
-        """Return why the rest of the prompt was computed, with texts."""
-        if (miss := self.miss) is None:
-            return None
-        return miss.read(self._tokenizer.text_of)
 
     def _take_text(self) -> str:
         """Mark all tokens as returned; returns the new text that no stop string can still remove."""
