@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from specinfer.sampling_params import GREEDY_BELOW
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import as_runs
 from specinfer.tree.token_tree import next_nodes
 
 MAX_LOG_ODDS: Final = 6  # confidences are rounded to log-odds from -6 to 6, probabilities of 0.2% to 99.8%
-CONFIDENCES: Final = [1 / (1 + math.exp(-odds)) for odds in range(-MAX_LOG_ODDS, MAX_LOG_ODDS + 1)]
-_EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-MAX_LOG_ODDS, MAX_LOG_ODDS)]
-_FIRST: Final = len(CONFIDENCES)  # index of first choices in a table, after the others
+_ODDS: Final = range(-MAX_LOG_ODDS, MAX_LOG_ODDS + 1)
+_EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in _ODDS[:-1]]  # confidences between these
 OFFSET_RATE: Final = 0.03  # learning rate of a curve's offset
 SLOPE_RATE: Final = 0.01  # learning rate of its slope, per unit of log-odds
 _QUICK: Final = 7.0  # initial factor of the offset's learning rate, for answers with few steps
@@ -74,29 +75,29 @@ class DraftLevels:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        # Counts of all requests, then of each class; by level: right first guesses, right others, and tries.
-        self.counts = [[[0.0, 0.0, 0.0] for _ in range(depth)] for _ in range(len(TEMPERATURES) + 2)]
+        # Right first guesses, right others, and tries, by level, of all requests and then of each class,
+        # [classes, depth, 3].
+        self.counts = np.zeros((len(TEMPERATURES) + 2, depth, 3))
         self._rates: dict[int, list[LevelRate]] = {}  # cache by temperature class
 
     def learn(self, level: int, choice: int | None, temperature: float) -> None:
         """Count which of a request's guesses at a level was right, or None; level 0 is below the root."""
         self._rates = {}
-        for kind in (0, 1 + bisect_left(TEMPERATURES, temperature)):
-            if level == 0:  # also fades levels that are not tried now
-                self.counts[kind] = _faded(self.counts[kind], _LEVEL_MEMORY)
-            if level < self.depth:
-                firsts, others, tries = self.counts[kind][level]
-                self.counts[kind][level] = [firsts + (choice == 0), others + bool(choice), tries + 1]
+        kinds = [0, 1 + bisect_left(TEMPERATURES, temperature)]
+        if level == 0:  # also fades levels that are not tried now
+            self.counts[kinds] *= _LEVEL_MEMORY
+        if level < self.depth:
+            self.counts[kinds, level] += (choice == 0, bool(choice), 1)
 
     def fade(self, kept: float) -> None:
         """Multiply all counts by `kept`."""
         self._rates = {}
-        self.counts = [_faded(counts, kept) for counts in self.counts]
+        self.counts *= kept
 
     def usual_rates(self) -> list[LevelRate]:
         """Return the rates of all requests' guesses at each level below accepted nodes, [depth]."""
         rates, above = list[LevelRate](), LevelRate(_FIRST_RATE, 0.0)
-        for counts in self.counts[0]:
+        for counts in self.counts[0].tolist():
             above = _rate(counts, above, _LEVEL_PRIOR)
             rates.append(above)
         return rates
@@ -108,13 +109,9 @@ class DraftLevels:
         """
         kind = 1 + bisect_left(TEMPERATURES, temperature)
         if kind not in self._rates:
-            levels = zip(self.counts[kind], self.usual_rates(), strict=True)
+            levels = zip(self.counts[kind].tolist(), self.usual_rates(), strict=True)
             self._rates[kind] = [_rate(counts, usual, _CLASS_PRIOR) for counts, usual in levels]
         return self._rates[kind]
-
-
-def _faded(counts: Sequence[Sequence[float]], kept: float) -> list[list[float]]:
-    return [[count * kept for count in level] for level in counts]
 
 
 def _rate(counts: Sequence[float], usual: LevelRate, prior: float) -> LevelRate:
@@ -147,8 +144,7 @@ class Curve:
         """Learn whether a guess of this confidence became text."""
         error = became - self.rate(odds)
         self.offset = min(MAX_OFFSET, max(-MAX_OFFSET, self.offset + self.hurry * OFFSET_RATE * error))
-        if self.hurry > 1.0:
-            self.hurry = max(1.0, self.hurry * _SLOWING)
+        self.hurry = max(1.0, self.hurry * _SLOWING)
         self.slope = min(MAX_SLOPE, max(0.0, self.slope + SLOPE_RATE * error * odds))
 
 
@@ -165,7 +161,7 @@ class AcceptanceRates:
         self.levels = {name: DraftLevels(depth) for name, depth in (depths or {}).items()}
         # By speculator: the curve of other choices and that of first choices.
         self.curves: dict[str, tuple[Curve, Curve]] = {}
-        self._tables: dict[str, list[float]] = {}  # cache of both curves' rates, by confidence
+        self._tables: dict[str, list[list[float]]] = {}  # cache of both curves' rates, by confidence
 
     def node_rates(self, tree: TokenTree) -> list[float]:
         """Return the acceptance probability of every node, given that its parent is accepted, [num_nodes].
@@ -176,10 +172,10 @@ class AcceptanceRates:
         rates = [0.0] * len(tree.token_ids)
         chosen: dict[str, set[int]] = {}
         for run in as_runs(tree.draws).runs:
-            table, above = self._of(run.speculator), chosen.setdefault(run.speculator, set())
+            tables, above = self._of(run.speculator), chosen.setdefault(run.speculator, set())
             kinds = map(bisect_left, repeat(_EDGES), run.confidences)
             for parent, node, kind in zip(run.parents, run.nodes, kinds, strict=True):
-                rate = table[kind] if parent in above else table[kind + _FIRST]
+                rate = tables[parent not in above][kind]
                 above.add(parent)
                 if rate > rates[node]:
                     rates[node] = rate
@@ -189,26 +185,23 @@ class AcceptanceRates:
     def learn(self, tree: TokenTree, committed: Sequence[int], temperature: float) -> None:
         """Learn from all guesses below accepted nodes, verified or not, as the next token is known there."""
         becomes = next_nodes(tree, committed)
-        chosen: dict[str, set[int]] = {}
-        # By draft and parent: 0 if its first choice was right, 1 if another was, else None.
+        # By speculator and parent: 0 if its first choice was right, 1 if another was, else None.
         right: dict[tuple[str, int], int | None] = {}
         for run in as_runs(tree.draws).runs:
-            name, above = run.speculator, chosen.setdefault(run.speculator, set())
-            leveled, (other, first) = name in self.levels, self._curves(name)
+            name, curves = run.speculator, self._curves(run.speculator)
             self._tables.pop(name, None)
-            for i, parent in enumerate(run.parents):
+            for parent, node, confidence in zip(run.parents, run.nodes, run.confidences, strict=True):
                 if parent not in becomes:
                     continue
-                became = becomes[parent] == run.nodes[i]
-                odds = bisect_left(_EDGES, run.confidences[i]) - MAX_LOG_ODDS
-                (other if parent in above else first).learn(odds, became)
+                key, became = (name, parent), becomes[parent] == node
+                is_first = key not in right
+                curves[is_first].learn(bisect_left(_EDGES, confidence) - MAX_LOG_ODDS, became)
                 self.outcomes += 1
-                if leveled and right.setdefault((name, parent)) is None and became:
-                    right[name, parent] = int(parent in above)
-                above.add(parent)
-        if right:
-            levels = {node: level for level, node in enumerate(becomes)}
-            for (name, parent), choice in right.items():
+                if right.setdefault(key) is None and became:
+                    right[key] = 0 if is_first else 1
+        levels = {node: level for level, node in enumerate(becomes)}
+        for (name, parent), choice in right.items():
+            if name in self.levels:
                 self.levels[name].learn(levels[parent], choice, temperature)
 
     def expect_self_draft(self, name: str) -> None:
@@ -223,17 +216,13 @@ class AcceptanceRates:
             self.curves[name] = Curve(offset, hurry=self._hurry), Curve(offset, hurry=self._hurry)
         return self.curves[name]
 
-    def _of(self, name: str) -> list[float]:
-        """Return a speculator's rates by confidence, for other choices and then for first choices."""
-        table = self._tables.get(name)
-        if table is None:
+    def _of(self, name: str) -> list[list[float]]:
+        """Return a speculator's rates by confidence, for other choices and for first choices."""
+        if name not in self._tables:
             less = -math.log(LOOKUP_ODDS) if self._is_beside_drafts(name) else 0.0
-            table = self._tables[name] = [
-                curve.rate(odds, less)
-                for curve in self._curves(name)
-                for odds in range(-MAX_LOG_ODDS, MAX_LOG_ODDS + 1)
-            ]
-        return table
+            curves = self._curves(name)
+            self._tables[name] = [[curve.rate(odds, less) for odds in _ODDS] for curve in curves]
+        return self._tables[name]
 
     def _is_beside_drafts(self, name: str) -> bool:
         return name not in self.levels and bool(self.levels)

@@ -30,6 +30,8 @@ import logging
 import math
 from typing import Final
 
+import numpy as np
+
 _LOG = logging.getLogger(__name__)
 
 WINDOW: Final = 64  # steps
@@ -77,12 +79,11 @@ class Allowance:
         """
         self._plain = plain
         self.seconds = min(self.seconds, self._tolerance * plain / math.sqrt(max(1, requests)))
-        size, before = requests.bit_length(), self._size
-        self._size = size
+        before, self._size = self._size, requests.bit_length()
         if not self.guessing:
             if new:
                 self._left = 0
-            elif size != before:
+            elif self._size != before:
                 self._left = min(self._left, self._first_pause)
             if self._left <= 0 and self.seconds >= self._tolerance / _ENOUGH * plain:
                 self.guessing = self._trial = True
@@ -123,13 +124,10 @@ class Allowance:
 
     def _judge(self) -> None:
         """Switch speculation off if the window was slower than plain steps."""
-        steps = len(self._window)
-        mean = sum(self._window) / steps
-        variance = max(0.0, sum([margin * margin for margin in self._window]) / steps - mean * mean)
-        if mean + _SURE * math.sqrt(variance / steps) < 0 or (self._trial and self._won < 0):
+        error = np.std(self._window) / math.sqrt(WINDOW)
+        if np.mean(self._window) + _SURE * error < 0 or (self._trial and self._won < 0):
             self._stop()
-            return
-        if self._won >= 0:
+        elif self._won >= 0:
             self._trial = False
             self._floor = 0.0
             self._pause = self._first_pause

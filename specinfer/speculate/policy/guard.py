@@ -22,6 +22,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Final, NamedTuple
 
 from specinfer.models.draft_memory import DraftMemory
@@ -125,7 +126,7 @@ class Guard:
     @property
     def overhead(self) -> float:
         """Seconds of recent steps outside passes and guesses."""
-        return _median(self._overheads) if self._overheads else 0.0
+        return median_low(self._overheads) if self._overheads else 0.0
 
     def begin(self, names: Collection[str], requests: int, rows: int, own_size: bool) -> str | None:
         """Start a step; returns why speculation is off for it, or None if it is on.
@@ -140,8 +141,7 @@ class Guard:
         self._prompts = rows > requests  # True if there are prefill rows
         # True if the step, kept plain, measures the time of plain steps.
         self._undisturbed = requests > 0 and not self._prompts and not own_size
-        new = not self._names.issuperset(names)
-        self._names = frozenset(names)
+        before, self._names = self._names, frozenset(names)
         if not (self.allowance.guessing or own_size) and self.off_steps >= max(_GIVEN_UP, self._on_steps):
             self._give_to_layers()
         self._pass = self._target.expected(max(1, requests))  # seconds without guesses and prompts
@@ -152,7 +152,7 @@ class Guard:
             self._plain = self._pass - self._memory_cost_of(max(1, requests)) + self.overhead
         else:
             self._plain = self._multiple(requests) * self._pass
-        allowed = self.allowance.allows(requests, self._plain, new=new)
+        allowed = self.allowance.allows(requests, self._plain, new=not self._names <= before)
         self._alike = self.plain_steps[requests.bit_length()]
         measures = not self._known and self._undisturbed and self._alike.due(self._slowness)
         # A measurement needs settled costs.
@@ -187,8 +187,8 @@ class Guard:
                 self._overheads.append(seconds - guessing - sum([stages.get(s, 0.0) for s in TARGET_STAGES]))
                 self._plain *= self._learn(stages, passes)
         else:
-            priced = [one for one in passes if one.speculator in self._drafts and one.rows > 0]
-            passes = [replace(one, seconds=self._drafts[one.speculator].expected(one.rows)) for one in priced]
+            known = [one for one in passes if one.speculator in self._drafts and one.rows > 0]
+            passes = [replace(one, seconds=self._drafts[one.speculator].expected(one.rows)) for one in known]
             guessing = sum([one.seconds for one in passes])
             seconds = self._pass + self._seconds_of_nodes() + guessing
         if self.off_reason is not None:
@@ -202,21 +202,23 @@ class Guard:
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
         saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
         reading = sum([one.seconds for one in passes if self._reads(one)])
-        if self._known or not self._measured or self._prompts or not (self.nodes or passes):
-            # Prompts take their time without guesses, too, as does a step that got no guesses.
-            spent = self._seconds_of_nodes() + guessing
-        else:
-            spent = seconds - self._plain
+        # Guesses are charged their own time, or the difference from a plain step. Prompts take their time
+        # without guesses, too, as does a step that got no guesses.
+        own_time = self._known or not self._measured or self._prompts or not (self.nodes or passes)
+        spent = self._seconds_of_nodes() + guessing if own_time else seconds - self._plain
         spent += self._memory_cost
         if self._prompts:
             reading += self._memory_cost
         self.allowance.count_guessing(seconds, self._plain, spent - reading, saved, reading)
 
     def _multiple(self, requests: int) -> float:
-        """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1."""
+        """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1.
+
+        It is the lower median of two, as a disturbance only makes a step longer.
+        """
         wanted = requests.bit_length()
         seen = {size: plain.multiples for size, plain in self.plain_steps.items() if plain.multiples}
-        return _median(seen[min(seen, key=lambda size: abs(size - wanted))]) if seen else 1.0
+        return median_low(seen[min(seen, key=lambda size: abs(size - wanted))]) if seen else 1.0
 
     def _reads(self, one: LevelPass) -> bool:
         """Return whether a draft's pass read texts, beyond the tokens that are read in every step."""
@@ -240,21 +242,13 @@ class Guard:
         self._target.learn(rows, seconds)
         if not passes or self._own_size:
             return 1.0
-        if self._known:
-            for one in passes:
-                if one.speculator in self._drafts and not self._reads(one):
-                    self._drafts[one.speculator].learn(one.rows, one.seconds)
-            return 1.0
         self._turn += 1
-        one = passes[self._turn % len(passes)]
-        if (model := self._drafts.get(one.speculator)) is None or one.rows < 1 or self._reads(one):
-            return 1.0
-        of_draft = one.seconds / model.expected(one.rows)
-        model.learn(one.rows, one.seconds)
-        agreed = max(1.0, min(of_target, of_draft)) * min(1.0, max(of_target, of_draft))
-        return min(_SLOWEST, max(1 / _SLOWEST, agreed))
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the median, the lower one of two, as a disturbance only makes a step longer."""
-    return sorted(values)[(len(values) - 1) // 2]
+        agreed = 1.0
+        used = passes if self._known else [passes[self._turn % len(passes)]]
+        for one in used:
+            model = self._drafts.get(one.speculator)
+            if model is not None and one.rows > 0 and not self._reads(one):
+                of_draft = one.seconds / model.expected(one.rows)
+                model.learn(one.rows, one.seconds)
+                agreed = max(1.0, min(of_target, of_draft)) * min(1.0, max(of_target, of_draft))
+        return 1.0 if self._known else min(_SLOWEST, max(1 / _SLOWEST, agreed))

@@ -14,9 +14,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from specinfer.files import cache_dir, write_whole
 from specinfer.speculate.policy.acceptance import AcceptanceRates, Curve
@@ -31,8 +30,7 @@ MIN_OUTCOMES: Final = 500  # new outcomes needed for a write
 Key = Mapping[str, Any]  # "target", "drafts", "device": JSON values
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPolicy:
+class StoredPolicy(NamedTuple):
     """Contents of a file."""
 
     key: Key
@@ -94,20 +92,11 @@ class PolicyMemory:
 
 def learned_values(acceptance: AcceptanceRates, guard: Guard) -> dict[str, Any]:
     """Return the learned state as JSON values."""
-    return {
-        "outcomes": acceptance.outcomes,
-        "curves": {
-            name: [[curve.offset, curve.slope] for curve in curves]
-            for name, curves in acceptance.curves.items()
-        },
-        "drafts": {
-            name: {"all": levels.counts[0], "alike": levels.counts[1:]}
-            for name, levels in acceptance.levels.items()
-        },
-        "plain": {
-            str(size): [*plain.multiples] for size, plain in guard.plain_steps.items() if plain.multiples
-        },
-    }
+    curves = {name: [[one.offset, one.slope] for one in both] for name, both in acceptance.curves.items()}
+    counts = {name: levels.counts.tolist() for name, levels in acceptance.levels.items()}
+    drafts = {name: {"all": together, "alike": alike} for name, (together, *alike) in counts.items()}
+    plain = {str(size): [*one.multiples] for size, one in guard.plain_steps.items() if one.multiples}
+    return {"outcomes": acceptance.outcomes, "curves": curves, "drafts": drafts, "plain": plain}
 
 
 def recall(learned: Mapping[str, Any], acceptance: AcceptanceRates, guard: Guard | None = None) -> None:

@@ -68,7 +68,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         acceptance.learn(builder.build(), (10 if number % 3 else 11, 99), 0.0)
     learned = {
         **learned_values(acceptance, Guard(CostModel(CostCurve((1, 2), (1.0, 1.5))), {})),
-        "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, [], [], LEVELS[:1]]}},
+        "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, LEVELS, LEVELS, LEVELS]}},
     }
     for target in ("large, int8", "larger, int8"):
         key = {"target": target, "drafts": ["draft: small, int8"], "device": "2 x CPU"}
