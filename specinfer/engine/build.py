@@ -274,14 +274,14 @@ def _sizing(
     for name in copies:
         if name in costs:
             policy.acceptance.expect_self_draft(name)
-    guard, memory = policy.guard, None
+    memory: PolicyMemory | None = None
     postponed: Postponed | None = None
     if any(one.rough for one in (curve, *costs.values())):
         postponed = measure_later(asked, config, models, executor.positions, policy)
-    if measured and guard is not None:  # clock "curve" must decide alike in every run
-        memory = PolicyMemory(_policy_key(config, models), policy.acceptance, guard)
+    if measured:  # clock "curve" must decide alike in every run
+        memory = PolicyMemory(_policy_key(config, models), policy.acceptance, policy.guard)
         memory.recall()
-    return config, _Sizing(drafts, policy, guard, memory, postponed)
+    return config, _Sizing(drafts, policy, policy.guard, memory, postponed)
 
 
 def _policy_key(config: EngineConfig, models: Models) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from specinfer.tree.token_tree import Expansion, single_node
 from tests import plans
 from tests.flights import flight_of
 from tests.kernels import kernels
+from tests.unit.speculate.policy.priced import Unguarded
 
 VOCAB = 3
 PROMPT = (0,)
@@ -160,6 +161,7 @@ class Sized:
 
     def policy(self, target, drafts, acceptance, text, guard=None):
         """Return the policy that sizes the next tree after `text`."""
+        guard = guard or Unguarded(target, {})
         return Watched(self.starts, self.parts, target, drafts, acceptance, guard)
 
 
@@ -195,7 +197,7 @@ class Wayward(Sized):
         self.shown = set()  # open leaves whose draws the policy saw
 
     def policy(self, target, drafts, acceptance, text):
-        policy = WaywardPolicy(self.starts, set(), target, drafts, acceptance)
+        policy = WaywardPolicy(self.starts, set(), target, drafts, acceptance, Unguarded(target, {}))
         policy.wayward, policy.shown = self.parts, self.shown
         return policy
 

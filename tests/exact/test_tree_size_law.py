@@ -7,7 +7,7 @@ a level is guessed may depend on every draw before it, never on the draws that a
 import pytest
 
 from specinfer.speculate import ensemble
-from specinfer.speculate.policy import cost_policy
+from specinfer.speculate.policy import choose
 from specinfer.tree.draw import DrawRule
 
 from .enumeration import Supports, distance, own_law, text_law
@@ -84,7 +84,7 @@ def only_samples(tree):
 def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
     # Guesses before the samples fit only if both samples are the same token.
     monkeypatch.setattr(ensemble, "any_sampled", lambda draws: False)
-    monkeypatch.setattr(cost_policy, "pinned_nodes", only_samples)
+    monkeypatch.setattr(choose, "pinned_nodes", only_samples)
     sizes = {"points": "first", "max_nodes": 4}
     assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN
 
@@ -92,5 +92,5 @@ def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
-    monkeypatch.setattr(cost_policy, "pinned_nodes", lambda tree: set())
+    monkeypatch.setattr(choose, "pinned_nodes", lambda tree: set())
     assert play(drafts, 0.01, monkeypatch)[1] > SEEN

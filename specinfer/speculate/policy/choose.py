@@ -11,72 +11,75 @@ nodes form trees.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress
+from itertools import accumulate, compress, count
 from operator import truediv
 from typing import Final, NamedTuple
+
+from specinfer.plan import PlanEntry
+from specinfer.speculate.policy.acceptance import AcceptanceRates
+from specinfer.speculate.policy.policy import has_own_size
+from specinfer.tree import TokenTree
+from specinfer.tree.merging import pinned_nodes
 
 _MORE_ROWS: Final = 4  # rows over which the price of a row is averaged, as cost curves have steps
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step by its number of guesses, and its tokens without guesses."""
+    """Seconds of a step by its number of guesses, and its expected tokens with the guesses so far."""
 
-    passes: Sequence[float]  # seconds of the target's pass by its rows
-    rows: int  # rows of the pass without guesses
-    last: int  # rows of the pass with the maximum number of guesses
-    spent: float  # seconds of drafts' passes, less the target's seconds for prompts
-    tokens: float  # one for each request
+    passes: Sequence[float]  # seconds of the target's pass with 0, 1, ... guesses
+    prompts: float  # the target's seconds for prompts
+    row: float  # seconds of another row of the target's pass in a step without prompts
+    tokens: float  # one for each request, and those expected of guesses
+    nodes: int = 0  # number of guesses so far
+    spent: float = 0.0  # seconds of drafts' passes
 
-    def seconds(self, nodes: int) -> float:
-        """Return the seconds of the step with `nodes` guesses."""
-        return self.spent + self.passes[min(self.rows + nodes, self.last)]
+    def seconds(self, more: int = 0) -> float:
+        """Return the seconds of the step with `more` guesses than so far, less those for prompts."""
+        return self.spent - self.prompts + self.passes[min(self.nodes + more, len(self.passes) - 1)]
 
-    def seconds_from(self, nodes: int, more: int) -> list[float]:
-        """Return the seconds of the step with `nodes`, `nodes` + 1, ... `nodes` + `more` guesses."""
-        first = self.rows + nodes
-        found = [self.spent + taken for taken in self.passes[first : min(first + more, self.last) + 1]]
-        return found + [self.seconds(nodes + more)] * (more + 1 - len(found))
-
-    def price(self, tokens: float, nodes: int) -> float:
-        """Return the price of another row, in tokens, for a step that makes `tokens` with `nodes` guesses."""
-        seconds = self.seconds(nodes)
-        return tokens * (self.seconds(nodes + _MORE_ROWS) - seconds) / (_MORE_ROWS * seconds)
+    @property
+    def price(self) -> float:
+        """The tokens that another row must yield to be worth its seconds."""
+        seconds = self.seconds()
+        return self.tokens * (self.seconds(_MORE_ROWS) - seconds) / (_MORE_ROWS * seconds)
 
 
-class Candidates(NamedTuple):
-    """One request's nodes as candidates for verification."""
+class Candidates:
+    """One request's guesses as candidates for verification."""
 
-    probabilities: Sequence[float]  # acceptance probabilities, [num_nodes]; the root's is 1
-    pinned: set[int]  # nodes that may not be dropped (tree/merging.py)
-    max_nodes: int  # maximum nodes of the request, the root included
-    all_stay: bool  # True if the request sets the size of its tree
+    def __init__(self, entry: PlanEntry, tree: TokenTree, acceptance: AcceptanceRates) -> None:
+        self.entry, self.tree = entry, tree
+        self.all_stay = has_own_size(entry)
+        self.pinned = pinned_nodes(tree)  # nodes that may not be dropped
+        self.rates = acceptance.node_rates(tree)
+        self.probabilities = path_probabilities(self.rates, tree.parents)
 
 
-def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
-    """Return the nodes of each tree to verify, ascending, the root included.
+def choose(guesses: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
+    """Return the nodes of each tree to verify, ascending, the root included; `costs` are of no guesses.
 
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    # For each tree: the nodes that stay, and those that may be dropped.
-    stay, droppable = list[list[int]](), list[list[int]]()
+    # For each tree: the nodes that stay, and those that may be dropped, likeliest first.
+    parts = list[tuple[list[int], list[int]]]()
     likely = list[float]()  # probabilities of all nodes that may be dropped
-    for probabilities, pinned, max_nodes, all_stay in trees:
-        found = [node for node in range(1, len(probabilities)) if node not in pinned]
-        room = max(0, max_nodes - 1 - len(pinned))
-        if len(found) > room:
-            found = sorted(sorted(found, key=probabilities.__getitem__, reverse=True)[:room])
-        kept = [0, *pinned, *found] if all_stay else [0, *pinned]
+    for one in guesses:
+        probabilities, kept = one.probabilities, [0, *one.pinned]
+        found = [node for node in range(1, len(probabilities)) if node not in one.pinned]
+        found.sort(key=probabilities.__getitem__, reverse=True)
+        del found[max(0, one.entry.max_nodes - len(kept)) :]
+        if one.all_stay:
+            kept, found = kept + found, []
         tokens += sum([probabilities[node] for node in kept]) - 1
         nodes += len(kept) - 1
-        stay.append(kept)
-        droppable.append([] if all_stay else found)
-        likely += [probabilities[node] for node in droppable[-1]]
+        parts.append((kept, found))
+        likely += [probabilities[node] for node in found]
     # Each tree takes as many answers as it has nodes that may be dropped.
-    stays = iter(fastest(likely, tokens, costs.seconds_from(nodes, len(likely))))
-    return [sorted([*kept, *compress(found, stays)]) for kept, found in zip(stay, droppable, strict=True)]
+    stays = iter(fastest(likely, tokens, map(costs.seconds, count(nodes))))
+    return [sorted([*kept, *compress(found, stays)]) for kept, found in parts]
 
 
 def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> list[bool]:
@@ -88,10 +91,8 @@ def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> 
         seconds: seconds of the step with 0, 1, ... candidates, [n + 1] or more.
     """
     order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
-    chosen = [False] * len(gains)
-    for number in order[: best_count([gains[n] for n in order], tokens, seconds)]:
-        chosen[number] = True
-    return chosen
+    chosen = frozenset(order[: best_count([gains[n] for n in order], tokens, seconds)])
+    return [number in chosen for number in range(len(gains))]
 
 
 def best_count(gains: Iterable[float], tokens: float, seconds: Iterable[float]) -> int:
@@ -106,6 +107,3 @@ def path_probabilities(rates: Sequence[float], parents: Sequence[int]) -> list[f
     for rate, parent in zip(rates[1:], parents[1:], strict=True):
         products.append(rate * products[parent])
     return products
-
-
-NOTHING: Final = StepCosts([math.inf], 0, 0, 0.0, 0.0)  # before the first step

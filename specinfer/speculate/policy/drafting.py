@@ -9,27 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.acceptance import AcceptanceRates, DraftLevels, LevelRate
-from specinfer.speculate.policy.choose import StepCosts, best_count, path_probabilities
+from specinfer.speculate.policy.choose import Candidates, StepCosts, best_count, path_probabilities
+from specinfer.speculate.policy.policy import has_own_size
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
-from specinfer.tree.merging import pinned_nodes
-from specinfer.tree.token_tree import Expansion, child_of
+from specinfer.tree.merging import MergedTree
+from specinfer.tree.token_tree import Expansion
 
 # Factor of a level's cost when the worth of reading a prompt is judged: the draft will start only in those
 # steps where it yields more than usual.
 _LEVEL: Final = 0.9
 _MEMORY: Final = 0.97  # decay of a mean at each value
 _PRIOR: Final = 3.0  # weight of a mean's prior, in values
-# Prior of the probability that other speculators do not hold the first level's token, by whether the request
-# has a prediction, which probably holds most of the answer.
-_UNCOVERED_PRIOR: Final = {False: 1.0, True: 0.3}
-# Prior of the tokens of a step with the guesses of other speculators, likewise.
-_TOKENS_PRIOR: Final = {False: 1.0, True: 8.0}
 _REFUSED: Final = 16  # consecutive steps in which a draft did not start; then its counts and costs decay
 _REFUSED_MEMORY: Final = 0.8  # factor of this decay, as a draft that does not run yields no new outcomes
 _MAX_RATE: Final = 0.99  # maximum rate of a level; with 1, any number of levels would be worth it
@@ -41,6 +38,9 @@ class PricedDraft(NamedTuple):
 
     costs: CostModel
     expansion: Expansion  # shape of its sampled trees
+    # True if the levels of a tree divide its node budget: where nodes are so cheap that dozens are drawn per
+    # level, the first levels would use all of it.
+    divides_budget: bool = False
 
     def width(self, level: int) -> int:
         """Return the number of samples below a node at this depth."""
@@ -48,76 +48,41 @@ class PricedDraft(NamedTuple):
 
     def reading(self, unread: Sequence[int]) -> list[float]:
         """Return the seconds that each request's unread tokens beyond USUAL_UNREAD add to a shared pass."""
-        together, expected = USUAL_UNREAD * len(unread), self.costs.expected
-        without = expected(together)
-        return [
-            expected(together + left - USUAL_UNREAD) - without if left > USUAL_UNREAD else 0.0
-            for left in unread
-        ]
+        usual = USUAL_UNREAD * len(unread)
+        without = self.costs.expected(usual)
+        return [self.costs.expected(usual + max(0, left - USUAL_UNREAD)) - without for left in unread]
 
 
-class GrowingGuesses:
-    """One request's guesses while a draft adds to them; `others` is the merged tree of earlier speculators.
+class GrowingGuesses(Candidates):
+    """One request's guesses while a draft adds to them; the tree is that of earlier speculators.
 
-    A level is worth only the tokens that the other guesses do not hold. The request may have `max_nodes`
-    nodes, the root included; with `all_stay` all of them are verified.
+    A level is worth only the tokens that the other guesses do not hold.
     """
 
-    def __init__(
-        self, others: TokenTree, acceptance: AcceptanceRates, max_nodes: int, *, all_stay: bool
-    ) -> None:
-        self._others, self._acceptance, self.all_stay = others, acceptance, all_stay
-        self._rates = acceptance.node_rates(others)
-        held = [0.0] * len(self._rates)
-        for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
+    def __init__(self, entry: PlanEntry, tree: TokenTree, acceptance: AcceptanceRates) -> None:
+        super().__init__(entry, tree, acceptance)
+        self._acceptance, self._merged = acceptance, MergedTree(tree)
+        self._places = [0]  # each of the draft's nodes in the merged tree
+        self.samples = False  # True if the draft draws nodes that cannot be dropped
+        held = [0.0] * tree.num_nodes
+        for parent, rate in zip(tree.parents[1:], self.rates[1:], strict=True):
             held[parent] += rate
-        # Probability that no guess holds the token after each node.
+        # Probability that no earlier guess holds the token after each node.
         self.uncovered = [max(0.0, 1.0 - of) for of in held]
-        self._pinned = pinned_nodes(others)
-        self._room = max_nodes - 1
-        self._places = [0]  # index of each of the draft's nodes in `others`, or -1
-        self._probabilities = [1.0]  # acceptance probabilities of the draft's nodes
-        # Acceptance probabilities of its samples, and of its other nodes that `others` lacks.
-        self._sampled, self._dropped = list[float](), list[float]()
-        self._weigh()
-
-    @property
-    def samples(self) -> bool:
-        """True if the draft draws nodes that cannot be dropped."""
-        return bool(self._sampled)
 
     def grow(self, tree: TokenTree) -> None:
-        """Add the new nodes of the draft's tree."""
-        probabilities, places, others = self._probabilities, self._places, self._others
-        rates, sampled = self._acceptance.node_rates(tree), any_sampled(tree.draws)
-        for node in range(len(places), tree.num_nodes):
-            parent, rate, place = tree.parents[node], rates[node], -1
-            if (above := places[parent]) >= 0:
-                found = child_of(others.token_ids, others.parents, above, tree.token_ids[node])
-                place = -1 if found is None else found
-            if place >= 0:
-                rate = self._rates[place] = max(rate, self._rates[place])
-            likely = rate * probabilities[parent]
-            places.append(place)
-            probabilities.append(likely)
-            if sampled:
-                self._sampled.append(likely)
-            elif place < 0:
-                self._dropped.append(likely)
-        self._weigh()
-
-    def _weigh(self) -> None:
-        """Update all probabilities; agreement of the draft makes others' later guesses likelier."""
-        pinned = self._pinned
-        # Acceptance probabilities of others' nodes.
-        self.known = path_probabilities(self._rates, self._others.parents)
-        self.nodes = len(pinned) + len(self._sampled)  # nodes that cannot be dropped
-        # Expected tokens of the nodes that cannot be dropped.
-        self.tokens = sum([self.known[node] for node in pinned]) + sum(self._sampled)
-        droppable = [p for node, p in enumerate(self.known) if node and node not in pinned] + self._dropped
-        droppable.sort(reverse=True)
-        # The best other nodes within the budget.
-        self.droppable = droppable[: max(0, self._room - self.nodes)]
+        """Add the new nodes of the draft's tree; where it agrees, others' later guesses become likelier."""
+        new, others, places = len(self._places), self.tree.num_nodes, self._places
+        self._merged.place(tree, places, others)
+        self.rates += [0.0] * (len(self._merged.parents) - len(self.rates))
+        for place, rate in zip(places[new:], self._acceptance.node_rates(tree)[new:], strict=True):
+            self.rates[place] = max(rate, self.rates[place])
+        self.probabilities = path_probabilities(self.rates, self._merged.parents)
+        if any_sampled(tree.draws):
+            self.samples = True
+            # Samples count beside the guesses with which they agree: counted once, steps were .99 as fast.
+            self.probabilities += [self.probabilities[place] for place in places[1:] if place < others]
+            self.pinned.update(range(others, len(self.probabilities)))
 
     def gain(self, end: int, rate: LevelRate, price: float) -> float:
         """Return the expected tokens of the children of a node of the draft's tree.
@@ -126,13 +91,8 @@ class GrowingGuesses:
         others cost `price`. Samples are all verified, and the caller counts their rows.
         """
         place = self._places[end]
-        arrives = self._probabilities[end] * (self.uncovered[place] if place >= 0 else 1.0)
-        return gain(arrives, rate, 0.0 if self.samples else price)
-
-
-def gain(arrives: float, rate: LevelRate, price: float) -> float:
-    """Return the expected tokens of a level below a node that is reached with probability `arrives`."""
-    return arrives * rate.first + max(0.0, arrives * rate.other - price)
+        arrives = self.probabilities[place] * (self.uncovered[place] if place < len(self.uncovered) else 1.0)
+        return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
 
 
 def useful_levels(best: float, rate: float, price: float) -> float:
@@ -158,111 +118,115 @@ def children_each(tree: TokenTree) -> float:
 
 
 @dataclass(slots=True)
-class _FadingMean:
-    """Mean of about the last 30 values, with an initial value as a prior."""
+class _Usual:
+    """Means of about the last 30 steps of requests, with initial values as a prior."""
 
-    mean: float
+    uncovered: float  # probability that other speculators do not hold the first level's token
+    made: float  # tokens of a step with their guesses
     count: float = _PRIOR
 
-    def add(self, value: float) -> None:
-        """Add a value."""
+    def add(self, uncovered: float, made: float) -> None:
+        """Add a step of a request."""
         self.count = _MEMORY * self.count + 1
-        self.mean += (value - self.mean) / self.count
+        self.uncovered += (uncovered - self.uncovered) / self.count
+        self.made += (made - self.made) / self.count
 
 
-class DraftStarts:
-    """Decides for which requests one draft starts: those whose first level is worth its pass and reading."""
+class Drafting:
+    """Decides where one draft starts and goes on: where its next level is worth its pass and reading."""
 
     def __init__(self, draft: PricedDraft, levels: DraftLevels) -> None:
-        self._draft = draft
-        self._levels = levels
-        # Recent means of the probability that others lack the first level's token, and of a step's tokens
-        # with their guesses.
-        self._left = {predicted: _FadingMean(left) for predicted, left in _UNCOVERED_PRIOR.items()}
-        self._made = {predicted: _FadingMean(made) for predicted, made in _TOKENS_PRIOR.items()}
+        self.draft, self._levels = draft, levels
+        # By whether a request has a prediction, which probably holds most of the answer.
+        self._usual = {False: _Usual(1.0, 1.0), True: _Usual(0.3, 8.0)}
         self._refused = 0  # consecutive steps without a start
 
-    def refused(self) -> None:
-        """Count a step in which the draft could guess but was not worth its cost."""
-        self._refused += 1
-        if self._refused == _REFUSED:
-            self._refused = 0
+    def count(self, *, started: bool) -> None:
+        """Count a step in which the draft could guess, and whether it started."""
+        self._refused = 0 if started else self._refused + 1
+        if not started and self._refused % _REFUSED == 0:
             self._levels.fade(_REFUSED_MEMORY)
-            self._draft.costs.fade(_REFUSED_MEMORY)
+            self.draft.costs.fade(_REFUSED_MEMORY)
 
-    def select(
+    def starts(
         self,
         entries: Sequence[PlanEntry],
         unread: Sequence[int],
         growing: Mapping[str, GrowingGuesses],
-        costs: StepCosts,
-        tokens: float,
-        nodes: int,
-        row: float,
+        step: StepCosts,
     ) -> list[bool]:
         """Return for which entries the first level makes the step faster, or later steps for prefill entries.
+
+        Requests with their own size always start.
 
         Args:
             entries: requests that the draft may guess for.
             unread: tokens of their texts that it would read.
             growing: the other speculators' guesses, by request id, for entries with a tree.
-            costs: seconds of the step.
-            tokens: expected tokens of the step without the draft.
-            nodes: verified guesses of that step, without roots.
-            row: seconds of another row of the target's pass in a step without prefill.
+            step: the step without the draft.
         """
-        without, price = costs.seconds(nodes), costs.price(tokens, nodes)
-        reading = self._draft.reading(unread)
-        starts = [False] * len(entries)
+        without, price = step.seconds(), step.price
+        starts = [*map(has_own_size, entries)]
+        free = [i for i, own in enumerate(starts) if not own]
+        reading = dict(zip(free, self.draft.reading([unread[i] for i in free]), strict=True))
         gains, shares = dict[int, float](), dict[int, float]()
-        drawing = [i for i, entry in enumerate(entries) if entry.max_nodes > 1]
-        for i, entry in enumerate(entries):
+        # Prompts come first, as their prospects are those before this step.
+        for i in sorted(free, key=lambda i: entries[i].max_nodes > 1):
+            entry = entries[i]
             if entry.max_nodes <= 1:
-                starts[i] = self._reads(entry, reading[i], len(entries), tokens / without, row)
-        for i in drawing:
-            brings, part = self._gain(entries[i], growing[entries[i].request.request_id], price)
-            if brings * without > reading[i] * part * tokens:
-                gains[i], shares[i] = brings, reading[i] * part
+                starts[i] = self._reads(entry, reading[i], len(free), step)
+                continue
+            usual, guesses = self._usual[bool(entry.request.prediction)], growing[entry.request.request_id]
+            rate = self._levels.rates(entry.request.params.temperature)[0]
+            usual.add(guesses.uncovered[0], sum([p for p in guesses.probabilities if p > price]))
+            brings = guesses.gain(0, rate, price)
+            share = reading[i] * _part(brings, rate.any * usual.uncovered, usual.made, entry.room)
+            if brings * without > share * step.tokens:
+                gains[i], shares[i] = brings, share
         first = sorted(gains, key=gains.__getitem__, reverse=True)
-        passes = self._draft.costs.table(USUAL_UNREAD * len(first))
-        seconds, shared = list[float](), 0.0
-        for more in range(len(first) + 1):
-            shared += shares[first[more - 1]] if more else 0.0
-            seconds.append(costs.seconds(nodes + more) + passes[USUAL_UNREAD * more] + shared)
-        for i in first[: best_count([gains[i] for i in first], tokens, seconds)]:
+        passes = self.draft.costs.table(USUAL_UNREAD * len(first))[::USUAL_UNREAD]
+        shared = accumulate([shares[i] for i in first], initial=0.0)
+        seconds = [step.seconds(more) + passes[more] + read for more, read in enumerate(shared)]
+        for i in first[: best_count([gains[i] for i in first], step.tokens, seconds)]:
             starts[i] = True
-        if any(starts[i] for i in drawing):
-            self._refused = 0
         return starts
 
-    def _gain(self, entry: PlanEntry, guesses: GrowingGuesses, price: float) -> tuple[float, float]:
-        """Return the expected tokens of the level, and their part of all tokens expected from the draft."""
-        predicted = bool(entry.request.prediction)
-        left_of_late, made_of_late = self._left[predicted], self._made[predicted]
-        rate = self._rate(entry)
-        left_of_late.add(guesses.uncovered[0])
-        made_of_late.add(sum([likely for likely in guesses.known if likely > price]))
-        brings = gain(guesses.uncovered[0], rate, price)
-        return brings, _part(brings, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
+    def gains(
+        self,
+        entry: PlanEntry,
+        growing: GrowingGuesses,
+        tree: TokenTree,
+        ends: Sequence[int],
+        step: StepCosts,
+    ) -> list[float]:
+        """Return the expected tokens of the next level below each of `ends` of the draft's tree.
 
-    def _reads(self, entry: PlanEntry, read: float, requests: int, pace: float, row: float) -> bool:
+        If levels divide the node budget, it is 0 for ends beyond this level's part.
+        """
+        depths, deepest, price = tree.depths(), self._levels.depth, step.price
+        rates = self._levels.rates(entry.request.params.temperature)
+        gains = [growing.gain(end, rates[min(depths[end], deepest - 1)], price) for end in ends]
+        if not (self.draft.divides_budget and gains):
+            return gains
+        level = depths[ends[-1]]
+        level_price = step.tokens * self.draft.costs.expected(1) / step.seconds()
+        wanted = useful_levels(max(gains), rates[min(level, deepest - 1)].first, level_price)
+        room = entry.max_nodes - tree.num_nodes
+        return keep_largest(gains, int(room / (children_each(tree) * min(wanted, deepest - level))))
+
+    def _reads(self, entry: PlanEntry, read: float, requests: int, step: StepCosts) -> bool:
         """Return whether a prompt is worth reading, with the usual guesses of other speculators after it.
 
-        Reading takes `read` seconds; without it the engine yields `pace` tokens per second. It is useless if
-        the draft has read the text, if no row is left, or if at most two tokens can follow: the first has no
-        guesses, and the last needs none.
+        Reading takes `read` seconds. It is useless if the draft has read the text, if no row is left, or if
+        at most two tokens can follow: the first has no guesses, and the last needs none.
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False
-        predicted = bool(entry.request.prediction)
-        usual = self._rate(entry).any * self._left[predicted].mean
-        part = _part(usual, usual, self._made[predicted].mean, entry.room - 1)
-        level = self._draft.costs.table(USUAL_UNREAD * requests)[USUAL_UNREAD * requests] / requests + row
-        return usual > (read * part + _LEVEL * level) * pace
-
-    def _rate(self, entry: PlanEntry) -> LevelRate:
-        """Return the rate of first guesses for a request."""
-        return self._levels.rates(entry.request.params.temperature)[0]
+        usual = self._usual[bool(entry.request.prediction)]
+        brings = self._levels.rates(entry.request.params.temperature)[0].any * usual.uncovered
+        part = _part(brings, brings, usual.made, entry.room - 1)
+        level = self.draft.costs.table(USUAL_UNREAD * requests)[USUAL_UNREAD * requests] / requests + step.row
+        return brings > (read * part + _LEVEL * level) * step.tokens / step.seconds()
 
 
 def _part(gain: float, usual: float, made: float, room: int) -> float:

@@ -51,14 +51,23 @@ def unlearning(name: str, curve: CostCurve) -> CostModel:
     return CostModel(curve, learns=False)
 
 
+class Unguarded(Guard):
+    """A guard that lets every step guess."""
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.off_reason = None
+
+    def observe(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 def sized(
     target: CostCurve, draft: CostCurve | None = None, expansion: tuple[int, ...] = (1, 1, 1, 1)
 ) -> CostPolicy:
-    """Return a policy without a guard for a target, and a draft if given."""
+    """Return a policy without a guard's limits for a target, and a draft if given."""
     drafts = {} if draft is None else {"draft": PricedDraft(unlearning("draft", draft), Expansion(expansion))}
-    return CostPolicy(
-        unlearning("target", target), drafts, AcceptanceRates(dict.fromkeys(drafts, len(expansion)))
-    )
+    acceptance, costs = AcceptanceRates(dict.fromkeys(drafts, len(expansion))), unlearning("target", target)
+    return CostPolicy(costs, drafts, acceptance, Unguarded(costs, {}))
 
 
 class Reckless(CostPolicy):
@@ -74,7 +83,7 @@ class Reckless(CostPolicy):
         known: bool = False,
     ) -> None:
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
-        guard = Guard(target, {"draft": draft}, measured=measured, known=known) if guarded else None
+        guard = (Guard if guarded else Unguarded)(target, {"draft": draft}, measured=measured, known=known)
         super().__init__(target, drafts, AcceptanceRates({"draft": 4}), guard)
 
     def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
@@ -92,6 +101,5 @@ class Reckless(CostPolicy):
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         super().choose_nodes(trees)
-        if self.guard is not None:
-            self.guard.nodes = sum(tree.num_nodes - 1 for tree in trees)
+        self.guard.nodes = sum(tree.num_nodes - 1 for tree in trees)
         return list(trees)

@@ -11,7 +11,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import StepCosts
 from specinfer.speculate.policy.drafting import (
-    DraftStarts,
+    Drafting,
     GrowingGuesses,
     PricedDraft,
     children_each,
@@ -30,13 +30,13 @@ class Starting:
         curve = CostCurve((1, 1000), (level, level + 999 * row))
         self.acceptance = AcceptanceRates({"draft": 1})
         self.levels = self.acceptance.levels["draft"]
-        self.starts = DraftStarts(PricedDraft(unlearning("draft", curve), Expansion((1,))), self.levels)
+        self.drafting = Drafting(PricedDraft(unlearning("draft", curve), Expansion((1,))), self.levels)
 
     def for_one(self, one: PlanEntry, unread: int) -> bool:
         """Whether it starts for one request, where others have guessed nothing."""
-        growing = GrowingGuesses(single_node(7), self.acceptance, one.max_nodes, all_stay=False)
-        step = StepCosts([1.0], 0, 0, 0.0, 1.0), 1.0, 0, 0.0
-        [start] = self.starts.select([one], [unread], {one.request.request_id: growing}, *step)
+        growing = GrowingGuesses(one, single_node(7), self.acceptance)
+        step = StepCosts(passes=[1.0], prompts=0.0, row=0.0, tokens=1.0)
+        [start] = self.drafting.starts([one], [unread], {one.request.request_id: growing}, step)
         return start
 
 

@@ -28,7 +28,7 @@ from specinfer.speculate.policy.guard import Guard, SelfDraft
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.token_tree import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
-from tests.unit.speculate.policy.priced import Reckless
+from tests.unit.speculate.policy.priced import Reckless, Unguarded
 
 TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
 DRAFT = CostCurve((1, 64), (0.25, 1.0))
@@ -91,7 +91,7 @@ def simulation(
     target, draft = CostModel(curve, group=1 if known else 5), CostModel(draft_curve)
     policy: SpeculationPolicy = Reckless(target, draft, guarded=guarded, known=known)
     if careful:
-        guard = Guard(target, {"draft": draft}, known=known) if guarded else None
+        guard = (Guard if guarded else Unguarded)(target, {"draft": draft}, known=known)
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
         policy = CostPolicy(target, drafts, AcceptanceRates({"draft": 4}), guard)
     return Simulation(machine, policy, [guesser], **options)
