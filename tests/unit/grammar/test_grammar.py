@@ -1,14 +1,22 @@
-"""Masks, single tokens, parallel paths, commits and the end of grammars."""
+"""Masks, single tokens, parallel paths, forced text, white space, commits and the end of grammars."""
+
+import itertools
+import json
+from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.grammar.grammar import Cursor, GrammarCompiler
+from specinfer.grammar.lark import lark_of_gbnf
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 from tests.unit.grammar.vocabulary import (
     END,
+    SCHEMAS,
     SPECIAL,
     TOKENIZER,
     VOCAB,
@@ -16,6 +24,8 @@ from tests.unit.grammar.vocabulary import (
     byte_id,
     grammar_of,
     ids,
+    legal,
+    legal_document,
     schema_format,
 )
 from tests.unit.tokenizer.made_up import sentencepiece_header
@@ -178,3 +188,173 @@ def test_a_form_without_a_finite_text_goes_on_until_it_is_cut(asked):
         assert not state.finished
         state.commit([int(rng.choice(np.flatnonzero(allowed)))])
         assert len(state.forced((), 8)) <= 8
+
+
+def test_text_that_is_forced_is_spelled_as_the_tokenizer_spells_it():
+    state = grammar_of(response_format=schema_format({"const": {"name": True, "n": None}})).state()
+    path = ids('{"n')
+    assert [TOKENIZER.decode([token]) for token in state.forced(ids('{"'), 9)] == ["name"]
+    assert state.forced(path, 9) != ()
+    assert state.forced((), 9) == ()  # { and {" both may begin the text
+    assert state.forced(ids('{"'), 0) == ()
+    assert state.forced(ids("yes"), 9) == ()  # not legal
+    assert legal(state, ids('{"')) == {"n", "na", "nam", "name"}  # the matcher stands where it stood
+
+
+@pytest.mark.parametrize(
+    "text", ["yes, no name", "say <|im_end|> now", "\u00d6l \U0001f600 \u00e4", "<tool>x", "12\n12"]
+)
+def test_forced_tokens_are_legal_and_spell_the_text(text):
+    state = grammar_of(choice=[text]).state()
+    forced = state.forced((), 1000)
+    assert TOKENIZER.decode(forced) == text
+    if "<|" not in text:  # the name of a special token is spelled in bytes
+        assert list(forced) == ids(text)
+    for i in range(len(forced)):
+        assert state.permits(forced[:i], forced[i])
+        assert state.forced(forced[:i], 3) == forced[i : i + 3] or "<|" in text
+    assert state.permits(forced, END)
+    assert state.forced(forced, 3) == ()
+
+
+def test_long_forced_text_is_computed_once_and_checked_on_demand(monkeypatch):
+    text, asked, query = "yes " * 6000, [], Cursor.query  # more than one automaton can follow
+    state, expected = grammar_of(choice=[text]).state(), ids(text)
+    monkeypatch.setattr(Cursor, "query", lambda *args: asked.append(len(args[1])) or query(*args))
+    for step in range(100):
+        forced = state.forced((), 8)
+        assert list(forced) == expected[8 * step : 8 * step + 8]
+        state.commit(forced)
+    assert asked == [0, *[8] * 100]
+
+
+@cache
+def schema_grammar(name):
+    schema = next(entry["schema"] for entry in SCHEMAS if entry["name"] == name)
+    return grammar_of(response_format=schema_format(schema, strict=True))
+
+
+@pytest.mark.thorough
+@given(
+    name=st.sampled_from(["person", "tree", "tuple", "unicode_keys", "one_of_by_const", "anything"]),
+    seed=st.integers(0, 3),
+    cut=st.integers(0, 30),
+    looks=st.lists(st.tuples(st.integers(0, 6), st.integers(0, VOCAB - 1)), max_size=6),
+)
+def test_looking_around_equals_a_new_matcher_that_consumed_everything(name, seed, cut, looks):
+    grammar = schema_grammar(name)
+    document = legal_document(grammar, seed)
+    text, rest = document[:cut], document[cut:]
+    state = grammar.state()
+    state.commit(text)
+    for depth, astray in looks:
+        path = rest[:depth]
+        fresh = grammar.state()
+        fresh.commit([*text, *path])
+        assert state.permits(path, astray) == bool(fresh.allowed()[astray])
+        assert not state.allowed([*path, astray]).any() or fresh.permits((), astray)
+        np.testing.assert_array_equal(state.allowed(path), fresh.allowed())
+        assert state.forced(path, 5) == fresh.forced((), 5)
+    state.commit(rest)
+    assert state.permits((), END)
+
+
+BLANKS = [byte_id(byte) for byte in b" \n\t\r"]
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": ["null", "boolean"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "schema": {"response_format": schema_format(NUMBERS)},
+    "strict schema": {"response_format": schema_format(NUMBERS, strict=True)},
+    "behind a preamble": {"response_format": schema_format(NUMBERS), "preamble": 'preamble: "="?'},
+}
+
+
+def blank_text(grammar, seed):
+    """Return a text with a blank at every position that allows one."""
+    state, rng, text = grammar.state(), np.random.default_rng(seed), []
+    while True:
+        mask = state.allowed()
+        if mask[END]:
+            return TOKENIZER.decode(text)
+        blanks = [token for token in BLANKS if mask[token]]
+        closing = [token for one in ("]", "}", ",", "0", "null") for token in ids(one) if mask[token]]
+        text.append(int(rng.choice(blanks or closing or np.flatnonzero(mask))))
+        state.commit(text[-1:])
+        assert len(text) < 2000, TOKENIZER.decode(text)
+
+
+def runs(text):
+    return [len(list(run)) for is_blank, run in itertools.groupby(text, str.isspace) if is_blank]
+
+
+def test_a_text_of_blanks_comes_to_its_end():
+    for form, seed in itertools.product(FORMS, range(3)):
+        text = blank_text(grammar_of(**FORMS[form]), seed)
+        assert set(json.loads(text.lstrip("="))) == {"a", "b"}, (form, seed)
+        assert 5 < len(runs(text)) < 30, (form, seed)
+        assert max(runs(text)) <= 33, (form, seed)  # a line break and indentation
+
+
+PRETTY = {
+    "compact": '{"a":[1,2],"b":null}',
+    "usual": '{"a": [1, 2], "b": null}',
+    "spaced": '{ "a": [ 1, 2 ], "b": null }',
+    "indented": json.dumps({"a": [1, 2], "b": None}, indent=4),
+    "by tabs": json.dumps({"a": [1, 2], "b": None}, indent="\t"),
+    "two spaces": '{"a":  [1, 2], "b": null}',
+    "an empty line": '{\n\n"a": [1, 2], "b": null}',
+    "carriage returns": '{\r\n"a": [1, 2], "b": null}',
+}
+
+
+TAKEN = {
+    "bounded": {"compact", "usual", "spaced", "indented", "by tabs"},
+    "any": set(PRETTY),
+    "none": {"compact"},
+}
+
+
+def test_white_space_follows_the_option():
+    for form, (whitespace, taken) in itertools.product(FORMS, TAKEN.items()):
+        grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
+        found = {name for name, text in PRETTY.items() if accepts(grammar, text)}
+        assert found == taken, (form, whitespace)
+
+
+BODIES = [
+    # the body of a rule, texts that it matches, and texts that it does not
+    ('"a" "b"', ["ab"], ["a", "abb"]),
+    ('"a" | "b" |\n  "c"', ["a", "b", "c"], ["ab", ""]),
+    ('"a"?', ["", "a"], ["aa"]),
+    ('"a"*', ["", "aaa"], ["b"]),
+    ('"a"+', ["a", "aaa"], [""]),
+    ('"a"{3}', ["aaa"], ["aa", "aaaa"]),
+    ('"a"{2,}', ["aa", "aaaaa"], ["a"]),
+    ('"a" { 2 , 3 }', ["aa", "aaa"], ["a", "aaaa"]),
+    ('("a" | "b")+', ["abba"], [""]),
+    ("other", ["o"], ["other"]),
+    ("[a-c] [^a-c_]", ["ax", "c-"], ["xa", "a_", "ab"]),
+    (r"[-a] [b-] [\]\\^]", ["-b]", "a-\\", "a-^"], ["xb]", "ab["]),
+    (r"[\x00-\x1F\u00e9\U0001F600\-]", ["\n", "\u00e9", "\U0001f600", "-"], ["e", " "]),
+    ("[a-z&&b] [[/]", ["a[", "&/"], ["a]"]),
+    (". .", ["\n\u00e9"], ["a"]),
+    (r'"\n\t\"\\\u00e9a\x41\U0001F600"', ['\n\t"\\\u00e9aA\U0001f600'], ["n"]),
+    ('"a" # a remark\\\n', ["a"], ["ab"]),
+    ('"" "a"', ["a"], [""]),
+    ('"a" | ""', ["a", ""], ["b"]),
+]
+
+
+def test_a_grammar_matches_its_texts_and_no_others():
+    for body, good, bad in BODIES:
+        for way, start in {"/": "body", "(": 'body | "(" root ")"'}.items():
+            text = f'root ::= {start}\nother ::= "o"\nbody ::= {body}\n'
+            assert lark_of_gbnf(text).startswith(f"start: {way}"), "recursion makes rules"
+            grammar = grammar_of(grammar=text)
+            nested = [] if way == "/" else [f"(({one}))" for one in good]
+            found = {one: accepts(grammar, one) for one in [*good, *nested, *bad]}
+            assert found == {one: one not in bad for one in found}, text
