@@ -1,4 +1,4 @@
-"""Rows to tensors: slots and paths, as literals a person can check."""
+"""Rows to tensors: slots and paths, as literals a person can check; and the rows that become text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from specinfer.runtime.batch import (
     logit_rows,
     step_rows,
 )
+from specinfer.runtime.features import text_rows
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree import TreeBuilder
+from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
 from tests.plans import entry, plan
 
@@ -100,3 +101,25 @@ def test_a_step_knows_whose_logits_are_likely_asked_for() -> None:
     assert likelihoods(step, trees) == [1.0, 0.25, 0.0, 0.0, 1.0]
     wanted = [len(part.token_ids) - part.logits_from for part in step_rows(step, trees)]
     assert wanted == [2, 0, 3]
+
+
+def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7]
+    tree = TokenTree((7, 20, 21, 22, 23), (-1, 0, 0, 2, 2))
+    step = plan(
+        entry(text, request_id="chunk", start=0, end=4, max_nodes=0),
+        entry(text, request_id="tree", start=6, end=7),
+        entry(text, request_id="ends", start=6, end=7),
+        entry(text, request_id="whole", start=4, end=7, max_nodes=1),
+    )
+    trees = [tree, tree, TokenTree((7,), (-1,))]
+    found = text_rows(step, trees, [(2, 4), None, ()])
+    # Rows of the pass: 0-3 the chunk, 4-8 a tree, 9-13 another, 14-16 the end of a prompt.
+    names = [one.request.request_id for one in found.entries]
+    assert dict(zip(names, found.rows, strict=True)) == {
+        "chunk": [0, 1, 2, 3],
+        "tree": [4, 6, 8],
+        "whole": [14, 15, 16],
+    }
+    few = found.where(lambda one: one.request.request_id != "tree")
+    assert few.rows == [[0, 1, 2, 3], [14, 15, 16]]

@@ -105,19 +105,3 @@ def test_rows_are_as_independent_with_more_threads(folder: Path, dtype: torch.dt
     for count in (2, 3):
         with torch_threads(count):
             assert differing_lengths(runner, FEW) == [], count
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_flight_says_what_a_pass_does_and_keeps_what_layers_were_given(folder: Path, name: str) -> None:
-    runner = runner_of(folder, name, torch.float32)
-    text = [(7 * i) % 64 for i in range(100)]
-    rows = [chain_rows(text, 0, [1], logits=True), Rows(text, 0, [2], logits_from=5)]
-    want = runner.forward(rows)
-    flight = runner.launch(rows, likelihoods=lambda: [i / 96 for i in range(96)], taps=(1, 0))
-    assert [flight.row(i).tolist() for i in range(96)] == want.tolist()
-    for layer in (0, 1):
-        both = flight.tapped([layer])[:, 0]
-        assert both.shape == (200, 384)
-        assert torch.equal(both[:100], both[100:])
-    assert not torch.equal(flight.tapped([0]), flight.tapped([1]))

@@ -41,15 +41,6 @@ def chain(tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-def test_a_text_has_the_same_states_in_any_parts() -> None:
-    tokens, whole = [*range(5, 17)], chain([*range(5, 17)])
-    for part in (1, 5, 12):
-        one, found = runner(), list[int]()
-        for start in range(0, 12, part):
-            found += states(one, text(tokens[start : start + part], start))
-        assert found == whole
-
-
 def test_a_tree_is_walked_and_its_path_applied_with_the_next_root() -> None:
     one, use = runner(), StateUse(2)
     states(one, text([3, 4], 0, use))
@@ -69,17 +60,6 @@ def test_a_tree_is_walked_and_its_path_applied_with_the_next_root() -> None:
     assert states(one, tree) == walked
     one.move([Move(TABLE, [4, 6], [3, 4], use)])  # nodes 2 and 4 follow the root
     assert states(one, text([1], 5, use)) == chain([3, 4, 9, 7, 5, 1])[-1:]
-
-
-def test_a_checkpoint_is_a_copy_of_the_state_after_so_many_tokens() -> None:
-    one, tokens = runner(), [*range(9)]
-    saves = StateCheckpoint(3, 4, b"four"), StateCheckpoint(4, 8, b"eight")
-    states(one, text(tokens, 0, StateUse(0, None, saves)))
-    for point in saves:
-        assert one.states.holds(point)
-        begun = text([50, 51], point.end, StateUse(1, point))
-        assert states(one, begun) == chain([*tokens[: point.end], 50, 51])[-2:]
-    assert states(one, text([9], 9)) == chain([*tokens, 9])[-1:]
 
 
 def test_a_pass_that_failed_is_not_gone_on_from() -> None:

@@ -1,4 +1,4 @@
-"""Draws as columns: the same draws as one by one."""
+"""Draws as columns are the same draws as one by one, and their laws over a support the dense ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from specinfer.tree.distribution import Distribution
 from specinfer.tree.draw import Draw, DrawRule, Runs, any_sampled, as_runs
 
 LAW, OTHER_LAW = np.array([0.5, 0.5]), np.array([0.25, 0.75])
@@ -85,3 +86,18 @@ def test_random_draws_are_kept_as_one_by_one() -> None:
 def test_sampled_draws_are_seen_in_runs_as_one_by_one(rule: DrawRule) -> None:
     draws = [MIXED[0], Draw(0, 4, "b", rule, LAW if rule.is_sampled else None)]
     assert any_sampled(draws) == any_sampled(as_runs(draws)) == rule.is_sampled
+
+
+SPARSE = Distribution(np.array([0.5, 0.2, 0.3]), np.array([1, 4, 6]), 8)
+WHOLE = Distribution(np.array([0.1, 0.2, 0.7]), None, 3)
+
+
+def test_dense_has_zeros_for_the_others() -> None:
+    assert SPARSE.dense().tolist() == [0, 0.5, 0, 0, 0.2, 0, 0.3, 0]
+    assert WHOLE.dense().tolist() == [0.1, 0.2, 0.7]
+
+
+@pytest.mark.parametrize(("token", "place"), [(0, None), (1, 0), (4, 1), (5, None), (6, 2), (7, None)])
+def test_a_token_has_a_place_in_the_support_or_none(token: int, place: int | None) -> None:
+    assert SPARSE.index_of(token) == place
+    assert place is None or SPARSE.id_at(place) == token

@@ -54,14 +54,6 @@ def test_the_dense_choice_is_the_plain_oracles():
         assert coupled_choice(law, seed, 5) == verification.coupled_choice(law.dense().tolist(), seed, 5)
 
 
-@pytest.mark.parametrize("top_k", [0, 20, 500])
-def test_a_speculator_with_the_targets_law_proposes_the_targets_choice_first(top_k):
-    logits = np.random.default_rng(4).normal(size=2000).astype(np.float32) * 6
-    law = target_law(logits, SamplingParams(top_k=top_k))
-    for seed in range(100):
-        assert coupled_top_k(law, seed, 8, 3)[0] == coupled_choice(law, seed, 8)
-
-
 def test_top_k_is_the_order_of_the_oracles_scores():
     logits = np.random.default_rng(5).normal(size=12).astype(np.float32)
     for seed in range(50):

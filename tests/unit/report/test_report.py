@@ -1,13 +1,17 @@
-"""Prompt files: accepted lines, and refusals with file and line."""
+"""Prompt files, accepted or refused with file and line; and the provenance of results."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from specinfer.errors import DatasetError
+from specinfer.report import provenance
 from specinfer.report.dataset import Conversation, built_in, read_dataset
+from specinfer.version import VERSION
 
 
 def write(folder: Path, *lines: str | bytes) -> Path:
@@ -69,3 +73,13 @@ def test_files_without_prompts(tmp_path: Path) -> None:
         read_dataset(tmp_path)
     with pytest.raises(DatasetError, match="limit is 0; allowed: an integer >= 1"):
         built_in().head(0)
+
+
+def test_it_names_versions_hardware_and_date() -> None:
+    facts = provenance.provenance()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["versions"]["specinfer"] == VERSION
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", facts["date"])
+    assert facts["hardware"]["cpu"].strip()
+    assert facts["hardware"]["cores"] >= 1
+    assert facts["commit"] is None or re.fullmatch(r"[0-9a-f]{12}\+?", facts["commit"])
