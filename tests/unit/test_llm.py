@@ -238,15 +238,6 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
 # Its config.
 
 
-def test_an_llm_speculates_where_nobody_says_how(pair: Path) -> None:
-    with LLM(pair / "target", dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
-        asked = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-        [looked_up] = llm.generate([asked], GREEDY)
-        [plain] = llm.variant(lookup=False).generate([asked], GREEDY)
-    assert looked_up.figures.drafted_tokens > 0 == plain.figures.drafted_tokens
-    assert looked_up.token_ids == plain.token_ids
-
-
 def test_a_config_may_stand_for_the_model_and_options_change_it(pair: Path) -> None:
     config = EngineConfig.from_options(str(pair / "target"), {**ENGINE, "max_context": 64, "lookup": True})
     with LLM(config, max_batch_size=3) as llm:

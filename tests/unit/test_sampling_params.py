@@ -1,4 +1,4 @@
-"""Values of SamplingParams: one line for each invalid value (forms: test_structured_output.py)."""
+"""Values of SamplingParams and SpeculationParams: one line for each wrong one, except for forms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SpeculationParams
+from specinfer.tree.token_tree import Expansion
 
 PENALTY = "a number in [-2, 2]; 0 switches it off"
 REPETITION = "a number in [0.001, 1000]; 1 switches it off"
@@ -79,13 +80,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_wrong_value_is_one_line() -> None:
-    for values, line in WRONG:
-        with pytest.raises(RequestError) as caught:
-            pytest.fail(f"{values}: {SamplingParams(**values)}")
-        assert str(caught.value).startswith(line)
-
-
 def test_what_is_kept_of_a_value() -> None:
     for given, name, kept in (
         ({"logit_bias": {"5": 1, 6: -100}}, "logit_bias", {5: 1.0, 6: -100.0}),  # JSON's keys are strings
@@ -131,3 +125,55 @@ def test_the_edges_of_the_ranges_are_in() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)])
 def test_temperatures_next_to_zero_are_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_every_way_to_say_it() -> None:
+    for given, meant in (
+        (None, SpeculationParams()),
+        (False, SpeculationParams(enabled=False)),
+        ({"max_nodes": 1}, SpeculationParams(max_nodes=1)),
+        ({"expansion": "2,1"}, SpeculationParams(expansion=Expansion((2, 1)))),
+        ({"expansion": "<1,1,3>"}, SpeculationParams(expansion=Expansion((1, 1, 3)))),
+        ({"expansion": [2, 1]}, SpeculationParams(expansion=Expansion((2, 1)))),
+        ({"speculators": "lookup"}, SpeculationParams(speculators=("lookup",))),
+        ({"verifier": "mss"}, SpeculationParams(verifier="mss")),
+        (SpeculationParams(max_nodes=3), SpeculationParams(max_nodes=3)),
+    ):
+        assert SpeculationParams.of(given) == meant, given
+
+
+SPECULATORS = "allowed: names of speculators, at least one; to switch speculation off, set enabled to false"
+
+
+WRONG_WISHES: list[tuple[Any, str]] = [
+    (
+        "on",
+        "speculation is 'on'; allowed: true, false, or a mapping of enabled, max_nodes, expansion, "
+        "speculators, verifier",
+    ),
+    (
+        {"nodes": 3},
+        "speculation has no option 'nodes'; allowed: enabled, max_nodes, expansion, speculators, verifier",
+    ),
+    ({"enabled": "no"}, "speculation.enabled is 'no'; allowed: true or false"),
+    ({"max_nodes": 0}, "speculation.max_nodes is 0; allowed: an integer >= 1, the root included"),
+    ({"expansion": "1,x"}, "speculation.expansion is '1,x'; allowed: integers >= 1"),
+    ({"expansion": [0]}, "speculation.expansion is '0'; allowed: "),
+    ({"speculators": []}, f"speculation.speculators is []; {SPECULATORS}"),
+    ({"speculators": [1]}, f"speculation.speculators is [1]; {SPECULATORS}"),
+    ({"verifier": "naive"}, "speculation.verifier is 'naive'; allowed: coupled, mss"),
+]
+
+
+def test_a_wrong_value_is_one_line() -> None:
+    cases = [(SamplingParams, values, line) for values, line in WRONG]
+    wishes = [(SpeculationParams.of, {"value": given}, line) for given, line in WRONG_WISHES]
+    for make, values, line in (*cases, *wishes):
+        with pytest.raises(RequestError) as caught:
+            pytest.fail(f"{values}: {make(**values)}")
+        assert str(caught.value).startswith(line)
+
+
+def test_wishes_are_frozen_and_hashable() -> None:
+    wishes: Any = SpeculationParams.of({"speculators": ["a"], "expansion": [1]})
+    assert hash(wishes) == hash(SpeculationParams(speculators=("a",), expansion=Expansion((1,))))

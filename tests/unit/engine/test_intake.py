@@ -33,8 +33,7 @@ from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer, chat_encoder, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer
-from tests.unit.test_sampling_params import WRONG
-from tests.unit.test_speculation_params import WRONG as WRONG_WISHES
+from tests.unit.test_sampling_params import WRONG, WRONG_WISHES
 from tests.unit.test_structured_output import WRONG as WRONG_FORMS
 from tests.unit.tokenizer.made_up import write_folder
 
