@@ -26,13 +26,7 @@ class Broken(Fan):
 class NotWorthIt(SpeculationPolicy):
     """Starts no draft."""
 
-    def worth_starting(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        unread: Sequence[int],
-        guessed: Sequence[TokenTree],
-    ) -> list[bool]:
+    def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
         return [False] * len(entries)
 
 

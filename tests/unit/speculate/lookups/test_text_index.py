@@ -1,7 +1,8 @@
-"""The texts and bytes of an index; test_lookup_trees.py compares its matches with a search everywhere."""
+"""The texts and bytes of an index; test_lookup.py compares its matches with a search everywhere."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 from array import array
@@ -12,7 +13,28 @@ from hypothesis import strategies as st
 
 from specinfer.kernels.library import Library
 from specinfer.speculate.lookups.text_index import TextIndex
-from tests.sizes import malloced
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's heap statistics, as malloc.h defines them."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def malloced() -> int | None:
+    """Return the bytes in use by malloc, or None without glibc."""
+    asked = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if asked is None:
+        return None
+    asked.restype = Mallinfo
+    found = asked()
+    return int(found.uordblks + found.hblkhd)
 
 
 def said(count: int, seed: int) -> list[int]:

@@ -46,7 +46,7 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
     return builder.build()
 
 
-def unlearning(name: str, curve: CostCurve) -> CostModel:
+def unlearning(curve: CostCurve) -> CostModel:
     """Return a cost model that does not learn."""
     return CostModel(curve, learns=False)
 
@@ -65,8 +65,8 @@ def sized(
     target: CostCurve, draft: CostCurve | None = None, expansion: tuple[int, ...] = (1, 1, 1, 1)
 ) -> CostPolicy:
     """Return a policy without a guard's limits for a target, and a draft if given."""
-    drafts = {} if draft is None else {"draft": PricedDraft(unlearning("draft", draft), Expansion(expansion))}
-    acceptance, costs = AcceptanceRates(dict.fromkeys(drafts, len(expansion))), unlearning("target", target)
+    drafts = {} if draft is None else {"draft": PricedDraft(unlearning(draft), Expansion(expansion))}
+    acceptance, costs = AcceptanceRates(dict.fromkeys(drafts, len(expansion))), unlearning(target)
     return CostPolicy(costs, drafts, acceptance, Unguarded(costs, {}))
 
 
@@ -74,30 +74,18 @@ class Reckless(CostPolicy):
     """Guesses and verifies all nodes unless its guard forbids it."""
 
     def __init__(
-        self,
-        target: CostModel,
-        draft: CostModel,
-        *,
-        guarded: bool = True,
-        measured: bool = True,
-        known: bool = False,
+        self, target: CostModel, draft: CostModel, *, guarded: bool = True, known: bool = False
     ) -> None:
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
-        guard = (Guard if guarded else Unguarded)(target, {"draft": draft}, measured=measured, known=known)
+        guard = (Guard if guarded else Unguarded)(target, {"draft": draft}, measured=True, known=known)
         super().__init__(target, drafts, AcceptanceRates({"draft": 4}), guard)
 
     def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
         super().worth_starting(speculator, entries, *more)
         return [True] * len(entries)
 
-    def worth_deepening(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        trees: Sequence[TokenTree],
-        ends: Sequence[Sequence[int]],
-    ) -> list[Sequence[int]]:
-        return list(ends)
+    def worth_deepening(self, speculator: str, *asked: Any) -> list[Sequence[int]]:
+        return list(asked[-1])  # all ends
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         super().choose_nodes(trees)

@@ -100,17 +100,6 @@ def test_nor_does_reading_that_is_never_paid_back() -> None:
     assert driven.seconds < 1.03 * 20_000
 
 
-@pytest.mark.parametrize(
-    ("spent", "hits", "least"),
-    [(0.3, 0.9, 0.99), (0.5, 0.8, 0.98), (0.5, 0.6, 0.9)],  # gains of 60%, 30% and 10% of a step
-)
-def test_speculation_that_gains_is_left_alone(spent: float, hits: float, least: float) -> None:
-    driven, chance = Driven(), random.Random(1)
-    for _ in range(5000):
-        driven.step(spent, float(chance.random() < hits))
-    assert len(driven.guessing_steps) >= least * 5000
-
-
 def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     driven = Driven()

@@ -14,6 +14,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.acceptance import AcceptanceRates
 from specinfer.speculate.policy.choose import path_probabilities
 from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.drafting import children_each, keep_largest, useful_levels
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.merging import keep
@@ -206,3 +207,21 @@ def test_a_draft_that_was_not_worth_it_is_tried_again_as_its_counts_fade() -> No
     assert 5 <= tried <= 20, "each costs half a second of the 1000 s the steps take"
     teach(policy, 4)
     assert depths(policy, entry()) == [4], "and is worth it again once it guesses right"
+
+
+@pytest.mark.parametrize(
+    ("best", "rate", "price", "levels"),
+    [(0.8, 0.5, 0.1, 4.0), (0.1, 0.5, 0.1, 1.0), (0.05, 0.9, 0.1, 1.0), (0.5, 0.0, 0.1, 1.0)],
+)
+def test_levels_are_useful_until_they_bring_less_than_they_cost(
+    best: float, rate: float, price: float, levels: float
+) -> None:
+    assert useful_levels(best, rate, price) == pytest.approx(levels)
+    assert useful_levels(best, 1.0, price) < 300
+
+
+def test_of_many_ends_the_best_go_on_where_room_is_short() -> None:
+    assert keep_largest([0.1, 0.5, 0.5, 0.4], 2) == [0.0, 0.5, 0.5, 0.0]
+    assert keep_largest([0.1, 0.5, 0.5], 0) == [0.0, 0.5, 0.0]
+    tree = TokenTree((7, 1, 2, 3, 4), (-1, 0, 0, 0, 1))
+    assert (children_each(tree), children_each(TokenTree((7,), (-1,)))) == (2.0, 1.0)

@@ -113,23 +113,6 @@ def test_curves_that_are_off(curve: str) -> None:
         assert simulation(hits, careful=careful, **curves).run(STEPS) < BOUND, (hits, careful)
 
 
-DRAFTS: dict[str, float | Callable[[int], float]] = {
-    "never": NEVER,
-    "poor": POOR,
-    "always": 1.0,
-    "no more": lambda step: float(step < 400),
-    "suddenly": lambda step: float(step > 400),
-    "by turns": lambda step: float(step // 50 % 2),
-    "for a window": lambda step: float(step // 64 % 4 == 0),
-}
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_drafts_of_all_kinds(draft: str) -> None:
-    assert simulation(DRAFTS[draft]).run(STEPS) < BOUND
-
-
 TRAFFIC: dict[str, dict[str, Any]] = {
     "short requests": {"length": 20},
     "answers of one token": {"length": 1, "prompt": 300},
@@ -142,7 +125,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.few(2)
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_traffic_of_all_kinds(traffic: str) -> None:
     for hits, careful in product(LOSING, (False, True)):

@@ -51,11 +51,11 @@ def entry(name: str = "r", *, overrides: SpeculationParams | None = None, **fiel
 class Driven:
     """An ensemble of one guesser under a guarded policy, whose steps take the seconds a test says."""
 
-    def __init__(self, *, measured: bool = True) -> None:
+    def __init__(self) -> None:
         self.guesser = Asked()
-        self.target = CostModel(CURVE, learns=measured)
-        self.draft = CostModel(CostCurve((1, 100), (0.25, 1.0)), learns=measured)
-        self.policy = Reckless(self.target, self.draft, measured=measured)
+        self.target = CostModel(CURVE)
+        self.draft = CostModel(CostCurve((1, 100), (0.25, 1.0)))
+        self.policy = Reckless(self.target, self.draft)
         self.ensemble = Ensemble([self.guesser], vocab=99, policy=self.policy, clock=lambda: 0.0)
 
     def step(
@@ -91,22 +91,6 @@ class Driven:
         raise AssertionError("never off")
 
 
-def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
-    driven = Driven()
-    asked = [driven.step() for _ in range(8)]
-    assert asked == PLAIN_FIRST * [[]] + 3 * [["r"]]
-    assert driven.guard.off_steps == PLAIN_FIRST
-
-
-def test_nobody_is_asked_while_speculation_is_off() -> None:
-    driven = Driven()
-    for _ in range(PLAIN_FIRST):
-        driven.step(seconds=1.0)
-    assert driven.until_off(propose=0.5) <= WINDOW
-    assert [driven.step() for _ in range(60)] == 60 * [[]]
-    assert driven.guard.off_steps == 60 + PLAIN_FIRST
-
-
 def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
     driven = Driven()
     for _ in range(PLAIN_FIRST):
@@ -126,17 +110,6 @@ def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
         driven.step(seconds=1.5)
     assert driven.guard.allowance.guessing
     assert driven.until_off(propose=0.5) < 4 * WINDOW
-
-
-def test_with_no_clock_the_curves_decide() -> None:
-    steps: list[list[list[str]]] = []
-    for seconds in (1.0, 100.0):
-        driven = Driven(measured=False)
-        steps.append(
-            [driven.step(seconds=seconds, propose=seconds, tokens=1 + n // 40 % 2) for n in range(500)]
-        )
-        assert driven.guard.factors == {"target": 1.0, "draft": 1.0}
-    assert steps[0] == steps[1]
 
 
 def test_the_first_steps_are_plain_then_one_in_two_hundred_and_three_after_a_change() -> None:

@@ -38,7 +38,7 @@ def guesses() -> TokenTree:
 
 
 def new() -> Learned:
-    return AcceptanceRates({"draft": 2}), Guard(unlearning("target", CURVE), {})
+    return AcceptanceRates({"draft": 2}), Guard(unlearning(CURVE), {})
 
 
 def teach(learned: Learned, outcomes: int = LEAST) -> None:
