@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from specinfer.config import EngineConfig
@@ -72,6 +73,16 @@ def write_tiny(
         for path in (target, similar, stranger)
     )
     return Tiny(*models, tokenizer=Tokenizer.load(target))
+
+
+def tiny_of(*kernels: Kernels, **shape: Any) -> Any:
+    """Return a fixture of a module: tiny models of this shape."""
+
+    @pytest.fixture(scope="module")
+    def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+        return write_tiny(tmp_path_factory.mktemp("tiny"), *kernels, **shape)
+
+    return tiny
 
 
 def slow_generate(

@@ -19,7 +19,7 @@ from specinfer.engine.steps import Stage
 from specinfer.errors import ClosedError, ConfigError, RequestError
 from specinfer.llm import LLM
 from specinfer.tokenizer import ChatEncoder
-from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
+from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, tiny_of
 from tests.tiny_models import write_pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -27,9 +27,7 @@ SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+tiny = tiny_of(vocab_size=64, max_context=96)
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +174,6 @@ def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
     stream.close()
     llm.check_integrity()
     assert llm.statistics().running == 0
-
-
-def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"])
-    explained: list[bool] = []
-    llm.on_tree = lambda event: explained.append(event.decision is not None)
-    for wanted in (False, True):
-        llm.explains = wanted
-        llm.generate(PROMPTS[:1], GREEDY)
-        assert set(explained) == {wanted}
-        explained.clear()
 
 
 # Its end.

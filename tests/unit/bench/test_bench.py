@@ -14,12 +14,9 @@ from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=256, max_context=160)
+tiny = tiny_of(vocab_size=256, max_context=160)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import Verifier
 from tests.adapters import merge, write_adapter
-from tests.engines import ENGINE, Tiny, runner_of, write_tiny
+from tests.engines import ENGINE, Tiny, runner_of, tiny_of
 from tests.tiny_models import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0)
@@ -176,9 +176,7 @@ def test_other_words_for_the_same_tokens_and_texts_without_guesses_fail_everywhe
 # ---- the same request twice ----
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=128)
+tiny = tiny_of(vocab_size=64, max_context=128)
 
 
 LONG = [[5, 6, 7, 8] * 6, list(range(20, 50))]

@@ -13,15 +13,12 @@ from specinfer.check.parameters import MIN_TOKENS, ProcessedTarget, check_parame
 from specinfer.check.promise import Effort
 from specinfer.processors.changes import Penalties, RowChanges
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60))]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    folder = tmp_path_factory.mktemp("tiny")
-    return write_tiny(folder, vocab_size=256, max_context=160, eos_token_id=0)
+tiny = tiny_of(vocab_size=256, max_context=160, eos_token_id=0)
 
 
 def check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Verdict]:

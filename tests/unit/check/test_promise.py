@@ -15,7 +15,7 @@ from specinfer.speculate.lookups.lookup import LookupSpeculator
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.target_law import most_likely, target_law
-from tests.engines import Tiny, engine_of, write_tiny
+from tests.engines import Tiny, engine_of, tiny_of
 from tests.flights import accept_everything, each_tree
 
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
@@ -32,9 +32,7 @@ TWICE = [f"{sampling}, same request twice" for sampling in ("greedy", "T=1")]
 LAWS = [f"law, {v}, {s}" for v in ("coupled", "mss") for s in ("T=1", "T=0.8, top_p=0.95")]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=256, max_context=160)
+tiny = tiny_of(vocab_size=256, max_context=160)
 
 
 def verdicts(tiny: Tiny, *, last: str | None = None, **options: Any) -> dict[str, bool]:

@@ -24,13 +24,10 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
 from specinfer.runtime.cost_model import CostModel
 from specinfer.runtime.runner import ModelRunner, probe_rows
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 from tests.kernels import kernels as kernels_of
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), TORCH, vocab_size=16, max_context=2048)
+tiny = tiny_of(TORCH, vocab_size=16, max_context=2048)
 
 
 def test_a_pass_that_is_timed_has_the_tokens_of_a_text() -> None:

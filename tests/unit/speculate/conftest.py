@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.engines import tiny_of
 
-from tests.engines import Tiny, write_tiny
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=64)
+tiny = tiny_of(vocab_size=16, max_context=64)

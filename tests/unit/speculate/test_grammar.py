@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from specinfer import SamplingParams
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.plan import PlanEntry
@@ -13,17 +11,13 @@ from specinfer.processors.pipeline import Processors
 from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.tree import DrawRule
 from tests import plans
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 from tests.plans import plan
 
 VOCAB, EOS, ROOT = 128, 5, 63
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(
-        tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25
-    )
+tiny = tiny_of(vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25)
 
 
 def entry(

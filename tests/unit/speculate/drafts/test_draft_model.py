@@ -19,7 +19,7 @@ from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.token_tree import Expansion
 from tests import plans
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 from tests.plans import outcome
 from tests.unit.speculate.guessers import passes_of
 
@@ -27,9 +27,7 @@ TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+tiny = tiny_of(vocab_size=64, max_context=96)
 
 
 def draft(tiny: Tiny, *widths: int, max_rows: int = 96) -> DraftModel:
